@@ -1,12 +1,13 @@
-"""Compiles attention kernels for GPUs that are not there, and says what they need: ``python -m tests.kernels.attention.compile 90``.
+"""Compiles attention kernels for GPUs that are not there, and says what they need:
+``python -m tests.kernels.attention.compile 90``.
 
-A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as ``kernel,head,mask``, with
-``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv or, on 90, specialized; and behind those
-``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one (rows, columns, warps, stages, most registers; a sixth
-number, 1, computes scores a tile ahead). Default: every one of the first three by head width, kind of mask and feature, which takes
-minutes. Prints a line of JSON a case: name with registers of a thread, how many programs a multiprocessor holds and, of each loop
-that has matrix products, instructions of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a
-thread.
+A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as
+``kernel,head,mask``, with ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv
+or, on 90, specialized; and behind those ``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one
+(rows, columns, warps, stages, most registers; a sixth number, 1, computes scores a tile ahead). Default: every one of
+the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with
+registers of a thread, how many programs a multiprocessor holds and, of each loop that has matrix products, instructions
+of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 Loops = list[tuple[int, int]]
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MASKS = ("none", "boolean", "additive")
-# What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked attention.
+# What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked
+# attention.
 FEATURES: dict[str, dict[str, Any]] = {
     "whole": {"HAS_RIGHT": False},
     "window": {"HAS_LEFT": True, "EVEN": False},
@@ -177,9 +179,11 @@ def usage(cubin: bytes) -> tuple[int, int]:
 
 
 def loops(cubin: bytes) -> Loops:
-    """Instructions, and waits for a warp group's products, of each innermost loop that has matrix products, in the order of the code.
+    """Instructions, and waits for a warp group's products, of each innermost loop that has matrix products, in the
+    order of the code.
 
-    Where ptxas puts products one after the other (it says so in a warning that triton drops) there are as many waits as products.
+    Where ptxas puts products one after the other (it says so in a warning that triton drops) there are as many waits as
+    products.
     """
     code: list[str] = []
     labels: dict[str, int] = {}
@@ -202,7 +206,9 @@ def loops(cubin: bytes) -> Loops:
 
 
 def programs_of(registers: int, warps: int, shared: int, capability: int) -> int:
-    """How many programs a multiprocessor holds at a time, by registers (given out in eights) and shared memory (1 KiB is the system's)."""
+    """How many programs a multiprocessor holds at a time, by registers (given out in eights) and shared memory (1 KiB
+    is the system's).
+    """
     return min(
         (1 << 16) // (-(-registers // 8) * 8 * 32 * warps),
         (SHARED_BYTES[capability] + 1024) // 1024 // (-(-shared // 1024) + 1),

@@ -33,7 +33,9 @@ def inputs(
 
 
 def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Output of ``function`` and gradients of all ``tensors``, for an output gradient that depends on the shape alone."""
+    """Output of ``function`` and gradients of all ``tensors``, for an output gradient that depends on the
+    shape alone.
+    """
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
     out = function(*leaves)
     # rounded to the narrow type, so that a wide computation is given the same

@@ -80,7 +80,9 @@ def longest_run(whole: list[bool]) -> list[int]:
     ids=str,
 )
 def test_lists(shape, tile, bounds):
-    """Empty tiles are left out, the longest run of whole ones leads, and lines stand by length, equal ones as they lie."""
+    """Empty tiles are left out, the longest run of whole ones leads, and lines stand by length, equal ones
+    as they lie.
+    """
     mask = mask_of(*shape)
     if shape[2] == 1:  # several runs: of 1, 3 and 2 tiles of 16 keys, the last at the end
         for start, end in ((16, 32), (64, 112), (160, 192)):

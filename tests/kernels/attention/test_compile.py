@@ -1,4 +1,6 @@
-"""The attention kernels compile and fit where there is no GPU: shared memory, and spilled registers within what edge tiles may cost."""
+"""The attention kernels compile and fit where there is no GPU: shared memory, and spilled registers within what edge
+tiles may cost.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 
 from tests.kernels.attention.compile import SHARED_BYTES
 
-# The inner loop without masks holds no spilled register; the walk over diagonal tiles, compiled into the same kernel, may hold some.
+# The inner loop without masks holds no spilled register; the walk over diagonal tiles, compiled into the same kernel,
+# may hold some.
 SPILLED_BYTES = 160
 QUICK = {  # the least shared memory, and the newest
     86: ("dkv,128,none",),
@@ -54,6 +57,7 @@ def test_kernels_fit(cases, program, tmp_path):
             shared_bytes,
             spilled_bytes,
         )
-        # One wait for each product that is waited for. Products that ptxas could not leave running have one each, and there are a dozen.
+        # One wait for each product that is waited for. Products that ptxas could not leave running have one each, and
+        # there are a dozen.
         waits = [int(number) for number in re.findall(r", (\d+)\)", name.partition("loops")[2])]
         assert waits and max(waits) <= (1 if "ahead=True" in name else 4), name

@@ -1,4 +1,6 @@
-"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, beside float64 and PyTorch's own attention."""
+"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, beside float64 and PyTorch's own
+attention.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def backward_thread() -> None:
 
 
 def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=False, window=None) -> None:
-    """Output within 1.5 times the error of unfused attention in the same type, log-sum-exps as of float64, bits equal from run to run."""
+    """Output within 1.5 times the error of unfused attention in the same type, log-sum-exps as of float64, bits equal
+    from run to run.
+    """
     from vblackwell.kernels.attention import launch as attention_launch
 
     (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
@@ -69,8 +73,8 @@ def exact_lse(q, k, mask, left, right, bottom_right) -> torch.Tensor:
     return torch.where(lse == float("-inf"), float("inf"), lse)
 
 
-# In the order of what they tell, because a run may be cut short. To compile a kernel takes seconds: what a test asks of one kind of
-# mask, bound and head width is one kernel, or two where lengths end inside a tile and at its end.
+# In the order of what they tell, because a run may be cut short. To compile a kernel takes seconds: what a test asks of
+# one kind of mask, bound and head width is one kernel, or two where lengths end inside a tile and at its end.
 
 
 @pytest.mark.parametrize("head", [128, 64])
@@ -86,7 +90,8 @@ def test_masks(kind, head):
             check((2, 4, 2, queries, keys, head), mask=mask)
 
 
-# Lengths of one tile and less, cut in the last tile, and even ones; what a kernel is told of lengths is the same for all.
+# Lengths of one tile and less, cut in the last tile, and even ones; what a kernel is told of lengths is the same for
+# all.
 LENGTHS = ((1, 1), (17, 129), (129, 63), (384, 512), (1000, 1000))
 
 

@@ -13,8 +13,8 @@ from vblackwell.kernels.attention.op import flash_attention, flash_attention_var
 from vblackwell.kernels.attention.plan import AttentionPlan
 from vblackwell.kernels.attention.reference import attention_reference
 
-# Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities, score gradients and
-# the result are rounded to 2^-11 each.
+# Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities,
+# score gradients and the result are rounded to 2^-11 each.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 

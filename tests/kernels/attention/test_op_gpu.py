@@ -1,4 +1,6 @@
-"""On a GPU: bf16 errors beside PyTorch's own attention, every backend that accepts runs, graphs, compilation, memory."""
+"""On a GPU: bf16 errors beside PyTorch's own attention, every backend that accepts runs, graphs,
+compilation, memory.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from vblackwell.nn.attention.backends import Variant
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 17, 63, 129, 1000]
-# PyTorch's result is rounded as often as ours, at other places: that of one row of one key is exact by luck, hence a floor of one rounding.
+# PyTorch's result is rounded as often as ours, at other places: that of one row of one key is exact by luck, hence a
+# floor of one rounding.
 FLOOR = 2**-8
 
 
 @pytest.fixture(autouse=True, scope="module")
 def backward_thread() -> None:
-    """Binds the context to autograd's thread: cuBLAS, where it is the first there, warns that there is none, in whichever test is first."""
+    """Binds the context to autograd's thread: cuBLAS, where it is the first there, warns that there is none, in
+    whichever test is first.
+    """
     leaf = torch.ones(1, device="cuda", requires_grad=True)
     leaf.exp().backward()
 
@@ -71,7 +76,9 @@ def test_heads(head, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", attention_plan.KERNELS)
 def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
-    """Stages and the copy engine change when tiles come, not what is computed: a difference is a fault of one of them."""
+    """Stages and the copy engine change when tiles come, not what is computed: a difference is a fault of
+    one of them.
+    """
     from vblackwell.kernels.attention import launch as attention_launch
 
     properties = torch.cuda.get_device_properties(0)

@@ -67,7 +67,9 @@ class States:
 def random_states(
     n: int, spread: str, weight: int, gradient: int, previous: int, seed: int, factor: float | None = None
 ) -> States:
-    """Numbers of usual sizes, or with subnormals, zeros and what nearly overflows among them. ``previous``: 0 none, 1 bf16, 2 fp32."""
+    """Numbers of usual sizes, or with subnormals, zeros and what nearly overflows among them. ``previous``: 0 none, 1
+    bf16, 2 fp32.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:

@@ -1,4 +1,6 @@
-"""AdamW with moments of 8 bits: formats, random bits, the kernel's source against the CPU's bits, and that it trains."""
+"""AdamW with moments of 8 bits: formats, random bits, the kernel's source against the CPU's bits, and that
+it trains.
+"""
 
 import itertools
 import tempfile
@@ -213,8 +215,8 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 def test_moving_averages_follow_in_the_mean():
-    # Half of a block's gradients fall to a tenth: each step moves sqrt(v) by at most 1/2000 of itself, a sixtieth of a code's step.
-    # Rounded to nearest, codes would stay, and v with them, at ten times what it should be.
+    # Half of a block's gradients fall to a tenth: each step moves sqrt(v) by at most 1/2000 of itself, a sixtieth of a
+    # code's step. Rounded to nearest, codes would stay, and v with them, at ten times what it should be.
     n = 64 * SCALE_BLOCK
     weight = torch.zeros(n)
     states = [torch.zeros(n, dtype=torch.uint8), torch.zeros(n // SCALE_BLOCK)] * 2
@@ -234,7 +236,9 @@ def test_moving_averages_follow_in_the_mean():
 
 
 def train(kind: str, steps: int = 400) -> float:
-    """Mean loss of the last 20 steps of a small network that learns a fixed random one, weights in bf16 where computed with."""
+    """Mean loss of the last 20 steps of a small network that learns a fixed random one, weights in bf16 where computed
+    with.
+    """
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 8))

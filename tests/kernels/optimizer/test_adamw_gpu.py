@@ -16,7 +16,9 @@ KINDS = [*itertools.product((0, 1), (0, 1, 2), (0, 1, 2))]
 def check(
     n: int, spread: str, kind: tuple[int, int, int], numbers: AdamWStep, factor: float | None, first: int = 0
 ) -> None:
-    """One step of elements ``first`` to n on both; a ``first`` that is not a multiple of 4 leaves pointers unaligned."""
+    """One step of elements ``first`` to n on both; a ``first`` that is not a multiple of 4 leaves pointers
+    unaligned.
+    """
     states = random_states(n + first, spread, *kind, seed=n, factor=factor)
     on_gpu = states.map(lambda value: value.cuda()).piece(first, n + first)
     states = states.copy().piece(first, n + first)

@@ -1,4 +1,6 @@
-"""Fused ops against their plain expression in float64: outputs and every gradient, unwritten memory poisoned with NaN."""
+"""Fused ops against their plain expression in float64: outputs and every gradient, unwritten memory
+poisoned with NaN.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from vblackwell.kernels.runtime.registry import use_backend
 
 # On a GPU the kernels are compiled; without one they run in Triton's interpreter (tests/conftest.py).
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Largest relative RMS error. Half types: one rounding, at most 2^-8 (bf16) or 2^-11 (fp16) of each value; the interpreter cuts bf16 off
-# instead of rounding it, which is twice that. fp32: sums of up to a few thousand terms in another order, each of 2^-24.
+# Largest relative RMS error. Half types: one rounding, at most 2^-8 (bf16) or 2^-11 (fp16) of each value; the
+# interpreter cuts bf16 off instead of rounding it, which is twice that. fp32: sums of up to a few thousand terms in
+# another order, each of 2^-24.
 TOLERANCE = {
     torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
     torch.float16: 2**-11,

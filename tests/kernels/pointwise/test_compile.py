@@ -1,4 +1,5 @@
-"""Every fused kernel compiles for its GPUs without one, in bf16 and at the sizes that need most: registers without spills, shared memory.
+"""Every fused kernel compiles for its GPUs without one, in bf16 and at the sizes that need most: registers without
+spills, shared memory.
 
 In a process of its own, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
 """

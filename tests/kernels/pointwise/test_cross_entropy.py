@@ -11,7 +11,8 @@ from vblackwell.kernels.pointwise.cross_entropy import chunk_tokens_for, linear_
 from vblackwell.kernels.runtime.registry import use_backend
 
 BACKENDS = ["triton", "torch"]
-# tokens, width, vocabulary, tokens of a chunk; 4099 words are more than a program reads at once, and start rows unaligned
+# tokens, width, vocabulary, tokens of a chunk; 4099 words are more than a program reads at once, and start rows
+# unaligned
 SHAPES = [(1, 8, 3, 4), (11, 16, 51, 4), (12, 16, 51, 4), (5, 8, 4099, 5)]
 
 
@@ -47,7 +48,8 @@ def test_against_float64(shape, bias, z_loss, reduction, dtype, backend):
     exact = results(lambda *args: plain(*args, **options), inputs, torch.float64)
     theirs = results(lambda *args: plain(*args, **options), inputs)
     for a, b, right in zip(got, theirs, exact, strict=True):
-        # Logits are rounded to the compute type here and there, which decides; then gradients once more, where PyTorch keeps fp32 logits.
+        # Logits are rounded to the compute type here and there, which decides; then gradients once more, where PyTorch
+        # keeps fp32 logits.
         assert relative(a, right) <= 1.5 * relative(b, right) + 2 * TOLERANCE[dtype]
 
 
@@ -126,7 +128,9 @@ def test_sums_of_fp16_beyond_its_range_have_a_finite_mean(backend):
 
 
 def test_small_gradients_of_fp16_survive_under_a_loss_scale():
-    """512 tokens of 4099 words: a probability by the number of tokens is some 5e-7, of which fp16 has only the first bits."""
+    """512 tokens of 4099 words: a probability by the number of tokens is some 5e-7, of which fp16 has only the first
+    bits.
+    """
     inputs, scale = case(512, 8, 4099, torch.float16), 2.0**12
     with use_backend("cross_entropy", "torch"):
         got = results(lambda *args: linear_cross_entropy(*args, chunk_tokens=256) * scale, inputs)
@@ -162,7 +166,9 @@ def test_fp16_gradients_are_finite_wherever_those_of_pytorch_are(reduction, toke
 
 
 def test_pytorchs_grad_scaler_takes_the_steps_that_it_takes_without_us():
-    """fp32 parameters under autocast; at a scale of 65,536 dW is infinite for PyTorch, too: 19.9 * 2048 is the first that fits."""
+    """fp32 parameters under autocast; at a scale of 65,536 dW is infinite for PyTorch, too: 19.9 * 2048 is the first
+    that fits.
+    """
     hidden, weight, targets = case(4096, 8, 3, torch.float32)
     hidden, targets = 29.85 * (1 + hidden / 64), targets.zero_()
 
@@ -266,7 +272,8 @@ def test_nothing_like_the_logits_is_kept_or_made():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         linear_cross_entropy(hidden, weight, targets, chunk_tokens=4)
-        # all that there was at once: the gradients of hidden states and weight, a chunk of logits, and blocks of 512 bytes for the rest
+        # all that there was at once: the gradients of hidden states and weight, a chunk of logits, and blocks of 512
+        # bytes for the rest
         assert 0 < torch.cuda.max_memory_allocated() - before < whole_bytes / 2
     else:
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:

@@ -1,4 +1,6 @@
-"""Fused kernels run on the GPU that holds their tensors, whichever is the current one: Triton itself would take that."""
+"""Fused kernels run on the GPU that holds their tensors, whichever is the current one: Triton itself would
+take that.
+"""
 
 from __future__ import annotations
 

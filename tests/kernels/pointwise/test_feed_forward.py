@@ -40,7 +40,7 @@ def separately(x, norm, gate, up, down):
 def rows_at_a_time(monkeypatch, count):
     """Chunks of ``count`` of `case`'s 15 rows."""
     monkeypatch.setattr(module, "ROW_STEP", count)
-    monkeypatch.setattr(module, "MOST_BYTES", 1)
+    monkeypatch.setattr(module, "MAX_BYTES", 1)
 
 
 def test_chunks_cover_all_rows():
@@ -56,7 +56,8 @@ def test_chunks_cover_all_rows():
 @pytest.mark.parametrize("chunk", [100, 4])
 def test_against_float64(dtype, chunk, monkeypatch):
     rows_at_a_time(monkeypatch, chunk)
-    # norm, gate and up, the product, and the result are rounded one after the other; weights' gradients once a chunk, of four
+    # norm, gate and up, the product, and the result are rounded one after the other; weights' gradients once a chunk,
+    # of four
     assert max(errors(block, "swiglu", case(dtype), plain)) <= (5 if chunk == 100 else 7) * TOLERANCE[dtype]
 
 
@@ -103,7 +104,9 @@ def test_opcheck():
     inputs = tuple(tensor.requires_grad_() for tensor in case(torch.float32))
     torch.library.opcheck(module._feed_forward_block, (*inputs[:2], EPS, *inputs[2:], True))
     x, norm, *weights = [tensor.detach() for tensor in inputs]
-    torch.library.opcheck(module._feed_forward_block_backward, (x, x, norm, EPS, *weights, [True, True, False, True, True]))
+    torch.library.opcheck(
+        module._feed_forward_block_backward, (x, x, norm, EPS, *weights, [True, True, False, True, True])
+    )
 
 
 def test_refusals():
@@ -118,9 +121,9 @@ def test_refusals():
 
 @pytest.mark.gpu
 def test_memory_in_backward():
-    """Three tensors of (M, I) at a time, of a chunk where that is more than `MOST_BYTES`."""
+    """Three tensors of (M, I) at a time, of a chunk where that is more than `MAX_BYTES`."""
     width, inner = 256, 4096
-    rows = 4 * module.MOST_BYTES // (2 * inner)
+    rows = 4 * module.MAX_BYTES // (2 * inner)
     x = normal(rows, width, dtype=torch.bfloat16).requires_grad_()
     norm = torch.ones(width, dtype=torch.bfloat16, device="cuda").requires_grad_()
     shapes = [(inner, width), (inner, width), (width, inner)]
@@ -134,4 +137,4 @@ def test_memory_in_backward():
     gradients = rows * width * 2 + 3 * inner * width * 2
     narrow = 2 * rows // 4 * width * 2  # the norm's output and its gradient, of a chunk
     workspace = 40 << 20  # cuBLAS's
-    assert torch.cuda.max_memory_allocated() - before <= 3 * module.MOST_BYTES + narrow + gradients + workspace
+    assert torch.cuda.max_memory_allocated() - before <= 3 * module.MAX_BYTES + narrow + gradients + workspace

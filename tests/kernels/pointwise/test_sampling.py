@@ -1,4 +1,6 @@
-"""Gumbel-max sampling: Philox, the distribution, what is cut, the kernels against the reference, independence of the batch."""
+"""Gumbel-max sampling: Philox, the distribution, what is cut, the kernels against the reference, independence of the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_philox_gives_the_published_words(key, counter, words):
 def test_exponentials_keep_the_digits_of_those_that_win():
     u = torch.cat([torch.logspace(-9.6, -0.001, 4001), torch.tensor([1.0 - 2.0**-24])])
     exact = -torch.log1p(-u.double())
-    # beyond the series: 1 - u has an error of 2^-25, at most 32 times as much of the value, and the logarithm rounds once more
+    # beyond the series: 1 - u has an error of 2^-25, at most 32 times as much of the value, and the logarithm rounds
+    # once more
     assert ((exponential(u).double() - exact) / exact).abs().max() < 33 * 2.0**-25 + 2.0**-23
     noise = gumbel(column(1), column(0), 3 * GROUP + 5)
     assert noise.shape == (1, 3 * GROUP + 5) and noise.isfinite().all()
@@ -254,7 +257,9 @@ def test_a_backend_by_name_says_why_not(monkeypatch):
 
 @pytest.mark.gpu
 def test_lanes_that_drop_words_on_a_gpu():
-    """Compiled, with the lanes that are in use: few likely words, thousands of them (top_p of a flat row), and all in one lane."""
+    """Compiled, with the lanes that are in use: few likely words, thousands of them (top_p of a flat row), and all in
+    one lane.
+    """
     logits = normal(3, 128_000, seed=6) * column(4.0, 0.5, 4.0, dtype=torch.float32)[:, None]
     logits[2, :: sampling_triton.CUT_LANES] += 30.0
     for options in ({"top_k": 50}, {"top_k": 3000}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.5}):
@@ -284,7 +289,8 @@ def test_on_a_gpu_without_waiting_and_in_a_graph():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(got, again)
-        # logarithms of the two may differ in the last bit: one row of 384 at most has two tokens as near as that, or a cut there
+        # logarithms of the two may differ in the last bit: one row of 384 at most has two tokens as near as that, or a
+        # cut there
         assert (got != expected).sum() <= 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -29,7 +29,7 @@ def test_halves_of_one_tensor(dtype):
 def test_more_rows_than_a_grid_takes(monkeypatch):
     from vblackwell.kernels.pointwise import swiglu_triton
 
-    monkeypatch.setattr(swiglu_triton, "MOST_ROWS", 3)
+    monkeypatch.setattr(swiglu_triton, "MAX_ROWS", 3)
     with poisoned():
         test_halves_of_one_tensor(torch.float32)
         gate, up = normal(10, 266).chunk(2, -1)

@@ -1,11 +1,12 @@
-"""Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read the mask.
+"""Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read
+the mask.
 
-``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64 queries
-a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits`` (``judge_values`` of an
-additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is zero there) or partial, with causality,
-window and the end of the keys counted in. ``collect_tiles`` turns each line of that into a run of whole tiles, which is walked by
-counting, and a list of the others, and ``order_lines`` sorts the lines, the longest first, so that none starts when the others are
-done. Broadcast dimensions are never expanded.
+``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64
+queries a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits``
+(``judge_values`` of an additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is
+zero there) or partial, with causality, window and the end of the keys counted in. ``collect_tiles`` turns each line of
+that into a run of whole tiles, which is walked by counting, and a list of the others, and ``order_lines`` sorts the
+lines, the longest first, so that none starts when the others are done. Broadcast dimensions are never expanded.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -34,8 +35,8 @@ class MaskBits(NamedTuple):
     """A boolean mask in bits.
 
     Attributes:
-        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; words or queries are 1 where the mask is broadcast along them. Bits
-            beyond the last key are zero unless the mask is broadcast along the keys.
+        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; words or queries are 1 where the mask is broadcast
+            along them. Bits beyond the last key are zero unless the mask is broadcast along the keys.
         by_key: (1 or B, 1 or N, words of 64 queries, keys) int64, or None where it was not asked for.
     """
 
@@ -47,11 +48,12 @@ class TileLists(NamedTuple):
     """Lists of tiles, one a line (batch x head x tile of the walking kernel).
 
     Attributes:
-        items: (lines, tiles + 1) int32 tile numbers: first the longest run of whole ones, one after the other, then the others, ascending,
-            which may be whole too; the last entry is spare.
-        counts: (lines, 2) int32, how many are in that run and how many behind it.
+        items: (lines, tiles + 1) int32 tile numbers: first the longest run of whole ones, one after the other, then the
+            others, ascending, which may be whole too; the last entry is spare.
+        counts: (lines, 2) int32, how many are in that run and how many after it.
         order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
-        list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the kernel + tile.
+        list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the
+            kernel + tile.
     """
 
     items: Tensor
@@ -228,7 +230,7 @@ def order_lines(counts_ptr, order_ptr, lines, CHUNK: tl.constexpr):
 def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
     """``mask``, (1 or B, 1 or N, S or 1, T or 1) uint8 of any strides, in bits."""
     batch, heads, rows, cols = mask.shape
-    # Tiles of 128 read two words, so their number is even; rows and keys behind the last are read but count for nobody.
+    # Tiles of 128 read two words, so their number is even; rows and keys after the last are read but count for nobody.
     q_words, k_words = (1 if size == 1 else -(-size // (2 * WORD)) * 2 for size in (rows, cols))
     padded_rows, padded_cols = (1 if size == 1 else -(-size // PADDING) * PADDING for size in (rows, cols))
     by_query = torch.empty((batch, heads, k_words, padded_rows), dtype=torch.int64, device=mask.device)
@@ -255,7 +257,9 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
 
 
 def in_fours(mask: Tensor) -> Tensor | None:
-    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys do not lie that way."""
+    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys do not
+    lie that way.
+    """
     *strides, step = mask_strides(mask)
     if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
         return None

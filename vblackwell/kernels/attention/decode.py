@@ -16,7 +16,7 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.runtime.registry import runs_triton
 
-MOST_QUERIES = 16  # query heads that share a key head
+MAX_QUERIES = 16  # query heads that share a key head
 
 
 def decode_attention(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:
@@ -26,10 +26,8 @@ def decode_attention(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, posi
         ConfigurationError: heads that do not share key heads evenly, or more than 16 a key head.
     """
     heads, kv_heads = q_BNH.shape[1], keys_BKTH.shape[1]
-    if heads % kv_heads or heads // kv_heads > MOST_QUERIES:
-        raise ConfigurationError(
-            f"{heads} query heads over {kv_heads} key heads: it takes 1 to {MOST_QUERIES} for each"
-        )
+    if heads % kv_heads or heads // kv_heads > MAX_QUERIES:
+        raise ConfigurationError(f"{heads} query heads over {kv_heads} key heads: it takes 1 to {MAX_QUERIES} for each")
     if runs_triton("decode_attention", q_BNH, q_BNH.shape[-1]):
         from vblackwell.kernels.attention.decode_triton import attend
 

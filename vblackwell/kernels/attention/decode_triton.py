@@ -1,8 +1,8 @@
 """Triton kernels of decode.py: one that attends to a part of the cache, one that joins the parts.
 
-Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows: the products
-are free beside the bytes. How many parts there are depends on sizes alone, never on the position, so a graph holds for every length;
-parts beyond the position read nothing.
+Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows:
+the products are free compared with the bytes. How many parts there are depends on sizes alone, never on the position,
+so a graph holds for every length; parts beyond the position read nothing.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -20,7 +20,7 @@ from torch import Tensor
 from vblackwell.kernels.runtime.registry import on_device
 
 _PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
-_MOST_PARTS = 32
+_MAX_PARTS = 32
 _LOG2_E = math.log2(math.e)
 
 
@@ -84,7 +84,7 @@ def keys_at_once(itemsize: int) -> int:
 
 def parts_of(rows: int, kv_heads: int, positions: int, keys: int) -> int:
     """Into how many parts the positions of a cache are cut."""
-    return max(1, min(_MOST_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
+    return max(1, min(_MAX_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
 
 
 def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:

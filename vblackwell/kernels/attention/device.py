@@ -1,7 +1,8 @@
 """What the attention kernels share on the device: tiles, scores and who may see whom.
 
-A query i of a sequence stands at position i + offset among the keys; key j is visible where i + offset - left <= j <= i + offset + right
-(each bound optional) and j < k_len. Scores are kept in units of log2, so that one exp2 makes a probability of them.
+A query i of a sequence stands at position i + offset among the keys; key j is visible where i + offset - left <= j <= i
++ offset + right (each bound optional) and j < k_len. Scores are kept in units of log2, so that one exp2 makes a
+probability of them.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

@@ -1,8 +1,9 @@
-"""Forward kernel of attention.py: Flash Attention 2 with an online softmax in base 2 (Dao, arXiv:2307.08691).
+"""Forward kernel of op.py: Flash Attention 2 with an online softmax in base 2 (Dao, arXiv:2307.08691).
 
-A program takes a tile of queries of one head and walks over the tiles of keys that they see. Tiles that all its rows see whole need
-no comparison; tiles on an edge (diagonal, window, end of the keys) are walked apart. With a mask the tiles come from a list
-(attention_blocks.py) that leaves the empty ones out. With TMA, tiles arrive through Hopper's copy engine by descriptors.
+A program takes a tile of queries of one head and walks over the tiles of keys that they see. Tiles that all its rows
+see whole need no comparison; tiles on an edge (diagonal, window, end of the keys) are walked apart. With a mask the
+tiles come from a list (blocks.py) that leaves the empty ones out. With TMA, tiles arrive through Hopper's
+copy engine by descriptors.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

@@ -1,11 +1,13 @@
-"""Forward kernel of attention.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive masks.
+"""Forward kernel of op.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive
+masks.
 
-One warp brings tiles of keys, values and of an additive mask through the copy engine into rings of shared memory; two groups of four
-warps, each with 64 queries, compute. While one group is at its exponentials the other has the tensor cores (Shah et al.,
-FlashAttention-3, arXiv:2407.08608), and within a group the product of probabilities and values is queued behind the next scores. Tiles
-on an edge (diagonal, window, end of the keys, where a mask is neither all seen nor empty) come first, then whole ones without a
-comparison. Triton's own compiler serialises softmax and products in a program; Gluon (triton.experimental) lets waits be placed
-by hand. It has no interpreter: attention_forward.py is what the CPU tests.
+One warp brings tiles of keys, values and of an additive mask through the copy engine into rings of shared memory; two
+groups of four warps, each with 64 queries, compute. While one group is at its exponentials the other has the tensor
+cores (Shah et al., FlashAttention-3, arXiv:2407.08608), and within a group the product of probabilities and values is
+queued after the next scores. Tiles on an edge (diagonal, window, end of the keys, where a mask is neither all seen nor
+empty) come first, then whole ones without a comparison. Triton's own compiler serialises softmax and products in a
+program; Gluon (triton.experimental) lets waits be placed by hand. It has no interpreter: forward.py is what
+the CPU tests.
 """
 # What @gluon.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -36,7 +38,7 @@ from vblackwell.kernels.attention.blocks import TileLists, mask_strides
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-MASK_STAGES = 2  # tiles of an additive mask on their way or in use; more would not fit beside heads of 128
+MASK_STAGES = 2  # tiles of an additive mask on their way or in use; more would not fit next to heads of 128
 # Numbers for which a kernel compiled anew for a 1 or a multiple of 16 would be no faster.
 NUMBERS = (
     "stride_mb", "stride_mn", "stride_mask_row", "stride_mask_col", "list_batch", "list_head", "list_width", "q_len", "k_len",

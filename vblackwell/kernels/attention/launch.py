@@ -29,7 +29,7 @@ _FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention
 
 @dataclass(frozen=True)
 class Options:
-    """What attention.py's op takes beside queries, keys and values; see there."""
+    """What op.py's op takes in addition to queries, keys and values; see there."""
 
     mask: Tensor | None
     slopes_N: Tensor | None
@@ -57,7 +57,8 @@ class Options:
 def use_plans(**plans: AttentionPlan) -> Iterator[None]:
     """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests.
 
-    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for plans of 'dq' and 'dkv'.
+    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for plans of 'dq'
+    and 'dkv'.
     """
     token = _FORCED.set({**_FORCED.get(), **plans})
     try:
@@ -153,7 +154,7 @@ class _Call:
         return self.k_length - self.q_length if self.options.bottom_right else 0
 
     def read_mask(self, by_column: bool) -> Tensor | None:
-        """What kernels load: numbers (B, N, S, T), or words with their lines behind them, each 1 where broadcast."""
+        """What kernels load: numbers (B, N, S, T), or words followed by their lines, each 1 where broadcast."""
         if self.bits is None:
             return self.mask
         words = self.bits.by_key if by_column else self.bits.by_query
@@ -161,7 +162,9 @@ class _Call:
         return words.transpose(2, 3)
 
     def describes_mask(self) -> bool:
-        """Whether tiles of an additive mask come through the copy engine: 16 bits wide, not broadcast in a tile, and laid out for it."""
+        """Whether tiles of an additive mask come through the copy engine: 16 bits wide, not broadcast in a tile, and
+        laid out for it.
+        """
         mask = self.mask
         if mask is None or mask.element_size() != 2:
             return False
@@ -172,7 +175,9 @@ class _Call:
         )  # fmt: skip
 
     def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
-        """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is none."""
+        """mask, items, counts, order, slopes, seed, starts of queries and keys; some tensor stands in where there is
+        none.
+        """
         options, none = self.options, self.q
         given = (
             self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N,

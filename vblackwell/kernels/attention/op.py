@@ -1,12 +1,13 @@
 """Flash Attention (Dao, arXiv:2307.08691) in Triton, forward and backward, with memory in proportion to the sequence.
 
-fp32 sums and online softmax; masks of any broadcastable shape are read as they are, never expanded, and tiles in which a mask lets
-nobody see anybody are skipped. Rows that see nothing give zeros, in the output and in every gradient. The forward and the
-backward give equal bits in every run: there are no atomic additions, so no other, faster mode exists beside the deterministic one.
-Dropout is drawn by position from a seed and drawn again in backward. Results keep the strides of what came in.
+fp32 sums and online softmax; masks of any broadcastable shape are read as they are, never expanded, and tiles in which
+a mask lets nobody see anybody are skipped. Rows that see nothing give zeros, in the output and in every gradient. The
+forward and the backward give equal bits in every run: there are no atomic additions, so no other, faster mode exists in
+addition to the deterministic one. Dropout is drawn by position from a seed and drawn again in backward. Results keep
+the strides of what came in.
 
-Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA (query i sees keys up to i) unless ``bottom_right`` (the last
-query sees the last key), which decoding with a cache wants.
+Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA (query i sees keys up to i) unless
+``bottom_right`` (the last query sees the last key), which decoding with a cache wants.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -26,12 +27,14 @@ LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without waiting for it."""
+    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without
+    waiting for it.
+    """
     return torch.randint(0, 1 << 31, (2,), dtype=torch.int64, device=device)
 
 
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """How many keys a query sees to its left and right beside its own place; None: all.
+    """How many keys a query sees to its left and right, next to its own place; None: all.
 
     Args:
         window: keys seen with the own one; without ``causal`` on either side.
@@ -52,14 +55,16 @@ def flash_attention(
     Args:
         q_BNSH: queries, H up to 256. Any strides; the last dimension is best contiguous.
         k_BKTH, v_BKTH: keys and values; N is a multiple of K.
-        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no gradient; numbers
-            near the least of fp32 hide as -inf does).
-        causal: no key behind the query's place is seen. Together with a mask both hold.
+        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no
+            gradient; numbers near the least of fp32 hide as -inf does).
+        causal: no key after the query's place is seen. Together with a mask both hold.
         bottom_right: the last query stands at the last key, instead of the first at the first.
-        window: keys seen including the query's own place: the last ``window`` with ``causal``, otherwise as many to each side.
+        window: keys seen including the query's own place: the last ``window`` with ``causal``, otherwise as many to
+            each side.
         scale: of the scores, positive; default 1 / sqrt(H).
         softcap: scores s become softcap * tanh(s / softcap) before masks (Gemma 2, arXiv:2408.00118).
-        alibi_slopes_N: fp32; slope * distance is subtracted from the scores (Press et al., arXiv:2108.12409). No gradient.
+        alibi_slopes_N: fp32; slope * distance is subtracted from the scores (Press et al., arXiv:2108.12409). No
+            gradient.
         dropout: probability to drop a probability; the others are divided by 1 - dropout.
         seed: of the dropout, from ``new_seed``; default: a new one.
 
@@ -100,7 +105,8 @@ def flash_attention_varlen(
     """
     if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
         raise ConfigurationError(
-            f"packed attention of {tuple(q_SNH.shape)}, {tuple(k_TKH.shape)}, {tuple(v_TKH.shape)}: give (S, N, H), (T, K, H) twice"
+            f"packed attention of {tuple(q_SNH.shape)}, {tuple(k_TKH.shape)}, {tuple(v_TKH.shape)}: "
+            "give (S, N, H), (T, K, H) twice"
         )
     if not (
         q_starts.dtype == k_starts.dtype == torch.int32 and q_starts.shape == k_starts.shape and q_starts.dim() == 1
@@ -155,7 +161,8 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         return
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
         raise ConfigurationError(
-            f"an attention mask of {mask.dtype}: give torch.bool (True attends), or torch.float32 or {q.dtype} to be added"
+            f"an attention mask of {mask.dtype}: "
+            f"give torch.bool (True attends), or torch.float32 or {q.dtype} to be added"
         )
     whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     fits = mask.dim() <= 4 and all(

@@ -1,9 +1,9 @@
 """Tiles, warps and pipeline stages of the attention kernels for a GPU, a type and a head width.
 
-The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared memory) and, on
-Hopper, of whether strides let the copy engine bring tiles (attention_hopper.py), never of a measurement. What may be tuned, since it
-leaves every bit alone, is how many tiles are in flight and whether they come through Hopper's copy engine (TMA): measured by ``tune``
-when asked, kept per machine and shipped (runtime/tuning.py).
+The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared
+memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopper.py), never of a
+measurement. What may be tuned, since it leaves every bit alone, is how many tiles are in flight and whether they come
+through Hopper's copy engine (TMA): measured by ``tune`` when asked, kept per machine and shipped (runtime/tuning.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class AttentionPlan:
         stages: tiles on their way or in use at a time.
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
-        specialized: attention_hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
-        together: of a mask, how many lines of a head run side by side and share its keys and values before other heads have their turn.
+        specialized: hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
+        together: of a mask, how many lines of a head run side by side and share its keys and values before other heads
+            have their turn.
         ahead: of a mask, the forward computes the next tile's scores under the exponentials of this one.
     """
 
@@ -72,9 +73,9 @@ _HALF = {
     (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
 }  # fmt: skip
-# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products run; of four
-# warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers allow one program; its
-# tiles, too, are asked for two ahead.
+# A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products
+# run; of four warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers
+# allow one program; its tiles, too, are asked for two ahead.
 _HALF_BOOLEAN = {
     (LARGE, 128): (
         AttentionPlan(128, 64, 4, 2, True),
@@ -90,7 +91,8 @@ _HALF_SCORED = {
     (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
     (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
 }  # fmt: skip
-# And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while the other computes.
+# And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while
+# the other computes.
 _HALF_ADDED = {
     **_HALF_SCORED,
     (LARGE, 128): (
@@ -99,21 +101,23 @@ _HALF_ADDED = {
     ),
 }  # fmt: skip
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
-# attention_hopper.py's forward, by padded head: two groups of 64 queries.
+# hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {
     64: AttentionPlan(128, 128, 4, 3, True, 168, True),
     128: AttentionPlan(128, 128, 4, 2, True, 168, True),
     256: AttentionPlan(128, 64, 4, 2, True, 168, True),
 }
 # (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
-# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too (docs/journal/attention.md).
+# were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too
+# (docs/journal/attention.md).
 SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
     ("none", 64),
     ("none", 128),
     ("boolean", 128),
     ("additive", 128),
 })  # fmt: skip
-# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with any.
+# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with
+# any.
 SPECIALIZED_TRITON = ("3.6.",)
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
@@ -124,7 +128,9 @@ _SINGLE = {
 
 
 def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
-    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
+    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning; ``kind``: 'none', 'boolean', 'additive' or
+    'scored'.
+    """
     width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
     key = (class_of(shared_bytes), width)
     plans = _SINGLE[width] if itemsize != 2 else _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
@@ -132,7 +138,7 @@ def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str
 
 
 def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str = "none") -> AttentionPlan | None:
-    """The plan of attention_hopper.py's forward for a kind of mask; None where it does not run."""
+    """The plan of hopper.py's forward for a kind of mask; None where it does not run."""
     width = padded_head(head)  # narrower heads than 64 it would pad further than the Triton forward does
     if (kind, width) not in SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
         return None
@@ -168,7 +174,9 @@ def tune(
     kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device,
     measure_us: Callable[[AttentionPlan], float],
 ) -> AttentionPlan:  # fmt: skip
-    """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that does not fit."""
+    """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that
+    does not fit.
+    """
     properties = torch.cuda.get_device_properties(device)
     plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
     best = min(variants(plan, properties.major == 9), key=measure_us)

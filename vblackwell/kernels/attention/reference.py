@@ -1,4 +1,5 @@
-"""Attention written out: scores of S x T in memory, every feature of attention.py. The oracle of its kernels, and the backend 'math'.
+"""Attention written out: scores of S x T in memory, every feature of op.py. The oracle of its kernels, and the
+backend 'math'.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -63,7 +64,8 @@ def attention_reference(
         seen = (mask > float("-inf")) if seen is None else seen & (mask > float("-inf"))
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
-        # A row that sees nothing would be NaN, in backward too: it gets equal scores, and its probabilities are struck out.
+        # A row that sees nothing would be NaN, in backward too: it gets equal scores, and its probabilities are struck
+        # out.
         scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     p_BNST = scores.softmax(-1)
     if seen is not None:

@@ -1,20 +1,20 @@
 """One AdamW for CPU and GPU: a piece of a parameter is updated where its tensors are, to the same bits on both.
 
-``torch._fused_adamw_`` on fp32 CPU tensors says what the bits are; ``cuda/adamw.cu`` computes the same on a GPU, bound by
-memory. An update may therefore move between host and GPU from one step to the next, and a streamed run equals one that
-never left the CPU.
+``torch._fused_adamw_`` on fp32 CPU tensors says what the bits are; ``cuda/adamw.cu`` computes the same on a GPU, bound
+by memory. An update may therefore move between host and GPU from one step to the next, and a streamed run equals one
+that never left the CPU.
 
-torch's kernel works in fp32, with scalars derived in double (`AdamWStep`), on vectors of 4 to 16 elements and then one by
-one on the rest of the tensor. Its C++ leaves it to the compiler which sums become fused multiply-adds: builds of torch,
-instruction sets, and the vector and scalar loops of one build do differ. `torch_order` therefore asks the torch at hand,
-once, and the CUDA kernel is compiled for the answer.
+torch's kernel works in fp32, with scalars derived in double (`AdamWStep`), on vectors of 4 to 16 elements and then one
+by one on the rest of the tensor. Its C++ leaves it to the compiler which sums become fused multiply-adds: builds of
+torch, instruction sets, and the vector and scalar loops of one build do differ. `torch_order` therefore asks the torch
+at hand, once, and the CUDA kernel is compiled for the answer.
 
 A piece is flat and contiguous, starts at a multiple of 4096 elements from its parameter's start, and only a parameter's
 last piece may have a length that is not such a multiple, because of the scalar loop at the end.
 
 A *split master* is an fp32 number kept as a bf16 and a signed 16-bit remainder: bits(master) = (bits(bf16) << 16) +
-remainder, where the bf16 is the master rounded to nearest, ties away from zero. Both are cheaper to make than the master
-is to keep twice.
+remainder, where the bf16 is the master rounded to nearest, ties away from zero. Both are cheaper to make than the
+master is to keep twice.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ CHUNK = 1 << 20  # elements worked on at once: a multiple of BLOCK; what one ope
 _NORM_LANES = 1024  # partial sums that are added side by side
 FILES = ("ptx.cuh", "optimizer/gradient.cuh", "optimizer/adamw.cu")
 THREADS = 512
-MOST = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
+MAX_ELEMENTS = 2**31 - BLOCK  # elements of a piece: the kernels index in 32 bits
 GRADIENTS = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """AdamW's numbers for one parameter at one step; ``step`` is 1 at the first update. Derived numbers are torch's, in double."""
+    """AdamW's numbers for one parameter at one step; ``step`` is 1 at the first update. Derived numbers are torch's, in
+    double.
+    """
 
     lr: float
     beta1: float
@@ -76,7 +78,9 @@ class AdamWStep:
 
     @functools.cached_property
     def words(self) -> tuple[int, ...]:
-        """fp32 bits of (decay, 1 - beta1, beta2, 1 - beta2, bias_correction2_root, eps, -step_size), a kernel's arguments."""
+        """fp32 bits of (decay, 1 - beta1, beta2, 1 - beta2, bias_correction2_root, eps, -step_size), a kernel's
+        arguments.
+        """
         numbers = (self.decay, 1 - self.beta1, self.beta2, 1 - self.beta2, self.bias_correction2_root, self.eps)
         return struct.unpack("<7i", struct.pack("<7f", *numbers, -self.step_size))
 
@@ -88,7 +92,8 @@ class Order:
     Attributes:
         width: elements of a vector; the last ``n % width`` of a tensor are done by the scalar loop.
         lerp: whether m + w (g - m) is one fused multiply-add, in the vector and in the scalar loop.
-        square: v beta2 + (w g) g, in the vector and in the scalar loop: 0 plain, 1 the first product fused into the sum, 2 the second.
+        square: v beta2 + (w g) g, in the vector and in the scalar loop: 0 plain, 1 the first product fused into the
+            sum, 2 the second.
     """
 
     width: int
@@ -144,7 +149,8 @@ def torch_order() -> Order:
         ):
             return Order(width, (lerp[0] == [1], lerp[-1] == [1]), (square[0][0], square[-1][0]))
     raise Unsupported(
-        f"torch {torch.__version__} rounds AdamW on this CPU ({torch.backends.cpu.get_cpu_capability()}) in a way that the "
+        f"torch {torch.__version__} rounds AdamW on this CPU ({torch.backends.cpu.get_cpu_capability()}) "
+        "in a way that the "
         f"kernel does not know (lerp {lerp}, square {square}): update on the CPU instead"
     )
 
@@ -156,7 +162,8 @@ def join(weight: Tensor, remainder: Tensor, bits: Tensor) -> Tensor:
 
 
 def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> None:
-    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder; ``scratch`` is int32 of the same length.
+    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder; ``scratch`` is int32 of the same
+    length.
 
     The remainder is the low half read as signed: where it is negative, rounding has carried one into the high half.
     """
@@ -166,14 +173,18 @@ def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> N
 
 
 def keep_nan(bits: Tensor, weight: Tensor) -> None:
-    """Where the int32 ``bits`` of masters are NaN, so be the bf16 ``weight``: one with a full low half rounds up to a zero."""
+    """Where the int32 ``bits`` of masters are NaN, so be the bf16 ``weight``: one with a full low half rounds up to a
+    zero.
+    """
     wrong = bits.view(torch.float32).isnan()
     if bool(wrong.any()):
         weight.masked_fill_(wrong, math.nan)
 
 
 def block_sums(values: Tensor, out: Tensor) -> None:
-    """``out`` = the sum of squares of each 4096 of the fp32 ``values``, added as `cuda/adamw.cu` does, to the same bits."""
+    """``out`` = the sum of squares of each 4096 of the fp32 ``values``, added as `cuda/adamw.cu` does, to the same
+    bits.
+    """
     whole = len(values) // BLOCK
     if whole:
         out[:whole] = _sums_of_whole_blocks(values[: whole * BLOCK])
@@ -293,8 +304,8 @@ def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | No
         check(previous, "previous", gradient.shape, (torch.bfloat16, torch.float32), device)
     if sums is not None:
         check(sums, "square_sums", torch.Size((-(-n // BLOCK),)), FP32, device)
-    if n > MOST:
-        raise ValueError(f"a piece of {n} elements: at most {MOST} at once, cut it at a multiple of {BLOCK}")
+    if n > MAX_ELEMENTS:
+        raise ValueError(f"a piece of {n} elements: at most {MAX_ELEMENTS} at once, cut it at a multiple of {BLOCK}")
 
 
 def check_factor(factor: Tensor | None, device: torch.device) -> None:
@@ -329,7 +340,8 @@ def adamw_piece(
 ) -> None:
     """One AdamW step in place on weight, remainder, exp_avg and exp_avg_sq; on a GPU, enqueued on the current stream.
 
-    The gradient is g = (previous + gradient) * factor, each operation rounded to fp32. Nothing is checked for being finite.
+    The gradient is g = (previous + gradient) * factor, each operation rounded to fp32. Nothing is checked for being
+    finite.
 
     Args:
         weight: (n,) bf16, or fp32 that is its own master.
@@ -340,7 +352,8 @@ def adamw_piece(
         numbers: with ``step`` already counted up.
         previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.
-        square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares of previous + gradient, before ``factor``.
+        square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares of previous + gradient, before
+            ``factor``.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.
@@ -389,7 +402,8 @@ def adamw_at(
     at: Addresses, num_elements: int, numbers: AdamWStep, gradient: torch.dtype, previous: torch.dtype | None,
     stream: torch.cuda.Stream,
 ) -> None:  # fmt: skip
-    """`adamw_piece` for whoever queues hundreds of pieces a step: by address, nothing checked, on ``stream`` of the current device.
+    """`adamw_piece` for a caller that queues hundreds of pieces a step: by address, nothing checked, on ``stream`` of
+    the current device.
 
     Args:
         num_elements: of the piece, at least one.

@@ -1,4 +1,5 @@
-"""AdamW with moments of 8 bits, for links too slow for exact ones: 2 bytes an element and two scales per 256 instead of 8.
+"""AdamW with moments of 8 bits, for links too slow for exact ones: 2 bytes an element and two scales per 256 instead of
+8.
 
 A stated choice, never a silent default: results differ from exact AdamW. With a remainder the master is exact in fp32;
 without one the bf16 weight is all there is, rounded at random. The CPU (plain torch) and the GPU (``cuda/adamw8.cu``)
@@ -7,11 +8,11 @@ give the same bits.
 A block of 256 elements shares an fp32 scale, its largest value over the largest code. Codes are small floating-point
 numbers, because moments of one block spread over decades and their relative error is what an update sees:
 
-- m: a sign, three exponent and four mantissa bits, nearest step 2^-4, largest over smallest 1984. Below that a moment is
-  zero now and then.
+- m: a sign, three exponent and four mantissa bits, nearest step 2^-4, largest over smallest 1984. Below that a moment
+  is zero now and then.
 - sqrt(v), not v: half the exponent range for the same numbers, and the divisor is what is kept. Three exponent and five
-  mantissa bits, step 2^-5, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small would
-  be an update too large, one too large is an update too small.
+  mantissa bits, step 2^-5, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small
+  would be an update too large, one too large is an update too small.
 
 Both are rounded at random, with a probability that makes the mean right. A moving average with beta2 = 0.999 moves by a
 few parts in ten thousand a step: rounded to nearest, steps of three per cent would hold it where it is for ever.
@@ -48,7 +49,7 @@ from vblackwell.kernels.optimizer.adamw import (
 from vblackwell.kernels.runtime.launch import Kernel, kernel
 
 SCALE_BLOCK = 256  # elements that share a scale
-MOST1, MOST2 = 124.0, 126.0  # largest values of codes of 3 + 4 and 3 + 5 bits
+MAX1, MAX2 = 124.0, 126.0  # largest values of codes of 3 + 4 and 3 + 5 bits
 SMALLEST = 2.0**-100  # a block whose largest moment is smaller keeps zeros: the reciprocal of its scale might overflow
 _CHUNK = 1 << 18  # elements at a time, a multiple of BLOCK
 _LOW = 0xFFFFFFFF
@@ -118,10 +119,10 @@ def encode_moments(
     m: Tensor, root_v: Tensor, random1: Tensor, random2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """codes and scales of m and of sqrt(v); ``random1`` of 19 and ``random2`` of 18 bits, int32."""
-    scales1, up1 = _scales(m.abs(), MOST1)
-    scales2, up2 = _scales(root_v, MOST2)
-    codes1 = _encoded((m.abs() * up1).clamp(max=MOST1), random1, 4) + 128 * (m < 0)
-    codes2 = _encoded((root_v * up2).clamp(max=MOST2), random2, 5)
+    scales1, up1 = _scales(m.abs(), MAX1)
+    scales2, up2 = _scales(root_v, MAX2)
+    codes1 = _encoded((m.abs() * up1).clamp(max=MAX1), random1, 4) + 128 * (m < 0)
+    codes2 = _encoded((root_v * up2).clamp(max=MAX2), random2, 5)
     codes2 = torch.where((codes2 == 0) & (up2 > 0) & (root_v > 0), 1, codes2)
     return codes1.to(torch.uint8), scales1, codes2.to(torch.uint8), scales2
 
@@ -168,7 +169,9 @@ def _update(
     counter: tuple[int, int],
     first: int,
 ) -> None:
-    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch does not reorder them."""
+    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch does not
+    reorder them.
+    """
     n = len(weight)
     decay, weight1, beta2, weight2, root, eps, minus_step_size = torch.tensor(numbers.words, dtype=torch.int32).view(
         torch.float32
@@ -233,7 +236,8 @@ def adamw8_piece(
     seed: int,
     offset: int,
 ) -> None:
-    """One AdamW step in place on the first six; on a GPU, enqueued on the current stream. Pieces are cut as for `adamw_piece`.
+    """One AdamW step in place on the first six; on a GPU, enqueued on the current stream. Pieces are cut as for
+    `adamw_piece`.
 
     All codes and scales zero are zero moments, the states to start from.
 

@@ -1,24 +1,27 @@
 """Linear layer and cross entropy in one: ``sum_i -log softmax(hidden_i W^T + b)[target_i]``, the logits never whole.
 
-Tokens are taken a chunk at a time: logits in the type of ``hidden`` (as the unfused linear has them), loss with the log-sum-exp in fp32,
-logits overwritten by their gradient, and with it at once the gradients of hidden states and weight. So logits are computed
-once, and backward only multiplies what was saved (one tensor like ``hidden`` and one like ``weight``) by the incoming gradient.
-The weight itself is not saved.
+Tokens are taken a chunk at a time: logits in the type of ``hidden`` (as the unfused linear has them), loss with the
+log-sum-exp in fp32, logits overwritten by their gradient, and with it at once the gradients of hidden states and
+weight. So logits are computed once, and backward only multiplies what was saved (one tensor like ``hidden`` and one
+like ``weight``) by the incoming gradient. The weight itself is not saved.
 
-The gradients of chunks add up in the weight's type: n chunks round n times, so in bf16 its error is at most n * 2^-8 of the largest
-partial sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight. All sums are in
-a fixed order: equal calls give equal bits.
+The gradients of chunks add up in the weight's type: n chunks round n times, so in bf16 its error is at most n * 2^-8 of
+the largest partial sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4
+bytes a weight. All sums are in a fixed order: equal calls give equal bits.
 
-Sums over tokens exist before backward divides them by their number and multiplies them by a loss scale. In fp16 they would be infinite, and
-their terms divided beforehand would vanish (a probability of 2^-12 is less than fp16's least number by 4096 tokens). Both factors at once
-would neither overflow nor vanish, but the scale arrives with backward, when the logits are gone: computing them again is a third more
-work. So sums of fp16 stay fp32 until backward has multiplied them.
+Sums over tokens exist before backward divides them by their number and multiplies them by a loss scale. In fp16 they
+would be infinite, and their terms divided beforehand would vanish (a probability of 2^-12 is less than fp16's least
+number by 4096 tokens). Both factors at once would neither overflow nor vanish, but the scale arrives with backward,
+when the logits are gone: computing them again is a third more work. So sums of fp16 stay fp32 until backward has
+multiplied them.
 
-16k tokens, width 2560, bf16, H200, forward and backward against the unfused expression: 32,000 words 12.2 ms and 486 MB (16.7 ms, 6.0 GB),
-128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB), of which the gradients are 236 and 705 MB. fp32 sums cost 5 to 11 % more time.
+16k tokens, width 2560, bf16, H200, forward and backward against the unfused expression: 32,000 words 12.2 ms and 486 MB
+(16.7 ms, 6.0 GB), 128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB), of which the gradients are 236 and 705 MB. fp32
+sums cost 5 to 11 % more time.
 
-``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). Tokens of ``ignore_index`` count nowhere; if none
-counts, the mean is 0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary makes the loss NaN.
+``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). Tokens of ``ignore_index`` count
+nowhere; if none counts, the mean is 0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary
+makes the loss NaN.
 
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
@@ -102,7 +105,8 @@ def _check(
         raise ConfigurationError(f"chunk_tokens is {chunk}: give at least 1")
     if weight_VD.dim() != 2 or hidden.shape[-1] != weight_VD.shape[1] or hidden.shape[:-1] != targets.shape:
         raise ConfigurationError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)} and targets {tuple(targets.shape)} do not belong together: "
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)} and targets {tuple(targets.shape)} "
+            "do not belong together: "
             "give (..., D), (V, D) and (...)"
         )
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
@@ -157,7 +161,9 @@ def _linear_cross_entropy(
     with_weight: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where not wanted."""
+    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where
+    not wanted.
+    """
     refuse_forward_mode("linear_cross_entropy")
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return _chunked(
@@ -274,7 +280,9 @@ def _scale_by_(x: Tensor, factor: Tensor) -> None:
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """``x * factor``, in the memory of ``x`` if nobody will ask for it again: a head's gradient is as large as the head."""
+    """``x * factor``, in the memory of ``x`` if nobody will ask for it again: a head's gradient is as large as the
+    head.
+    """
     traced = type(x) is not Tensor  # a compiler's stand-in: what is saved there must stay as it was
     if traced or torch.compiler.is_compiling() or _keeps_graph():
         return _scale_by(x, factor)

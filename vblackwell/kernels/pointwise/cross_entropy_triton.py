@@ -77,7 +77,9 @@ def loss_and_gradient_(
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x * factor`` with one rounding, into ``out`` if given; contiguous tensors, ``factor`` has one element on the same device."""
+    """``x * factor`` with one rounding, into ``out`` if given; contiguous tensors, ``factor`` has one element on the
+    same device.
+    """
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     count = x.numel()

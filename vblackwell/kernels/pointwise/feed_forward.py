@@ -1,12 +1,14 @@
-"""The feed-forward half of a block, ``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, keeping ``x`` alone.
+"""The feed-forward half of a block, ``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, keeping
+``x`` alone.
 
-For blocks that are computed again in backward. As separate operations the second pass of a checkpoint leaves n, gate and up, and backward
-makes three more tensors of gate's size: five, and for a moment the product's gradient: six of (M, I). Here the second pass computes
-nothing at all; backward makes n, gate, up and the product's gradient, and one kernel turns the last three, in place, into their
-gradients and the product: three. The operations and their order are the same, so are the bits.
+For blocks that are computed again in backward. As separate operations the second pass of a checkpoint leaves n, gate
+and up, and backward makes three more tensors of gate's size: five, and for a moment the product's gradient: six of (M,
+I). Here the second pass computes nothing at all; backward makes n, gate, up and the product's gradient, and one kernel
+turns the last three, in place, into their gradients and the product: three. The operations and their order are the
+same, so are the bits.
 
-Where one such tensor would take more than `MOST_BYTES`, forward and backward go in chunks of rows. Gradients of the weights are then
-rounded once a chunk: the first is written, the others are added to it inside the matrix kernels.
+Where one such tensor would take more than `MAX_BYTES`, forward and backward go in chunks of rows. Gradients of the
+weights are then rounded once a chunk: the first is written, the others are added to it inside the matrix kernels.
 
 Legend: M rows, C rows of a chunk, D model width, I inner width.
 """
@@ -20,19 +22,22 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
-# Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k of I = 11008.
-MOST_BYTES = 128 << 20
+# Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k
+# of I = 11008.
+MAX_BYTES = 128 << 20
 ROW_STEP = 256  # chunks are multiples of the matrix kernels' tiles
 
 
 def feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool = True
 ) -> Tensor:
-    """``x`` (..., D) plus its feed-forward, (..., D). Differentiable in all five tensors; saves them and nothing else. Triton only.
+    """``x`` (..., D) plus its feed-forward, (..., D). Differentiable in all five tensors; saves them and nothing else.
+    Triton only.
 
     Args:
         norm_D, eps: of the RMSNorm before the products.
-        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads and nothing else.
+        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads
+            and nothing else.
 
     Raises:
         ConfigurationError: shapes or types do not fit.
@@ -50,8 +55,8 @@ def feed_forward_block(
 
 
 def chunks(rows: int, row_bytes: int) -> list[slice]:
-    """Chunks of ``rows``, about equal, of at most about `MOST_BYTES`."""
-    count = max(1, -(-rows * row_bytes // MOST_BYTES))
+    """Chunks of ``rows``, about equal, of at most about `MAX_BYTES`."""
+    count = max(1, -(-rows * row_bytes // MAX_BYTES))
     step = -(-rows // count)
     step = max(1, -(-step // ROW_STEP) * ROW_STEP)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
@@ -107,7 +112,9 @@ def _fake_feed_forward_block_backward(dy, x, norm_D, eps, gate_ID, up_ID, down_D
 def _feed_forward_block_backward(
     dy: Tensor, x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, needed: list[bool]
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, the norm's weight, gate, up and down; but for x's, which is always there, empty where they are not ``needed``."""
+    """Gradients of x, the norm's weight, gate, up and down; but for x's, which is always there, empty where they are
+    not ``needed``.
+    """
     from vblackwell.kernels.pointwise import rms_norm_triton, swiglu_triton
 
     weights = (norm_D, gate_ID, up_ID, down_DI)

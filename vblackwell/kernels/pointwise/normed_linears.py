@@ -1,8 +1,9 @@
-"""Linear layers of one normalised input, ``[rms_norm(x) @ w.T for w in weights]``, that keep ``x`` and not what the norm made of it.
+"""Linear layers of one normalised input, ``[rms_norm(x) @ w.T for w in weights]``, that keep ``x`` and not what the
+norm made of it.
 
-For blocks that are computed again in backward, whose input is kept in any case: the norm is computed once more there, 49 us for
-16k x 2560 on an H200, instead of being held beside it. The operations and their order are those of `rms_norm` and `shared_input_linears`,
-so are the bits.
+For blocks that are computed again in backward, whose input is kept in any case: the norm is computed once more there,
+49 us for 16k x 2560 on an H200, instead of being held in addition. The operations and their order are those of
+`rms_norm` and `shared_input_linears`, so are the bits.
 
 Legend: M rows, D features in, N features out.
 """
@@ -19,7 +20,8 @@ from vblackwell.kernels.runtime.registry import refuse_forward_mode
 
 
 def normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor]) -> list[Tensor]:
-    """(..., D) in, (..., N) each out. Differentiable in ``x``, the norm's weight and every weight; saves these alone. Triton only.
+    """(..., D) in, (..., N) each out. Differentiable in ``x``, the norm's weight and every weight; saves these alone.
+    Triton only.
 
     Raises:
         ConfigurationError: a weight is not (N, D), the norm's not (D,), or one is of another type than ``x``.
@@ -27,7 +29,8 @@ def normed_linears(x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tenso
     for weight, shape in [(norm_D, (x.shape[-1],)), *((w, (w.shape[0], x.shape[-1])) for w in weights_ND)]:
         if tuple(weight.shape) != shape or weight.dtype != x.dtype:
             raise ConfigurationError(
-                f"a weight of {tuple(weight.shape)} {weight.dtype} for an input of {tuple(x.shape)} {x.dtype}: they do not fit"
+                f"a weight of {tuple(weight.shape)} {weight.dtype} "
+                f"for an input of {tuple(x.shape)} {x.dtype}: they do not fit"
             )
     return _normed_linears(x, norm_D, eps, weights_ND)
 
@@ -67,7 +70,9 @@ def _fake_normed_linears_backward(dys, x, norm_D, eps, weights_ND, needed):  # t
 def _normed_linears_backward(
     dys: list[Tensor], x: Tensor, norm_D: Tensor, eps: float, weights_ND: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
-    """Gradients of x, the norm's weight and each weight; but for x's, which is always there, empty where they are not ``needed``."""
+    """Gradients of x, the norm's weight and each weight; but for x's, which is always there, empty where they are not
+    ``needed``.
+    """
     from vblackwell.kernels.pointwise import rms_norm_triton
 
     x_MD = x.reshape(-1, x.shape[-1])

@@ -98,7 +98,9 @@ def _store(
 
 
 def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    """Queries and keys rotated (``inverse``: by the transposed matrices), in the strides of the inputs where those are dense."""
+    """Queries and keys rotated (``inverse``: by the transposed matrices), in the strides of the inputs where those are
+    dense.
+    """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSH, k_BKSH))
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     q_out, k_out = empty_of(q), empty_of(k)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 GROUP = 4096  # columns that share 1,024 Philox counters, four words each
 LANES = GROUP // 4
-MOST_UNIFORM = 1.0 - 2.0**-24  # the largest fp32 below 1, so that no exponential is infinite
+MAX_UNIFORM = 1.0 - 2.0**-24  # the largest fp32 below 1, so that no exponential is infinite
 _MASK = 0xFFFFFFFF
 
 
@@ -56,14 +56,17 @@ def gumbel(seeds_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     counter_C = torch.arange(groups * lanes, device=seeds_B.device)
     positions_B1, zero_C = positions_B[:, None], counter_C * 0
     words = philox(seeds_B[:, None], counter_C, zero_C, positions_B1, positions_B1 >> 32)
-    # columns of a group: 1,024 of the first word, then of the second, so that neighbours in memory are neighbours in the kernel
+    # columns of a group: 1,024 of the first word, then of the second, so that neighbours in memory are neighbours in
+    # the kernel
     words_BV = torch.stack([word.reshape(-1, groups, lanes) for word in words], dim=2).flatten(1)[:, :vocabulary]
-    uniform_BV = ((words_BV.float() + 0.5) * 2.0**-32).clamp(max=MOST_UNIFORM)
+    uniform_BV = ((words_BV.float() + 0.5) * 2.0**-32).clamp(max=MAX_UNIFORM)
     return -exponential(uniform_BV).log()
 
 
 def exponential(u: Tensor) -> Tensor:
-    """``-log(1 - u)``; small u, which win, keep all their digits: below 1/32 a series of five terms, 5e-9 from the value."""
+    """``-log(1 - u)``; small u, which win, keep all their digits: below 1/32 a series of five terms, 5e-9 from the
+    value.
+    """
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return torch.where(u < 2.0**-5, series, -(1.0 - u).log())
 

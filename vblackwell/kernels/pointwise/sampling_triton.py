@@ -1,11 +1,12 @@
-"""Triton kernels of sampling.py: ``_least_key`` finds what a row may draw, ``_best`` the best token in a part of the row,
-``_first`` in all of it.
+"""Triton kernels of sampling.py: ``_least_key`` finds what a row may draw, ``_best`` the best token in a part of the
+row, ``_first`` in all of it.
 
-No row is sorted. Logits become integers of the same order (``ordered``). One pass over the row keeps the four largest of
-every lane's words, `CUT_LANES` lanes wide. The least key that stays is then found by bisection over these, in registers,
-counting (top_k) or adding probabilities (top_p). That is exact as long as no lane's fourth lies above the answer, since
-what a lane has dropped is not larger than its fourth: 16,384 kept words nearly always hold the few hundred that count.
-Where they might not, the bisection goes on over the whole row, some 30 passes of it. Sums are in a fixed order.
+No row is sorted. Logits become integers of the same order (``ordered``). One pass over the row keeps the four largest
+of every lane's words, `CUT_LANES` lanes wide. The least key that stays is then found by bisection over these, in
+registers, counting (top_k) or adding probabilities (top_p). That is exact as long as no lane's fourth lies above the
+answer, since what a lane has dropped is not larger than its fourth: 16,384 kept words nearly always hold the few
+hundred that count. Where they might not, the bisection goes on over the whole row, some 30 passes of it. Sums are in a
+fixed order.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -18,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vblackwell.kernels.pointwise.sampling_reference import GROUP, LANES, MOST_UNIFORM
+from vblackwell.kernels.pointwise.sampling_reference import GROUP, LANES, MAX_UNIFORM
 
 NO_TOKEN, SPOILED = tl.constexpr(-1), tl.constexpr(-2)
-_MOST: tl.constexpr = tl.constexpr(MOST_UNIFORM)
+_MOST: tl.constexpr = tl.constexpr(MAX_UNIFORM)
 _PROGRAMS = 1024  # some for each multiprocessor, where the rows alone are fewer
 CUT_LANES, CUT_WARPS = 4096, 16  # 120 registers a thread hold the kept words and their probabilities
 KEPT: tl.constexpr = tl.constexpr(4)
@@ -160,7 +161,9 @@ def _least_key(
 def least_keys(
     logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
 ) -> Tensor:  # fmt: skip
-    """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; a row's words lie side by side."""
+    """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; a row's words lie side by
+    side.
+    """
     rows, words = logits_BV.shape
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     lanes = min(CUT_LANES, triton.next_power_of_2(words))

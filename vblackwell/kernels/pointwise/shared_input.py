@@ -1,8 +1,9 @@
-"""Several linear layers of one input (queries, keys and values; gate and up), whose input gradients add up inside the matrix kernels.
+"""Several linear layers of one input (queries, keys and values; gate and up), whose input gradients add up inside the
+matrix kernels.
 
-Autograd multiplies each output's gradient by its weight and adds the results one after the other, three passes over memory an addition.
-Here every product but the first starts from the sum so far (``addmm`` with beta 1): the same roundings, no pass of its own.
-Weights stay parameters of their own; nothing is concatenated.
+Autograd multiplies each output's gradient by its weight and adds the results one after the other, three passes over
+memory an addition. Here every product but the first starts from the sum so far (``addmm`` with beta 1): the same
+roundings, no pass of its own. Weights stay parameters of their own; nothing is concatenated.
 
 Legend: M rows, K features in, N features out.
 """
@@ -26,7 +27,8 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
     for w_NK in weights_NK:
         if w_NK.dim() != 2 or w_NK.shape[1] != x.shape[-1] or w_NK.dtype != x.dtype:
             raise ConfigurationError(
-                f"a weight of {tuple(w_NK.shape)} {w_NK.dtype} for an input of {tuple(x.shape)} {x.dtype}: they do not fit"
+                f"a weight of {tuple(w_NK.shape)} {w_NK.dtype} "
+                f"for an input of {tuple(x.shape)} {x.dtype}: they do not fit"
             )
     return _shared_input_linears(x, weights_NK)
 

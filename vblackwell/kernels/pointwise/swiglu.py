@@ -1,10 +1,13 @@
-"""``silu(gate) * up``, the gating of SwiGLU feed-forwards (Shazeer, arXiv:2002.05202), forward and backward in one pass each.
+"""``silu(gate) * up``, the gating of SwiGLU feed-forwards (Shazeer, arXiv:2002.05202), forward and backward in one pass
+each.
 
-16k x 6912 in bf16 on an H200: 162 us forward, 265 backward (PyTorch's expression 277 and 472), about what HBM needs for these bytes.
+16k x 6912 in bf16 on an H200: 162 us forward, 265 backward (PyTorch's expression 277 and 472), about what HBM needs for
+these bytes.
 
-Computed in fp32 and rounded once; PyTorch's two operations round ``silu(gate)`` as well. ``gate`` and ``up`` may be halves of one tensor
-(rows at equal distances, elements adjacent): nothing is copied. Only ``gate`` and ``up`` are saved. `swiglu_linear` multiplies by the
-next weight too: its backward gets the product again in the same pass as the gradients, for one more write, so that it is not kept.
+Computed in fp32 and rounded once; PyTorch's two operations round ``silu(gate)`` as well. ``gate`` and ``up`` may be
+halves of one tensor (rows at equal distances, elements adjacent): nothing is copied. Only ``gate`` and ``up`` are
+saved. `swiglu_linear` multiplies by the next weight too: its backward gets the product again in the same pass as the
+gradients, for one more write, so that it is not kept.
 """
 
 from __future__ import annotations
@@ -55,24 +58,29 @@ def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untype
 
 @register_op(_fake_swiglu_backward)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless asked for. Triton only."""
+    """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless asked for.
+    Triton only.
+    """
     from vblackwell.kernels.pointwise import swiglu_triton
 
     return swiglu_triton.backward(dy, gate, up, with_product)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = True) -> Tensor:
-    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone. Triton only.
+    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone. Triton
+    only.
 
     Args:
-        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads and nothing else.
+        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads
+            and nothing else.
 
     Raises:
         ConfigurationError: shapes or types differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype != weight_DI.dtype:
         raise ConfigurationError(
-            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype} for a {weight_DI.dtype} weight: they must match"
+            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype} "
+            f"for a {weight_DI.dtype} weight: they must match"
         )
     if weight_DI.dim() != 2 or weight_DI.shape[1] != gate.shape[-1]:
         raise ConfigurationError(f"a weight of {tuple(weight_DI.shape)} for {gate.shape[-1]} features: they do not fit")

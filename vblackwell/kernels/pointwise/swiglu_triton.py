@@ -13,7 +13,7 @@ from vblackwell.kernels.runtime.registry import on_device
 
 BLOCK = 2048
 WARPS = 4
-MOST_ROWS = 65535  # of one launch: CUDA's limit for the second dimension of a grid
+MAX_ROWS = 65535  # of one launch: CUDA's limit for the second dimension of a grid
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
 
 
 def _part(start: int, rows: int, *tensors: Tensor) -> tuple[list[Tensor], int]:
-    """At most `MOST_ROWS` rows of each from ``start`` on, and how many."""
-    count = min(MOST_ROWS, rows - start)
+    """At most `MAX_ROWS` rows of each from ``start`` on, and how many."""
+    count = min(MAX_ROWS, rows - start)
     return list(tensors) if count == rows else [tensor[start : start + count] for tensor in tensors], count
 
 
@@ -72,7 +72,7 @@ def forward(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     if rows and width:
         y_RI = y.view(rows, width)
         with on_device(y):
-            for start in range(0, rows, MOST_ROWS):
+            for start in range(0, rows, MAX_ROWS):
                 (gate_RI, up_RI, out_RI), count = _part(start, rows, gate, up, y_RI)
                 _forward[(triton.cdiv(width, BLOCK), count)](
                     gate_RI, up_RI, out_RI, width, *strides, BLOCK=BLOCK, num_warps=WARPS
@@ -88,7 +88,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
     if rows and width:
         written = [out.view(rows, width) for out in ((dgate, dup, y) if with_product else (dgate, dup, dgate))]
         with on_device(y):
-            for start in range(0, rows, MOST_ROWS):
+            for start in range(0, rows, MAX_ROWS):
                 parts, count = _part(start, rows, dy, gate, up, *written)
                 _backward[(triton.cdiv(width, BLOCK), count)](
                     *parts, width, *strides, WITH_PRODUCT=with_product, BLOCK=BLOCK, num_warps=WARPS
@@ -97,7 +97,9 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
 
 
 def backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written, by the same thread."""
+    """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written, by the
+    same thread.
+    """
     count = dy.numel()
     if count:
         grid = (triton.cdiv(count, BLOCK), 1)

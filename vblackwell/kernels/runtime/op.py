@@ -26,7 +26,8 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function the op ``vblackwell::<its name>``, without underscores before the name, which mutates nothing.
+    """Make the decorated function the op ``vblackwell::<its name>``, without underscores before the name, which mutates
+    nothing.
 
     Args:
         fake: the result without its numbers, of the same arguments.
