@@ -23,15 +23,15 @@ from vblackwell.folders.folder import GENERATION, read_config, read_json
 
 
 def build_on_meta(
-    folder: Path, dtype: torch.dtype, *, attention: str | None = None, trust_remote_code: bool = False,
+    folder: Path, dtype: torch.dtype | None, *, attention: str | None = None, trust_remote_code: bool = False,
     quantized: bool = False,
 ) -> nn.Module:  # fmt: skip
     """The model that ``folder``/config.json describes; no weight file is looked at.
 
     Args:
-        dtype: of its parameters.
-        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in the file, which
-            compiles for every length.
+        dtype: of its parameters; None: what config.json says.
+        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in
+            the file, which compiles for every length.
         trust_remote_code: let transformers run code that lies in the folder, where the architecture is not its own.
         quantized: take a folder of quantised weights too; the model is the one that they were made of.
 
@@ -64,10 +64,10 @@ def build_on_meta(
         if attention is None and config._attn_implementation == "flex_attention":
             options["attn_implementation"] = "sdpa"
         config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
+        if (chosen := dtype or config.dtype) is not None:
+            options["dtype"] = chosen
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code, **options
-            )
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # each architecture raises what it likes at values that it cannot use
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(

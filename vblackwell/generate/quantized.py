@@ -7,6 +7,7 @@ stack, whose packed bytes are parameters (nn/linear/stored_fp4.py).
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.compressed_tensors import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
 from vblackwell.folders.folder import load_specs, load_state, read_config, stored_dtype
+from vblackwell.folders.meta_model import build_on_meta
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.skeleton import skeleton, stays_fp32
 from vblackwell.nn.convert.linears import install_packed, linear_of, replace_modules
+from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
@@ -60,6 +63,26 @@ class PackedTables:
         return self._kinds | ({FINE} if linear in self.fine else set())
 
 
+def build_resident(folder: Path) -> nn.Module:
+    """The model that ``folder``/config.json describes: a ``Decoder`` where that computes it, else one of transformers'.
+
+    In eval mode, its parameters on the meta device; a quantised folder gives the model that it was made of.
+
+    Raises:
+        ConfigurationError, CorruptData, Unsupported: as `build_on_meta`.
+    """
+    config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
+    if not not_supported_reasons(config):
+        return Decoder(DecoderConfig.from_hf(config), device="meta").eval()
+    return build_on_meta(folder, None, quantized=True).eval()
+
+
+def stays_fp32(model: Any, name: str) -> bool:
+    """Whether transformers keeps the half-precision model's tensor ``name`` in fp32, in which its code computes with it."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
+
+
 def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
     """The model in a quantised Hugging Face folder, in eval mode.
 
@@ -75,7 +98,7 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     """
     tables = PackedTables(folder)
     stored = dtype or stored_dtype(tables.config)
-    model, waiting = skeleton(tables.config), defaultdict[str, dict[str, Tensor]](dict)
+    model, waiting = build_resident(folder), defaultdict[str, dict[str, Tensor]](dict)
     elsewhere = _named_otherwise(model, tables.specs.keys() - tables.entries)
     for name, tensor in load_state(folder, names=tables.specs.keys() - elsewhere, device=device):
         linear, _, entry = name.rpartition(".")

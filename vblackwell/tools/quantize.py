@@ -36,7 +36,7 @@ from vblackwell.folders.compressed_tensors import (
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.shards import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.skeleton import skeleton, stays_fp32
+from vblackwell.generate.quantized import build_resident, stays_fp32
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
 from vblackwell.numerics.formats import Format, check_search, format_named
@@ -134,7 +134,7 @@ def quantize_folder(
     check_weights(source)
     if assignment is not None:
         _check_assignment(assignment, form)
-    module = skeleton(config)
+    module = build_resident(source)
     with FolderWeights(module, source) as weights:
         plan = _Plan.of(config, module, weights, form, pattern, keep, assignment)
         reader = _Reader(weights, plan, torch.device(device))
