@@ -28,10 +28,9 @@ from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.generate.command import generate_command
-from vblackwell.generate.generate import CONTEXT, draws, generate
+from vblackwell.generate.generate import CONTEXT, Pace, draws, generate
 from vblackwell.generate.generate import _Text as Text
 from vblackwell.generate.load import load_model, resolve_model
-from vblackwell.generate.pace import Pace
 from vblackwell.generate.room import read_in_chunks
 from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.kernels.pointwise.sampling_reference import kept_tokens

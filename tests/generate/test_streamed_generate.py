@@ -20,9 +20,8 @@ from vblackwell.folders.folder import load_state
 from vblackwell.generate import command
 from vblackwell.generate.batch import generate_batch
 from vblackwell.generate.generate import generate
-from vblackwell.generate.load import load_model
+from vblackwell.generate.load import cache_bytes, load_model, open_streamed
 from vblackwell.generate.sampling import Sampling
-from vblackwell.generate.streamed import cache_bytes, open_streamed
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear

@@ -12,9 +12,9 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.generate import streamed_step as module
 from vblackwell.generate.batch import columns
 from vblackwell.generate.generate import draws, stepper
+from vblackwell.generate.load import open_streamed
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
-from vblackwell.generate.streamed import open_streamed
 from vblackwell.generate.streamed_step import StreamedStep, reasons_against, streamed_step
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment

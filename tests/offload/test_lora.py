@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.meta_model import parameters_on_meta
-from vblackwell.generate.adapters import adapted, read_lora, save_adapter
+from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.generate.fingerprint import check_base, fingerprint
 from vblackwell.nn.convert.lora import adapter_targets, add_adapters, is_adapter
 from vblackwell.nn.convert.lora_config import Lora
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear

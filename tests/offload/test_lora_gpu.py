@@ -12,9 +12,9 @@ from vblackwell.generate import streamed_step
 from vblackwell.generate.adapters import save_adapter
 from vblackwell.generate.batch import columns
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.generate.load import open_streamed
 from vblackwell.generate.room import room_for
 from vblackwell.generate.sampling import Sampling
-from vblackwell.generate.streamed import open_streamed
 from vblackwell.generate.streamed_step import reasons_against
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora_config import Lora

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.generate.generate import (
+    Pace,
     attending,
     cache_of,
     check_chunk,
@@ -29,7 +30,6 @@ from vblackwell.generate.generate import (
     writing,
 )
 from vblackwell.generate.own_state import check_one_pass, keeps_own_state, reads_masks
-from vblackwell.generate.pace import Pace
 from vblackwell.generate.room import read_in_chunks, room_for, step_behind
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
 

@@ -21,11 +21,9 @@ from vblackwell.folders.checked import prompt_lines
 from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
 from vblackwell.folders.hub import find_folder, is_hub_id
 from vblackwell.generate.batch import generate_batch
-from vblackwell.generate.generate import check_chunk, generate
-from vblackwell.generate.load import open_resident, resolve_model
-from vblackwell.generate.pace import Pace
+from vblackwell.generate.generate import Pace, check_chunk, generate
+from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.sampling import Sampling
-from vblackwell.generate.streamed import open_streamed
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.assignment import Assignment

@@ -11,6 +11,7 @@ Legend: B batch (1), S sequence, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.generate.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
 from vblackwell.generate.own_state import OwnState, check_one_pass, keeps_own_state
-from vblackwell.generate.pace import Pace
 from vblackwell.generate.room import read_in_chunks, room_for, step_behind
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.decoder.cache import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -307,3 +308,48 @@ class _Text:
         if self._on_token is not None and text:
             self._on_token(text)
             self._told += len(text)
+
+
+class Pace:
+    """How fast texts come: counts tokens as they are on the host, and says so in a line. Made before the model is opened.
+
+    Args:
+        clock: of seconds.
+
+    Attributes:
+        tokens: of all texts so far.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._made = clock, clock()
+        self._began, self._last, self._later_seconds = self._made, 0.0, 0.0
+        self._opened: float | None = None
+        self._first: float | None = None
+        self.tokens = self._later = 0
+        self._fresh = True
+
+    def begin(self) -> None:
+        """A text, or several at once, is asked for."""
+        self._began, self._fresh = self._clock(), True
+        if self._opened is None:
+            self._opened = self._began - self._made
+
+    def tick(self, rows: int = 1) -> None:
+        """The next token of so many rows is here."""
+        now = self._clock()
+        if not self._fresh:
+            self._later, self._later_seconds = self._later + rows, self._later_seconds + now - self._last
+        elif self._first is None and rows:  # 0: every row ended at once
+            self._first = now - self._began
+        self.tokens, self._last, self._fresh = self.tokens + rows, now, False
+
+    def line(self, level0_bytes: int | None = None) -> str:
+        """What is said at the end; with the peak of a stack's level 0, if there is one."""
+        parts = [f"opened in {format_seconds(self._opened or 0.0)}", f"{self.tokens} token{'s' * (self.tokens != 1)}"]
+        if self._first is not None:
+            parts.append(f"the first after {format_seconds(self._first)}")
+        if self._later_seconds:
+            parts.append(f"then {self._later / self._later_seconds:.1f} a second")
+        if level0_bytes is not None:
+            parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
+        return ", ".join(parts)

@@ -2,6 +2,11 @@
 
 A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what was
 wrong with newer ones is handed back for the caller to say.
+
+`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack, and each layer
+is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds layers that stay
+(offload/movement/frozen.py), and on a GPU room.py divides it for each text. A model that fits is loaded once, in its first pass. On a GPU
+what a `Decoder` can compute is written token by token from CUDA graphs over the stack's bytes (streamed_step.py).
 """
 
 from __future__ import annotations
@@ -16,10 +21,20 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.checked import check_weights
 from vblackwell.folders.commit import MANIFEST, newest_complete, verify_folder
-from vblackwell.folders.folder import check_names, load_specs, load_state, load_weights, read_config, read_json
+from vblackwell.folders.folder import (
+    check_names,
+    load_specs,
+    load_state,
+    load_weights,
+    read_config,
+    read_json,
+    stored_dtype,
+)
+from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.decode_graph import lay_out_for_decoding
 from vblackwell.generate.quantized import load_quantized
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.nn.convert.linears import HEAD, find_linears, install_packed
@@ -28,6 +43,7 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import PACKING_BYTES
 from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
 from vblackwell.numerics.fp4 import quantize
+from vblackwell.offload.layout.generation import workspace_bytes
 
 FINAL = "final"
 CHECKPOINTS = "checkpoints"
@@ -173,3 +189,44 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
     return model.to(device).eval()
+
+
+def open_streamed(
+    folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
+    keep: str | None = None, adapter: Path | None = None,
+) -> nn.Module:  # fmt: skip
+    """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears of a folder stay packed.
+
+    Args:
+        rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept for on a GPU.
+        adapter: folder of an adapter for it.
+        fp4: format that its linears are packed to; fp4_layers, keep: which, as for `convert`.
+
+    Raises:
+        ConfigurationError, FolderMismatch, CorruptData, Unsupported, InsufficientMemory: as `load_causal_lm`.
+    """
+    config = read_config(folder)
+    placement: dict[str, Any] = {"placement": "streamed"}
+    level = stack.levels[0]
+    if stack.level0_device.type == "cuda":
+        reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
+        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `room_for` divides anew for each text
+    model = load_causal_lm(
+        folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
+        **placement,
+    )  # fmt: skip
+    accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
+    return model.eval()
+
+
+def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
+    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among them."""
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if not heads:
+        return 0
+    width = config.get("hidden_size") or config.get("n_embd") or 0
+    head = config.get("head_dim") or width // heads
+    return (
+        2 * layers * (config.get("num_key_value_heads") or heads) * head * stored_dtype(config).itemsize * rows * tokens
+    )

@@ -113,7 +113,7 @@ class Ours(System):
     """Streamed under the cap."""
 
     def open(self, rows: int) -> None:
-        from vblackwell.generate.streamed import open_streamed
+        from vblackwell.generate.load import open_streamed
         from vblackwell.memory.cache.stack import VGPUStack
 
         case = self.case
@@ -317,7 +317,7 @@ def main(argument: str) -> None:
         torch.zeros(1, device="cuda")
     import transformers.models.llama.modeling_llama  # noqa: F401 (not counted as memory that a folder takes)
 
-    import vblackwell.generate.streamed  # noqa: F401
+    import vblackwell.generate.load  # noqa: F401
 
     if case.system == "accelerate":
         import accelerate  # noqa: F401

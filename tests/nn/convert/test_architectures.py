@@ -19,11 +19,10 @@ from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.folders.folder import read_config, stored_dtype
 from vblackwell.generate.batch import columns
 from vblackwell.generate.generate import draws, stepper
-from vblackwell.generate.load import load_model
+from vblackwell.generate.load import load_model, open_streamed
 from vblackwell.generate.own_state import check_one_pass
 from vblackwell.generate.quantized import load_quantized
 from vblackwell.generate.sampling import Sampling
-from vblackwell.generate.streamed import open_streamed
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.tools.quantize import quantize_folder
 
