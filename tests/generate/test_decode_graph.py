@@ -104,7 +104,7 @@ def test_a_replayed_step_writes_the_same_tokens(dtype, fp4, monkeypatch):
     prompt, count = torch.arange(40, device="cuda")[None] % model.config.vocab_size, 100
 
     def stepping(fewest: int):
-        monkeypatch.setattr(module, "FEWEST_STEPS", fewest)
+        monkeypatch.setattr(module, "MIN_STEPS", fewest)
         return stepper(model, 140)
 
     def written(fewest: int, sampling: Sampling) -> list[int]:

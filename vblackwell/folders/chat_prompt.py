@@ -1,12 +1,12 @@
 """A user's message as a chat model wants it written, and the token that ends its answer.
 
 The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an
-answer ends is asked of the same template: the special token that it writes after one. A base model that was fine-tuned on
-conversations often names another token in its configuration, and would not stop at the end of its answer.
+answer ends is asked of the same template: the special token that it writes after one. A base model that was fine-tuned
+on conversations often names another token in its configuration, and would not stop at the end of its answer.
 
-A template comes with a model, so it is a stranger's text that we evaluate: ``{{ 'x' * 10**10 }}`` is one. jinja's sandbox,
-in which transformers renders, keeps it from files and from code, but bounds neither memory nor time: `bounded` does, by
-the process's own limits.
+A template comes with a model, so it is a stranger's text that we evaluate: ``{{ 'x' * 10**10 }}`` is one. jinja's
+sandbox, in which transformers renders, keeps it from files and from code, but bounds neither memory nor time: `bounded`
+does, by the process's own limits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
         raise ConfigurationError(f"--chat: the chat template of {folder} cannot be read ({reason})") from error
     if template is None:
         raise ConfigurationError(
-            f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on conversations"
+            f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on "
+            "conversations"
         )
     return Chat(folder, opened, template)
 
@@ -108,7 +109,8 @@ def reason_of(error: Exception) -> str:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is run.
+    """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is
+    run.
 
     Raises:
         ConfigurationError: it needs code that lies in the folder, or transformers cannot open it.
@@ -120,8 +122,8 @@ def open_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigurationError(
-                f"the tokenizer of {folder} is code in that folder ('auto_map' in its JSON files), which is never run here: give a "
-                "tokenizer that transformers knows"
+                f"the tokenizer of {folder} is code in that folder ('auto_map' in its JSON files), which is never run "
+                "here: give a tokenizer that transformers knows"
             ) from error
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
@@ -136,8 +138,8 @@ def special_after(tokenizer: Tokenizer, text: str) -> int | None:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Bound the process while the block runs: in memory (what it holds and `MAX_BYTES` more), and in CPU time on the main
-    thread, the only one that signals interrupt. The limits are put back afterwards.
+    """Bound the process while the block runs: in memory (what it holds and `MAX_BYTES` more), and in CPU time on the
+    main thread, the only one that signals interrupt. The limits are put back afterwards.
 
     Raises:
         TimeoutError, MemoryError: a bound was met; with it in words.

@@ -1,7 +1,8 @@
 """What is wrong with a model's folder, its tokenizer or the prompts for it, said before anything large is opened.
 
-Whoever opens a folder with ``transformers`` alone may get random numbers for tensors that no file has, an exception of any kind for a value
-in config.json, and a pickled file unpickled. Here tables of files and a model without bytes are enough to know.
+A caller that opens a folder with ``transformers`` alone may get random numbers for tensors that no file has, an
+exception of any kind for a value in config.json, and a pickled file unpickled. Here tables of files and a model without
+bytes are enough to know.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def check_request(
         model: as the command takes it.
         prompt, prompts: the text, or the file with one a line; anything but one of them is for the command to refuse.
         max_new_tokens: to be added to each.
-        weights: look at the tables of the folder's files too; False where whoever opens it does.
+        weights: look at the tables of the folder's files too; False where the caller opens it and does.
 
     Raises:
-        ConfigurationError: a prompt, alone or with what is to be added, is longer than the model's limit, with file and line; the
-            tokenizer is missing, unreadable or larger than the model's vocabulary; a wrong config.json; pickled files.
+        ConfigurationError: a prompt, alone or with what is to be added, is longer than the model's limit, with file and
+            line; the tokenizer is missing, unreadable or larger than the model's vocabulary; a wrong config.json;
+            pickled files.
         FolderMismatch, CorruptData, Unsupported: as `FolderWeights`.
     """
     folder = Path(model)
@@ -58,8 +60,8 @@ def check_request(
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the files of ``folder`` hold the tensors of its config.json. What we wrote has hashes that are checked elsewhere, and what is
-    quantised has tensors of its own: neither is looked at.
+    """Whether the files of ``folder`` hold the tensors of its config.json. What we wrote has hashes that are checked
+    elsewhere, and what is quantised has tensors of its own: neither is looked at.
 
     Raises:
         ConfigurationError, FolderMismatch, CorruptData, Unsupported: as `build_on_meta` and `FolderWeights`.
@@ -85,13 +87,14 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
     rows = read_config(folder).get("vocab_size")
     if isinstance(rows, int) and size > rows:
         raise ConfigurationError(
-            f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the model was trained "
-            f"with{remedy}"
+            f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the "
+            f"model was trained with{remedy}"
         )
 
 
 def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None:
-    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within what config.json allows, if it states a limit.
+    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within what config.json allows, if it states a
+    limit.
 
     Raises:
         ConfigurationError: they are not; with ``place``.

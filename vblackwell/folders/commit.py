@@ -40,20 +40,24 @@ _STEP = re.compile(r"step-\d+")
 
 
 class CommitFolder:
-    """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception abandons.
+    """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception
+    abandons.
 
-    A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if it is in a folder of the
-    caller's own. While the block runs the work folder is locked, so that no other process takes it for a leftover.
+    A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if it is in a
+    folder of the caller's own. While the block runs the work folder is locked, so that no other process takes it for a
+    leftover.
 
     Args:
         parent: made if missing.
         name: of the folder once committed.
         needed_bytes: refused at once, before anything is written, if the disk has less.
-        own_parent: nobody else writes into ``parent``: a folder there without a manifest is a damaged one, and is replaced.
+        own_parent: no other program writes into ``parent``: a folder there without a manifest is a damaged one, and is
+            replaced.
 
     Raises:
         ConfigurationError: what has the name holds files and was never committed: it is somebody's own.
-        DiskError: the disk is full or failed, with needed and free bytes; the work folder is gone, older ones are as before.
+        DiskError: the disk is full or failed, with needed and free bytes; the work folder is gone, older ones are as
+            before.
     """
 
     def __init__(
@@ -88,7 +92,8 @@ class CommitFolder:
             return
         if not final.is_dir() or any(final.iterdir()):
             raise ConfigurationError(
-                f"{final} exists and has no {MANIFEST}, so this package did not write it: choose another folder, or move it away"
+                f"{final} exists and has no {MANIFEST}, so this package did not write it: choose another folder, or "
+                "move it away"
             )
 
     def __exit__(
@@ -153,9 +158,11 @@ class CommitFolder:
 
 
 def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
-    """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was removed.
+    """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was
+    removed.
 
-    Only those of checkpoints (``step-N``) and of ``name``: users choose where folders go, and others' may end in ``.tmp`` as well.
+    Only those of checkpoints (``step-N``) and of ``name``: users choose where folders go, and others' may end in
+    ``.tmp`` as well.
     """
     removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):

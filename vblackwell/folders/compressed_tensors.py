@@ -1,22 +1,23 @@
 """Packed weights in the compressed-tensors layout, which vLLM and ``transformers`` read, out and in.
 
-=======  =========================  ==================================================================================
-format   its name there             entries of a linear ``NAME``
-=======  =========================  ==================================================================================
-nvfp4    nvfp4-pack-quantized       weight_packed uint8, weight_scale E4M3, weight_global_scale fp32 (1,): 1 / tensor scale
-mxfp4    mxfp4-pack-quantized       weight_packed uint8, weight_scale uint8 (E8M0)
-int4     pack-quantized             weight_packed int32 (8 codes a word), weight_scale bf16, weight_shape int64
-int8     pack-quantized             weight_packed int32 (4 codes a word, excess 128), weight_scale fp32, weight_shape int64
-nf4      none; ``vblackwell``       our own four entries: no other reader knows blocks of nf4 in safetensors
-=======  =========================  ==================================================================================
+=======  ====================  =======================================================================================
+format   its name there        entries of a linear ``NAME``
+=======  ====================  =======================================================================================
+nvfp4    nvfp4-pack-quantized  weight_packed uint8, weight_scale E4M3, weight_global_scale fp32 (1,): 1 / tensor scale
+mxfp4    mxfp4-pack-quantized  weight_packed uint8, weight_scale uint8 (E8M0)
+int4     pack-quantized        weight_packed int32 (8 codes a word), weight_scale bf16, weight_shape int64
+int8     pack-quantized        weight_packed int32 (4 codes a word, excess 128), weight_scale fp32, weight_shape int64
+nf4      none; ``vblackwell``  our own four entries: no other reader knows blocks of nf4 in safetensors
+=======  ====================  =======================================================================================
 
-The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the global
-scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and up to one
-fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they are. It decodes nvfp4 and mxfp4
-to bf16 whatever the model is, so the other tensors of such a folder are bf16 too (`runs_in`): in transformers fp32 ones would meet them.
+The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the
+global scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and
+up to one fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they
+are. It decodes nvfp4 and mxfp4 to bf16 whatever the model is, so the other tensors of such a folder are bf16 too
+(`runs_in`): in transformers fp32 ones would meet them.
 
-A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its packed codes: to a
-reader that passes over what it does not know it is an nvfp4 linear.
+A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its
+packed codes: to a reader that passes over what it does not know it is an nvfp4 linear.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
 
 
 def fine_spec(n: int, k: int) -> TensorSpec:
-    """The entry of a linear in two parts beside nvfp4's."""
+    """The entry of a linear in two parts, in addition to nvfp4's."""
     return TensorSpec(FINE, FORMATS["nvfp4"].codes_shape(n, k), torch.uint8)
 
 
@@ -128,7 +129,9 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
 
 
 def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
-    """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it is."""
+    """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it
+    is.
+    """
     words = form.name in ("int4", "int8")
     wanted = {PACKED, SCALE} | ({GLOBAL} if form.name == "nvfp4" else set())
     wanted |= {SHAPE} if words or form.name not in _KINDS else set()
@@ -144,7 +147,9 @@ def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> se
 
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
-    """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine part."""
+    """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine
+    part.
+    """
     more = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
     if form.name not in _KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}

@@ -1,9 +1,10 @@
 """Hugging Face folders, out and in, without holding a model twice.
 
-Out: ``config.json``, ``generation_config.json``, the tokenizer's files and safetensors under the model's own names, so that
-``transformers`` opens the folder with its Auto classes. In: tensors are read one at a time; what is missing, too many or of
-another shape is found from the tables before the first byte of a weight is touched, so that a wrong folder cannot leave
-a model half loaded. Files of pickled objects (``.bin``, ``.pt``) are refused: opening them runs their code.
+Out: ``config.json``, ``generation_config.json``, the tokenizer's files and safetensors under the model's own names, so
+that ``transformers`` opens the folder with its Auto classes. In: tensors are read one at a time; what is missing, too
+many or of another shape is found from the tables before the first byte of a weight is touched, so that a wrong folder
+cannot leave a model half loaded. Files of pickled objects (``.bin``, ``.pt``) are refused: opening them runs their
+code.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_NAMED = 5  # names in a message
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A model's folder from what the user wrote: a path, or a hub id such as ``Qwen/Qwen3-0.6B``.
 
-Ids go through ``huggingface_hub``: its cache first, so that what was fetched once needs no network, then a download. Only configuration,
-tokenizer and safetensors are fetched: no pickled weights, and no code.
+Ids go through ``huggingface_hub``: its cache first, so that what was fetched once needs no network, then a download.
+Only configuration, tokenizer and safetensors are fetched: no pickled weights, and no code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         return path
     if isinstance(model, Path) or not is_hub_id(model):
         raise ConfigurationError(
-            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id owner/name"
+            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id "
+            "owner/name"
         )
     try:
         from huggingface_hub import snapshot_download
@@ -92,8 +93,9 @@ def _without_hub(model: str) -> ConfigurationError:
 
 def _not_to_be_had(model: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). Where there is a network "
-        f"run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; or check the id"
+        f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). Where "
+        f"there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; or check "
+        "the id"
     )
 
 

@@ -1,8 +1,9 @@
 """A causal model from a folder's ``config.json``, its parameters on the meta device and its buffers real.
 
-`transformers` writes the model's code; nothing of the folder is run. Buffers that no file holds (rotary frequencies, scales of
-embeddings, masks) are what the model's constructors compute on the CPU, so they have the bits of a model that was built there. Only
-parameters go to the meta device, as each is registered: their memory is asked for and given back untouched.
+`transformers` writes the model's code; nothing of the folder is run. Buffers that no file holds (rotary frequencies,
+scales of embeddings, masks) are what the model's constructors compute on the CPU, so they have the bits of a model that
+was built there. Only parameters go to the meta device, as each is registered: their memory is asked for and given back
+untouched.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def build_on_meta(
     except Exception as error:  # each architecture raises what it likes at values that it cannot use
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
-            f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were published with"
+            f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were "
+            "published with"
         ) from error
     if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
         model.generation_config = _generation_config(folder)
@@ -95,7 +97,9 @@ def _generation_config(folder: Path) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While this lasts, parameters of modules that this thread builds go to the meta device; tensors and buffers stay real."""
+    """While this lasts, parameters of modules that this thread builds go to the meta device; tensors and buffers stay
+    real.
+    """
     thread, moved = threading.get_ident(), WeakIdKeyDictionary()
 
     def send(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:

@@ -1,9 +1,9 @@
 """safetensors files written as a stream, one tensor at a time.
 
-The format puts a table of names, types, shapes and offsets in front of the data, so the caller first declares what will come;
-then the table is written, the file's size reserved, and each tensor goes straight to its place. ``safetensors``' own
-``save_file`` wants all tensors of a file in memory and renames without ``fsync``. Wider types come first in the order, so
-that every tensor is aligned to its element whatever is mixed.
+The format puts a table of names, types, shapes and offsets in front of the data, so the caller first declares what will
+come; then the table is written, the file's size reserved, and each tensor goes straight to its place. ``safetensors``'
+own ``save_file`` wants all tensors of a file in memory and renames without ``fsync``. Wider types come first in the
+order, so that every tensor is aligned to its element whatever is mixed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
-    """Tensors by file: wider elements first, otherwise as given; a file ends before it would exceed ``max_shard_bytes``.
+    """Tensors by file: wider elements first, otherwise as given; a file ends before it would exceed
+    ``max_shard_bytes``.
 
     Raises:
         ConfigurationError: a name twice, or a type that safetensors does not know.
@@ -89,7 +90,8 @@ def header(specs: list[TensorSpec], metadata: Mapping[str, str] | None = None) -
 
 
 class SafetensorsShards:
-    """Writes declared tensors into ``prefix.safetensors``, or, if they need several files, into numbered ones with an index.
+    """Writes declared tensors into ``prefix.safetensors``, or, if they need several files, into numbered ones with an
+    index.
 
     ``with SafetensorsShards(folder, 'model', specs) as shards: for name in shards.names: shards.write(name, tensor)``
 
@@ -98,7 +100,7 @@ class SafetensorsShards:
         prefix: of the file names.
         specs: every tensor that will come.
         max_shard_bytes: of one file, unless a single tensor is larger.
-        metadata: strings to keep in each file beside the tensors.
+        metadata: strings to keep in each file with the tensors.
 
     Attributes:
         names: the order in which ``write`` wants the tensors.

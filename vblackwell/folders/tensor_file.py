@@ -1,9 +1,10 @@
 """Reading safetensors files straight into memory that exists already.
 
 The format is a table (eight bytes of length, then JSON: names, types, shapes, offsets) in front of the data
-(https://huggingface.co/docs/safetensors). `TensorFile` checks the whole table when it is opened: a file that was cut short, or whose
-table does not describe its bytes, is named before anything is read from it. The data is read with ``pread`` into the tensor
-that wants it. A mapping of the file would count as this process' memory, beside the weights themselves: a second copy.
+(https://huggingface.co/docs/safetensors). `TensorFile` checks the whole table when it is opened: a file that was cut
+short, or whose table does not describe its bytes, is named before anything is read from it. The data is read with
+``pread`` into the tensor that wants it. A mapping of the file would count as this process' memory, in addition to the
+weights themselves: a second copy.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def refuse_not_finite(tensor: Tensor, name: str, path: Path) -> None:
     if not all_finite(tensor):
         bad = tensor.numel() - int(tensor.isfinite().sum())
         raise ConfigurationError(
-            f"{path}: {name} has {bad} NaN or inf of {tensor.numel()} elements: nothing can be learnt or packed from them; fetch the "
-            "folder again, or give weights from before they overflowed"
+            f"{path}: {name} has {bad} NaN or inf of {tensor.numel()} elements: nothing can be learnt or packed from "
+            "them; fetch the folder again, or give weights from before they overflowed"
         )
 
 
@@ -118,7 +119,7 @@ class TensorFile:
     """An open safetensors file; a context manager.
 
     Attributes:
-        tensors: what is in it, by name. metadata: strings that its writer left beside them.
+        tensors: what is in it, by name. metadata: strings that its writer left with them.
 
     Raises:
         CorruptData: the file is cut short, or its table is none.

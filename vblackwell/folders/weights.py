@@ -1,9 +1,11 @@
-"""The weights of a folder, for a model of transformers: which file tensor fills which parameter, checked before any is read.
+"""The weights of a folder, for a model of transformers: which file tensor fills which parameter, checked before any is
+read.
 
-Files name and cut tensors as their publishers did: Mixtral's folders have a tensor for each expert's matrix, transformers' model one for
-all experts; a folder may hold the model without its head. transformers knows how the two correspond (its conversion mapping), and that
-knowledge is asked here, with tensors that have shapes and no bytes. Experts are then read straight to their places in the parameter;
-rarer conversions are computed from loaded tensors, one parameter at a time.
+Files name and cut tensors as their publishers did: Mixtral's folders have a tensor for each expert's matrix,
+transformers' model one for all experts; a folder may hold the model without its head. transformers knows how the two
+correspond (its conversion mapping), and that knowledge is asked here, with tensors that have shapes and no bytes.
+Experts are then read straight to their places in the parameter; rarer conversions are computed from loaded tensors, one
+parameter at a time.
 """
 
 from __future__ import annotations
@@ -71,12 +73,14 @@ class Recipe:
 class FolderWeights:
     """The open weight files of a folder, matched with a model on the meta device; a context manager.
 
-    It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it fills that.
+    It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it
+    fills that.
 
     Args:
-        model: its parameters on the meta device: one of transformers' (`build_on_meta`), or any module whose names are the files'.
+        model: its parameters on the meta device: one of transformers' (`build_on_meta`), or any module whose names are
+            the files'.
         folder: with safetensors.
-        only: names of tensors; the others of the folder are not looked at, nor what the model wants beside these.
+        only: names of tensors; the others of the folder are not looked at, nor what else the model wants.
 
     Raises:
         FolderMismatch: tensors are missing, too many, or of another shape or kind; all are named.
@@ -105,7 +109,9 @@ class FolderWeights:
         return list(self._recipes)
 
     def name_in_files(self, name: str) -> str:
-        """The files' name for the model's tensor ``name``; its own where it is computed, of several tensors or a part of one."""
+        """The files' name for the model's tensor ``name``; its own where it is computed, of several tensors or a part
+        of one.
+        """
         recipe = self._recipes[name]
         return name if recipe.converter is not None else next(recipe.tensors()).name
 
@@ -172,10 +178,12 @@ class FolderWeights:
             if not isinstance(target, nn.Parameter):
                 self(name, target)
 
-    # -- matching --------------------------------------------------------------------------------------------------------
+    # -- matching -----------------------------------------------------------------------------------------------------
 
     def _match(self) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
-        """Recipes for the model's tensors; the tensors that nothing wants, and (name, why) of those that cannot be used."""
+        """Recipes for the model's tensors; the tensors that nothing wants, and (name, why) of those that cannot be
+        used.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -257,8 +265,8 @@ class FolderWeights:
         files = some_names([path.name for path in tensor_files(self.folder)])
         reasons = "; it ".join(f"{verb} {some_names(names)}" for verb, names in found if names)
         raise FolderMismatch(
-            f"{self.folder} ({files}) does not fit the model of its config.json: it {reasons}. Fetch the folder again, or give "
-            "the config.json that its weights were written with",
+            f"{self.folder} ({files}) does not fit the model of its config.json: it {reasons}. Fetch the folder again, "
+            "or give the config.json that its weights were written with",
             missing=missing,
             extra=[stored.name for stored in extra],
             misshapen=[name for name, _ in misshapen],
@@ -274,8 +282,9 @@ class FolderWeights:
                 one, two = next(self._recipes[first].tensors()), next(self._recipes[other].tensors())
                 if not one.equals(two):
                     raise CorruptData(
-                        f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and {two.file.path.name} hold "
-                        "different values for them: set tie_word_embeddings to false there, or fetch the folder again"
+                        f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and "
+                        f"{two.file.path.name} hold different values for them: set tie_word_embeddings to false there, "
+                        "or fetch the folder again"
                     )
 
 

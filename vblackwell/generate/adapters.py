@@ -1,14 +1,16 @@
 """Models with low-rank adapters in a stack: their first bytes, and what is written of them.
 
-Three things come out of such a model. The adapter: a few tensors under peft's names, with peft's configuration. The merged model: every
-linear with its adapter added, as if it had been trained so; over a packed base the packed numbers are what is added to, because those are
-what the adapter was trained with. And checkpoints, which hold the adapter alone: nothing else changes.
+Three things come out of such a model. The adapter: a few tensors under peft's names, with peft's configuration. The
+merged model: every linear with its adapter added, as if it had been trained so; over a packed base the packed numbers
+are what is added to, because those are what the adapter was trained with. And checkpoints, which hold the adapter
+alone: nothing else changes.
 
-An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: adapters of one rank fit every base of the
-same sizes, one that was trained further among them. The digest is of the first and last numbers of every tensor, by name and rounded to
-bf16: however a folder is cut into files, whoever wrote its config.json, and whether its weights are in fp32 or bf16. A copy in fp16 was
-rounded otherwise, and a quantised one does not tell what it was made from. Left out is what only some folders of one model hold: the
-head, where it is tied, and buffers that are computed.
+An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: adapters of one rank fit
+every base of the same sizes, one that was trained further among them. The digest is of the first and last numbers of
+every tensor, by name and rounded to bf16: however a folder is cut into files, whatever wrote its config.json, and
+whether its weights are in fp32 or bf16. A copy in fp16 was rounded otherwise, and a quantised one does not tell what it
+was made from. Left out is what only some folders of one model hold: the head, where it is tied, and buffers that are
+computed.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ _NUMBERS = 128  # at either end of each tensor
 _OPTIONAL = rf"(?:{HEAD})|rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$"
 # Of peft's settings: what makes an adapter compute something else than x A^T B^T, or train more than A and B.
 _MORE = (
-    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "bias",
-    "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "layer_replication",
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "target_parameters", "bias", "lora_bias", "alora_invocation_tokens", "arrow_config", "kasa_config",
+    "monteclora_config", "layer_replication",
 )  # fmt: skip
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # others begin by changing the base
 
@@ -63,7 +66,8 @@ class Adapted:
     Attributes:
         lora: its adapters.
         config: peft's adapter_config.json.
-        packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full precision.
+        packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full
+            precision.
         base: fingerprint of the base's weights.
         around: linears that an adapter may go around, and why the others have none.
     """
@@ -94,7 +98,7 @@ def adapt(
         weights: fills the model's own parameters, by the names that they have now.
         folder: where those come from.
         lora: the adapters.
-        name: path or hub id of the base, for whoever finds the adapter.
+        name: path or hub id of the base, for the reader of the adapter's configuration.
         fp4: format that the base's linears are packed to; None keeps them as they are.
         fp4_layers, keep: which, as for `store_linears`.
         tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
@@ -170,8 +174,8 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
 
 
 def pack_frozen(
-    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *, tiled: bool = False,
-    device: torch.device | str = "cpu",
+    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *,
+    tiled: bool = False, device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for `adapt`.
 
@@ -184,7 +188,7 @@ def pack_frozen(
 
 
 class _Filling:
-    """Fills adapters with their first values, packed linears with what their weights become, all else from the folder."""
+    """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
 
     def __init__(
         self, model: nn.Module, weights: Initialize, seed: int, device: torch.device | str,
@@ -218,7 +222,7 @@ class _Filling:
         out.copy_(self._ready.pop(name))
 
 
-# -- out -----------------------------------------------------------------------------------------------------------------
+# -- out -------------------------------------------------------------------------------------------------------------
 
 
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
@@ -310,7 +314,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | N
     An adapter's folder that has the name is replaced.
 
     Args:
-        chat_template: of the conversations that they were trained on, for whoever talks to the model.
+        chat_template: of the conversations that they were trained on, for those who talk to the model.
 
     Raises:
         ConfigurationError: the model has none, or what has the name holds something else.
@@ -366,9 +370,10 @@ def _numbers(tensor: StoredTensor, start: int) -> bytes:
 def check_base(adapter: Path, base: Path, base_name: str) -> None:
     """Whether the adapter in the folder ``adapter`` was made for the model in ``base``, as far as it tells.
 
-    One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is compared where it is a
-    folder on this machine; two hub ids that differ are warned of, because copies and quantised versions of a base have ids of their own,
-    and so is a quantised folder other than the one that an adapter of ours was made for.
+    One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is
+    compared where it is a folder on this machine; two hub ids that differ are warned of, because copies and quantised
+    versions of a base have ids of their own, and so is a quantised folder other than the one that an adapter of ours
+    was made for.
 
     Args:
         base_name: what the user called the base: a path or a hub id.
@@ -383,15 +388,16 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
         if stated is not None:
             if stated != found and "quantization_config" in read_json(base / CONFIG):
                 warnings.warn(
-                    f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell what they were "
-                    "made from: if that is another model, what is written will be wrong",
+                    f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell "
+                    "what they were made from: if that is another model, what is written will be wrong",
                     UserWarning,
                     stacklevel=2,
                 )
             elif stated != found:
                 raise ConfigurationError(
-                    f"{adapter} holds an adapter for another base than {base}: {path.name} was trained over weights with the fingerprint "
-                    f"{stated}, those of {base} have {found}; give the model that it was trained over as --model"
+                    f"{adapter} holds an adapter for another base than {base}: {path.name} was trained over weights "
+                    f"with the fingerprint {stated}, those of {base} have {found}; give the model that it was trained "
+                    "over as --model"
                 )
             return
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -401,13 +407,13 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     if (theirs / CONFIG).is_file() and any(theirs.glob("model*.safetensors")):
         if fingerprint(theirs) != found:
             raise ConfigurationError(
-                f"{adapter} holds an adapter for another base than {base}: {adapter / ADAPTER_CONFIG} names {named}, whose weights are "
-                "others; give that as --model"
+                f"{adapter} holds an adapter for another base than {base}: {adapter / ADAPTER_CONFIG} names {named}, "
+                "whose weights are others; give that as --model"
             )
     elif is_hub_id(named) and is_hub_id(base_name) and named != base_name:
         warnings.warn(
-            f"{adapter / ADAPTER_CONFIG} says that the adapter is for {named}, and the model is {base_name}: "
-            "if that is no copy of it, what is written will be wrong",
+            f"{adapter / ADAPTER_CONFIG} says that the adapter is for {named}, and the model is {base_name}: if that "
+            "is no copy of it, what is written will be wrong",
             UserWarning,
             stacklevel=2,
         )

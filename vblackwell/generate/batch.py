@@ -1,8 +1,9 @@
-"""Several prompts written on at once, by a causal model of transformers whose weights may stream: one pass over them serves all rows.
+"""Several prompts written on at once, by a causal model of transformers whose weights may stream: one pass over them
+serves all rows.
 
-Rows are filled up on the left, so that all end at the same place; a mask hides the filling and positions are counted without it. Every row
-draws with the same seed from its own logits: it is written as it would be alone, but for the last bits of sums of other lengths. A model
-that cannot hide the filling reads its rows one by one.
+Rows are filled up on the left, so that all end at the same place; a mask hides the filling and positions are counted
+without it. Every row draws with the same seed from its own logits: it is written as it would be alone, but for the last
+bits of sums of other lengths. A model that cannot hide the filling reads its rows one by one.
 
 Legend: B batch, S sequence.
 """
@@ -30,7 +31,7 @@ from vblackwell.generate.generate import (
     writing,
 )
 from vblackwell.generate.own_state import check_one_pass, keeps_own_state, reads_masks
-from vblackwell.generate.room import read_in_chunks, room_for, step_behind
+from vblackwell.generate.room import read_in_chunks, room_for, step_after
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def generate_batch(
     prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
     pace: Pace | None = None,
 ) -> list[str]:  # fmt: skip
-    """What the model writes behind each prompt, until its end-of-text token or ``max_new_tokens``.
+    """What the model writes after each prompt, until its end-of-text token or ``max_new_tokens``.
 
     Args:
         model: a causal model of transformers, in a stack or not.
@@ -78,16 +79,17 @@ def generate_batch(
             pace.tick(len(open_rows))
             if not open_rows:
                 break
-    return [_behind(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]
+    return [_new_text(tokenizer, prompt, new) for prompt, new in zip(numbers, written, strict=True)]
 
 
-def _behind(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
+def _new_text(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
     return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
 
 
 @torch.no_grad()
 def columns(
-    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None, cache: Any = None
+    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None,
+    cache: Any = None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The next token of every row, ``count`` times. On CUDA the host reads them while the next ones are being computed.
 
@@ -100,7 +102,8 @@ def columns(
     filled = [[0] * (longest - len(row)) + row for row in numbers]
     input_ids_BS = torch.tensor(filled, device=device)
     mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
-    # Of rows that are equally long nothing is masked: without a mask attention takes its fast way, and nobody waits to look at it.
+    # Of rows that are equally long nothing is masked: without a mask attention takes its fast path, and the host does
+    # not wait to look at it.
     masked = any(len(row) < longest for row in numbers)
     takes_positions = masked and "position_ids" in inspect.signature(type(model).forward).parameters
     alone = keeps_own_state(model) or (masked and not reads_masks(model))
@@ -129,10 +132,10 @@ def columns(
         token_B = sample(logits_BV, sampling, seed, position)
         arriving.append(Arrival(token_B))
         if position + 1 < count:
-            if position == 0 or len(arriving) > int(device.type == "cuda"):  # whoever waits for the first wants it now
+            if position == 0 or len(arriving) > int(device.type == "cuda"):  # the caller wants the first at once
                 yield arriving.popleft().numbers()
             if position == 0 and not masked:
-                step = step_behind(model, cache, len(numbers), count - 1)
+                step = step_after(model, cache, len(numbers), count - 1)
             if step is not None:
                 logits_BV = step(token_B.clamp(min=0)[:, None])
                 continue

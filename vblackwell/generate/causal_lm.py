@@ -1,7 +1,7 @@
 """Causal models of transformers, from a folder or hub id into a stack, and out again as a folder.
 
-Nothing is held twice: the model is built without bytes, every tensor of the folder is read to where it will live, and saving writes one
-parameter after the other.
+Nothing is held twice: the model is built without bytes, every tensor of the folder is read to where it will live, and
+saving writes one parameter after the other.
 """
 
 from __future__ import annotations
@@ -53,26 +53,31 @@ def load_causal_lm(
     Everything that does not fit is found before the first weight is read. No pickled file is opened.
 
     Args:
-        model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id ``owner/name``.
+        model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id
+            ``owner/name``.
         dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
-        trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be one of packed
-            linears (`vb quantize`, compressed-tensors), which stay packed.
+        trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be
+            one of packed linears (`vb quantize`, compressed-tensors), which stay packed.
         attention: transformers' ``attn_implementation``; by default what it chooses.
-        lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with them merged.
+        lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with
+            them merged.
         adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
-        fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not ``trainable``.
+        fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not
+            ``trainable``.
         fp4_layers, keep: which linears, as for `convert`.
         seed: of the adapters' first values.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
-        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so on.
+        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so
+            on.
 
     Raises:
-        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4 without lora;
-            an adapter for another base.
+        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4
+            without lora; an adapter for another base.
         FolderMismatch: tensors are missing, too many, or of another shape, all named.
         CorruptData: a file is missing or cut short, or its table is none, by name.
-        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind than we read.
+        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind
+            than we read.
         InsufficientMemory: the levels cannot hold the model.
     """
     if adapter is not None:
@@ -103,8 +108,8 @@ def load_causal_lm(
             initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
         elif lora is not None:
             initialize = adapt(
-                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled, seed=seed,
-                values=None if adapter is None else Path(adapter), device=device,
+                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled,
+                seed=seed, values=None if adapter is None else Path(adapter), device=device,
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)
@@ -119,11 +124,11 @@ def save_causal_lm(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * GiB,
 ) -> Path:
-    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One parameter at a time.
-    Adapters are merged.
+    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One
+    parameter at a time. Adapters are merged.
 
-    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at all; one of ours
-    that has the name is replaced.
+    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at
+    all; one of ours that has the name is replaced.
 
     Args:
         folder: its name is the new folder's, its parent must be writable.
@@ -131,7 +136,8 @@ def save_causal_lm(
         dtype: of what is written; by default the masters' (fp32), else the parameters'.
 
     Raises:
-        ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not ours.
+        ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not
+            ours.
         DiskError: no room, or the disk failed; a folder that was there is as before.
         Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
     """
@@ -184,8 +190,8 @@ class PublishedTensors:
         whole = _revert(model, dict(shapes))
         if {name: tensor.shape for name, tensor in whole.items()} != {name: tensor.shape for name, tensor in parts}:
             raise Unsupported(
-                f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one at a time; "
-                "release(model) and use its save_pretrained"
+                f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one "
+                "at a time; release(model) and use its save_pretrained"
             )
         ordered = sorted(parts, key=lambda part: -part[1].dtype.itemsize)
         if [name for name, _ in ordered] != [name for name, _ in parts]:

@@ -59,7 +59,9 @@ class Places:
         return self.use_fp4 or any(size is not None for size in sizes)
 
     def stay_on(self, folder: Path, device: torch.device | str) -> bool:
-        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is packed."""
+        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is
+        packed.
+        """
         if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
             return False
         config, size = read_config(folder), sum(path.stat().st_size for path in tensor_files(folder))
@@ -105,7 +107,8 @@ def generate_command(
     chat: bool = False,
     places: Places | None = None,
 ) -> int:
-    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints that were passed over are named on standard error.
+    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints that were passed over are named on
+    standard error.
 
     Args:
         model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
@@ -128,8 +131,8 @@ def generate_command(
         raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
     if places.assignment is not None and (places.streams or prompts is not None):
         raise ConfigurationError(
-            "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, --use-fp4, --adapter and the "
-            "memory flags"
+            "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, "
+            "--use-fp4, --adapter and the memory flags"
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
     given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
@@ -182,7 +185,7 @@ def generate_command(
 
 
 def _tell(pace: Pace, model: nn.Module) -> None:
-    """How fast it was, to whoever sits at a terminal."""
+    """Print how fast it was, where standard error is a terminal."""
     from vblackwell.offload.api import offload_of
 
     if sys.stderr.isatty():
@@ -192,7 +195,7 @@ def _tell(pace: Pace, model: nn.Module) -> None:
 
 
 def _stated_ends(folder: Path) -> set[int]:
-    """The tokens behind which a text is over, by the folder's generation_config.json."""
+    """The tokens that end a text, by the folder's generation_config.json."""
     file = folder / GENERATION
     stated = read_json(file).get("eos_token_id") if file.is_file() else None
     return {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}

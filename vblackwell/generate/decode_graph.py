@@ -1,7 +1,8 @@
 """The step of a resident decoder as one CUDA graph: one launch for a token instead of some four hundred.
 
-A decoded token's kernels take a few microseconds each, less than the host needs to launch them. The graph is captured once, behind the
-prompt: the position is a number on the device that each replay raises (`SteadyCache`), so one graph serves every length up to the cache's.
+A decoded token's kernels take a few microseconds each, less than the host needs to launch them. The graph is captured
+once, after the prompt: the position is a number on the device that each replay raises (`SteadyCache`), so one graph
+serves every length up to the cache's.
 
 Legend: B rows, V vocabulary.
 """
@@ -19,14 +20,17 @@ from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
 
-FEWEST_STEPS = 8  # for which a graph is captured: that takes about as long as so many steps without it
+MIN_STEPS = 8  # for which a graph is captured: that takes about as long as so many steps without it
 
 
 def lay_out_for_decoding(model: Decoder) -> None:
-    """Queries, keys and values of a layer, and gate and up, as one product each. The model is used without gradients from now on."""
+    """Queries, keys and values of a layer, and gate and up, as one product each. The model is used without gradients
+    from now on.
+    """
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):  # type: ignore[union-attr]
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), gate_up):  # type: ignore[union-attr]
             lay_together(*linears) or lay_packed_together(*linears)  # type: ignore[arg-type]
 
 
@@ -42,12 +46,14 @@ ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stre
 
 @cache
 def capturing(index: int) -> torch.cuda.Stream:
-    """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees."""
+    """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool
+    for each it sees.
+    """
     return torch.cuda.Stream(index)
 
 
 class DecodeGraph:
-    """A captured step behind what ``cache`` holds.
+    """A captured step after what ``cache`` holds.
 
     Args:
         model: see `may_capture`.
@@ -62,21 +68,21 @@ class DecodeGraph:
         self._steady = SteadyCache(cache, model.config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
-        beside = capturing(torch.cuda.current_device() if device.index is None else device.index)
+        side = capturing(torch.cuda.current_device() if device.index is None else device.index)
         with ONE_CAPTURES:
-            beside.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(beside):  # kernels are compiled and chosen before; what this stores is overwritten
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # kernels are compiled and chosen before; what this stores is overwritten
                 model.next_logits(self._ids_B1, self._steady)
                 self._steady.restart()
-            torch.cuda.current_stream(device).wait_stream(beside)
-            # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would end a capture of
-            # all.
-            with torch.cuda.graph(self._graph, stream=beside, capture_error_mode="thread_local"):
+            torch.cuda.current_stream(device).wait_stream(side)
+            # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would
+            # end a capture of all.
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
                 self._logits_BV = model.next_logits(self._ids_B1, self._steady)
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) behind one more token a row; they are overwritten by the next call.
+        """Logits (B, V) after one more token a row; they are overwritten by the next call.
 
         Raises:
             ConfigurationError: the cache is full.

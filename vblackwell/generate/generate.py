@@ -3,8 +3,8 @@
 The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
 ``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward.
 
-Tokens go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the device never
-waits for it; the price is one token computed in vain where a text ends early.
+Tokens go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the
+device never waits for it; the price is one token computed in vain where a text ends early.
 
 Legend: B batch (1), S sequence, V vocabulary.
 """
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.generate.decode_graph import FEWEST_STEPS, DecodeGraph, may_capture
+from vblackwell.generate.decode_graph import MIN_STEPS, DecodeGraph, may_capture
 from vblackwell.generate.own_state import OwnState, check_one_pass, keeps_own_state
-from vblackwell.generate.room import read_in_chunks, room_for, step_behind
+from vblackwell.generate.room import read_in_chunks, room_for, step_after
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
 from vblackwell.nn.decoder.cache import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
@@ -53,7 +53,7 @@ def generate(
     special_tokens: bool = True,
     pace: Pace | None = None,
 ) -> str:
-    """What the model writes behind ``prompt``, until its end-of-text token or ``max_new_tokens``.
+    """What the model writes after ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
     Args:
         model: a ``Decoder`` or a causal model of ``transformers``.
@@ -64,7 +64,7 @@ def generate(
         seed: of the draws; the same seed, prompt and logits give the same text.
         on_token: called with each new stretch of whole characters as it is decided.
         prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
-        ends: tokens behind which the text is over, besides the model's own.
+        ends: tokens that end the text, in addition to the model's own.
         special_tokens: let the tokenizer add those that begin a text; False where ``prompt`` has them.
         pace: counts the tokens.
 
@@ -110,10 +110,11 @@ def check_chunk(prefill_chunk: int | None) -> None:
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
-    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length that it meets.
+    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length
+    that it meets.
 
-    Prompts have all lengths, and a prompt in pieces has several: the first token would wait for each. Of what a prompt's pass computes
-    attention is a small part up to some ten thousand positions, less than a plan costs beyond.
+    Prompts have all lengths, and a prompt in pieces has several: the first token would wait for each. Of what a
+    prompt's pass computes attention is a small part up to some ten thousand positions, less than a plan costs beyond.
     """
     if not input_ids_BS.is_cuda:
         return nullcontext()
@@ -123,11 +124,11 @@ def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
 def draws(
     step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int
 ) -> Iterator[int]:
-    """``count`` tokens behind the prompt (1, S), one by one.
+    """``count`` tokens after the prompt (1, S), one by one.
 
     Args:
-        step: maps tokens (1, S) that follow what it has seen to the logits (1, V) behind the last.
-        ahead: so many steps behind a token are begun before it is handed out.
+        step: maps tokens (1, S) that follow what it has seen to the logits (1, V) after the last.
+        ahead: so many steps after a token are begun before it is handed out.
 
     Raises:
         CorruptData: logits are not finite.
@@ -144,7 +145,8 @@ def draws(
 
 
 def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: bool = True) -> list[int]:
-    """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins a document.
+    """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins
+    a document.
 
     Raises:
         ConfigurationError: the model has no such token.
@@ -192,7 +194,7 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def end_tokens(model: nn.Module) -> set[int]:
-    """Tokens behind which a text is over."""
+    """Tokens that end a text."""
     source: Any = getattr(model, "generation_config", None) or model.config
     ends = source.eos_token_id
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
@@ -201,7 +203,8 @@ def end_tokens(model: nn.Module) -> set[int]:
 def stepper(
     model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None
 ) -> Callable[[Tensor], Tensor]:
-    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) behind the last.
+    """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) after the
+    last.
 
     Args:
         chunk: tokens a row that are read in one pass; by default all that are given.
@@ -221,7 +224,7 @@ def stepper(
         rows, length = input_ids_BS.shape
         assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
-            if graph is None and known.max_length - known.length >= FEWEST_STEPS and may_capture(model):
+            if graph is None and known.max_length - known.length >= MIN_STEPS and may_capture(model):
                 graph = DecodeGraph(model, known, rows)
             if graph is not None:
                 return graph.step(input_ids_BS)
@@ -232,7 +235,7 @@ def stepper(
             and cache is not None
             and cache.get_seq_length()
         ):
-            looked, streamed = True, step_behind(model, cache, rows, max_length - cache.get_seq_length())
+            looked, streamed = True, step_after(model, cache, rows, max_length - cache.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
         return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
@@ -265,8 +268,8 @@ def cache_of(output: Any, model: nn.Module) -> Any:
     """
     if getattr(output, "past_key_values", None) is None:
         raise Unsupported(
-            f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models (is_decoder in its "
-            "config.json says whether it is one)"
+            f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models "
+            "(is_decoder in its config.json says whether it is one)"
         )
     return output.past_key_values
 
@@ -274,8 +277,8 @@ def cache_of(output: Any, model: nn.Module) -> Any:
 class _Text:
     """New tokens as text; a character that is not complete yet is held back.
 
-    Decoding looks at `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first token that it is
-    given; not at all of them, or a token would take the longer the more came before.
+    Decoding looks at `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first
+    token that it is given; not at all of them, or a token would take the longer the more came before.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
@@ -311,7 +314,8 @@ class _Text:
 
 
 class Pace:
-    """How fast texts come: counts tokens as they are on the host, and says so in a line. Made before the model is opened.
+    """How fast texts come: counts tokens as they are on the host, and says so in a line. Made before the model is
+    opened.
 
     Args:
         clock: of seconds.

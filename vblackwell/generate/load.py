@@ -1,12 +1,14 @@
-"""Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face folder.
+"""Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face
+folder.
 
-A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what was
-wrong with newer ones is handed back for the caller to say.
+A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what
+was wrong with newer ones is handed back for the caller to say.
 
-`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack, and each layer
-is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds layers that stay
-(offload/movement/frozen.py), and on a GPU room.py divides it for each text. A model that fits is loaded once, in its first pass. On a GPU
-what a `Decoder` can compute is written token by token from CUDA graphs over the stack's bytes (streamed_step.py).
+`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack,
+and each layer is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds
+layers that stay (offload/movement/frozen.py), and on a GPU room.py divides it for each text. A model that fits is
+loaded once, in its first pass. On a GPU what a `Decoder` can compute is written token by token from CUDA graphs over
+the stack's bytes (streamed_step.py).
 """
 
 from __future__ import annotations
@@ -118,14 +120,15 @@ def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.
 
 
 def open_resident(
-    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None,
-    assignment: Assignment | None = None,
+    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all",
+    keep: str | None = None, assignment: Assignment | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of one input as one
-    product, and other architectures run on fused operators where these compute the same.
+    """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of
+    one input as one product, and other architectures run on fused operators where these compute the same.
 
     Args:
-        fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder`` computes.
+        fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder``
+            computes.
         fp4_layers, keep: which, as for `convert`.
         assignment: the precision of each linear instead; they are packed one after the other.
 
@@ -198,7 +201,8 @@ def open_streamed(
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears of a folder stay packed.
 
     Args:
-        rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept for on a GPU.
+        rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept
+            for on a GPU.
         adapter: folder of an adapter for it.
         fp4: format that its linears are packed to; fp4_layers, keep: which, as for `convert`.
 
@@ -212,15 +216,17 @@ def open_streamed(
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
         placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `room_for` divides anew for each text
     model = load_causal_lm(
-        folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers, keep=keep,
-        **placement,
+        folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers,
+        keep=keep, **placement,
     )  # fmt: skip
     accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
 
 
 def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
-    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among them."""
+    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among
+    them.
+    """
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     heads = config.get("num_attention_heads") or config.get("n_head")
     if not heads:

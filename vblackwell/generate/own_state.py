@@ -1,8 +1,9 @@
-"""The steps of models of transformers that take no ``past_key_values``: state-space and recurrent ones, and some that keep nothing.
+"""The steps of models of transformers that take no ``past_key_values``: state-space and recurrent ones, and some that
+keep nothing.
 
-What such a model keeps has a name and form of its own (Mamba's ``cache_params``, RWKV's ``state``, XLNet's ``mems``); transformers knows
-how it goes from one call to the next: its generation methods are asked, as its ``generate`` asks them. A model that keeps nothing
-(GPT-1, XLM) reads the whole text for each token.
+What such a model keeps has a name and form of its own (Mamba's ``cache_params``, RWKV's ``state``, XLNet's ``mems``);
+transformers knows how it goes from one call to the next: its generation methods are asked, as its ``generate`` asks
+them. A model that keeps nothing (GPT-1, XLM) reads the whole text for each token.
 
 Legend: S sequence, V vocabulary.
 """
@@ -21,8 +22,8 @@ _NAMES = ("cache_params", "state", "mems", "past_key_values")  # of what is kept
 # Take past_key_values, and either give none back, because their modules keep what they read, or want more than that.
 _ODD = ("cpmant", "recurrent_gemma")
 _ALIBI = ("bloom", "mpt")  # their positions follow from the mask
-# Filling is not hidden by a mask where keys are selected by an index, or compressed in fours, counted from the row's begin; and positions
-# that we count from 0 are wrong where a model counts from behind its padding token's number.
+# Filling is not hidden by a mask where keys are selected by an index, or compressed in fours, counted from the row's
+# begin; and positions that we count from 0 are wrong where a model counts from its padding token's number on.
 _COUNTING = ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "camembert", "data2vec-text", "roberta",
     "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")  # fmt: skip
 
@@ -50,7 +51,7 @@ def check_one_pass(model: Any, prefill_chunk: int | None) -> None:
 
 
 class OwnState:
-    """Reads more tokens (1, S) a call and returns the logits (1, V) behind the last.
+    """Reads more tokens (1, S) a call and returns the logits (1, V) after the last.
 
     One row: RWKV mixes several up, and most of these models look at no mask.
     """

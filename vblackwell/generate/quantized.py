@@ -1,8 +1,8 @@
 """Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
 
-The packed bytes go straight into layers that compute from them, and nothing is decompressed. `load_quantized` makes a model that is all on
-one device: `FusedFP4Linear` layers, and `VBOptimizedLinear` for linears in two parts. `PackedWeights` fills a model that streams through a
-stack, whose packed bytes are parameters (nn/linear/stored_fp4.py).
+The packed bytes go straight into layers that compute from them, and nothing is decompressed. `load_quantized` makes a
+model that is all on one device: `FusedFP4Linear` layers, and `VBOptimizedLinear` for linears in two parts.
+`PackedWeights` fills a model that streams through a stack, whose packed bytes are parameters (nn/linear/stored_fp4.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def build_resident(folder: Path) -> nn.Module:
 
 
 def stays_fp32(model: Any, name: str) -> bool:
-    """Whether transformers keeps the half-precision model's tensor ``name`` in fp32, in which its code computes with it."""
+    """Whether transformers keeps the half-precision model's tensor ``name`` in fp32, in which its code computes with
+    it.
+    """
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
 
@@ -120,7 +122,8 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
 
 
 class PackedWeights(FolderWeights):
-    """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of each, in its own type.
+    """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of
+    each, in its own type.
 
     Args:
         model: one of transformers', its parameters on the meta device.
@@ -128,7 +131,8 @@ class PackedWeights(FolderWeights):
         device: level 0's: where a GPU reads packed bytes they are laid out for its kernels, a linear at a time.
 
     Raises:
-        FolderMismatch, ConfigurationError, CorruptData: as `FolderWeights`, of the tensors that are not packed; or as `load_quantized`.
+        FolderMismatch, ConfigurationError, CorruptData: as `FolderWeights`, of the tensors that are not packed; or as
+            `load_quantized`.
         Unsupported: a quantisation that is not read here.
     """
 
@@ -149,7 +153,8 @@ class PackedWeights(FolderWeights):
         found = self._packed.specs[f"{name}.{PACKED}"].shape
         if found != wanted[PACKED].shape:
             raise ConfigurationError(
-                f"{name} is {linear}, its packed weight {found} instead of {wanted[PACKED].shape}: the file belongs to another model"
+                f"{name} is {linear}, its packed weight {found} instead of {wanted[PACKED].shape}: the file belongs to "
+                "another model"
             )
         stored = StoredFP4Linear(
             linear.in_features,

@@ -1,4 +1,5 @@
-"""A text's share of level 0 while it is written: the weights' budget and a cache for keys and values, decided anew for every request.
+"""A text's share of level 0 while it is written: the weights' budget and a cache for keys and values, decided anew for
+every request.
 
 Legend: B rows, S positions.
 """
@@ -30,9 +31,9 @@ def unpacked_bytes(model: nn.Module) -> int:
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
     """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time: what the last one gave.
 
-    The pieces are about as long as one another: a short rest would cost a pass over the weights, and other kernels, for little.
-    How much a pass takes is an estimate: where the GPU has no room for one, and ``cache`` (of ours) can forget what was read of it, it
-    is read again in halves.
+    The pieces are about as long as one another: a short rest would cost a pass over the weights, and other kernels, for
+    little. How much a pass takes is an estimate: where the GPU has no room for one, and ``cache`` (of ours) can forget
+    what was read of it, it is read again in halves.
 
     Raises:
         OutOfMemoryError: not even one position, or another cache.
@@ -56,11 +57,11 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
     return found
 
 
-def step_behind(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
+def step_after(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
     """As `streamed_step`; None without a cache of ours."""
     if cache is None:
         return None
-    from vblackwell.generate.streamed_step import streamed_step  # behind transformers, which a cache of it has imported
+    from vblackwell.generate.streamed_step import streamed_step  # after transformers, which a cache of it has imported
 
     return streamed_step(model, cache, rows, steps)
 
@@ -70,7 +71,8 @@ def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Stac
     """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``.
 
     Yields:
-        The cache to write with, and positions that one pass may read; None each: nothing is known, and transformers' own, and all.
+        The cache to write with, and positions that one pass may read; None each: nothing is known, and transformers'
+        own, and all.
 
     Raises:
         InsufficientMemory: level 0, or RAM, has no room for so many rows.

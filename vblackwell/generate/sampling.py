@@ -2,7 +2,8 @@
 
 The draw is kernels/pointwise/sampling.py's: it stays on the logits' device, and the seed, the number of the draw and
 the logits alone decide it. So a
-request writes the same text in any batch, and on every device whose logits agree (but for two tokens within the last bits of a logarithm).
+request writes the same text in any batch, and on every device whose logits agree (but for two tokens within the last
+bits of a logarithm).
 
 Legend: B rows, V vocabulary.
 """
@@ -20,7 +21,8 @@ from vblackwell.kernels.pointwise.sampling import sample_tokens
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. What may be drawn is cut by top_k, then top_p, then min_p, each on what the one before left.
+    """How the next token is chosen. What may be drawn is cut by top_k, then top_p, then min_p, each on what the one
+    before left.
 
     Args:
         temperature: logits are divided by it; 0 takes the likeliest token, of equals the first.

@@ -1,11 +1,13 @@
-"""Keys and values in levels: those of some layers live on level 0, those of the others in RAM, and come up ahead of their layer.
+"""Keys and values in levels: those of some layers live on level 0, those of the others in RAM, and come up ahead of
+their layer.
 
-A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read so far is a prefix of it, so it crosses the link
-as one copy, and new positions are appended with another. Two places on level 0 take turns: while one layer attends, the next one's cache
-arrives. Layers that live on level 0 have the same layout, so that attention gets the same strides and writes the same bits wherever the
-cache is.
+A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read so far is a prefix of it, so
+it crosses the link as one copy, and new positions are appended with another. Two places on level 0 take turns: while
+one layer attends, the next one's cache arrives. Layers that live on level 0 have the same layout, so that attention
+gets the same strides and writes the same bits wherever the cache is.
 
-It is a ``Cache`` of transformers, made for one batch and a greatest length, for models whose every layer attends to all positions.
+It is a ``Cache`` of transformers, made for one batch and a greatest length, for models whose every layer attends to all
+positions.
 
 Legend: B rows, K key-value heads, S new positions, T positions, H head width.
 """
@@ -76,7 +78,7 @@ class StackedCache(Cache):
         self._last.append(call)
 
     def rewind(self, length: int) -> None:
-        """Forget what was read behind the first ``length`` positions, by those layers that have read it."""
+        """Forget what was read after the first ``length`` positions, by those layers that have read it."""
         made: list[Any] = self.layers
         for layer in made:
             layer._length = min(layer._length, length)
@@ -165,8 +167,8 @@ class _Layer(DynamicLayer):
 class _PassingLayer(_Layer):
     """The cache of a layer that lives in RAM and passes through places of level 0."""
 
-    def __init__(self, shape: CacheShape, home_TPBKH: Tensor, passing: _Passing, order: int) -> None:
-        super().__init__(shape, home_TPBKH)
+    def __init__(self, shape: CacheShape, storage_TPBKH: Tensor, passing: _Passing, order: int) -> None:
+        super().__init__(shape, storage_TPBKH)
         self._passing, self._order = passing, order
         passing.lengths.append(self.get_seq_length)
 
@@ -178,20 +180,21 @@ class _PassingLayer(_Layer):
 
 
 class _Passing:
-    """Brings the caches of ``homes`` to ``places`` in turn, always in the same order.
+    """Brings the caches in ``storage`` to ``places`` in turn, always in the same order.
 
-    On CUDA everything is queued: copies up on the stream of all loads, copies down on that of all stores, ordered by events. A place is
-    free when what was queued on the computing stream until the next layer asks for its own has run, and its new positions are at home.
+    On CUDA everything is queued: copies up on the stream of all loads, copies down on that of all stores, ordered by
+    events. A place is free when what was queued on the computing stream until the next layer asks for its own has run,
+    and its new positions are written back.
     """
 
-    def __init__(self, stack: LevelPool, level: int, places: list[Tensor], homes: list[Tensor]) -> None:
-        self._stack, self._level, self._places, self._homes = stack, level, places, homes
+    def __init__(self, stack: LevelPool, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
+        self._stack, self._level, self._places, self._storage = stack, level, places, storage
         self.lengths: list[Callable[[], int]] = []
         self._held: dict[
             int, int
         ] = {}  # layer: the place where its cache is, or to which it is on its way; the latest used last
         self._arrived: dict[int, Any] = {}
-        self._left: dict[int, Any] = {}  # place: when its new positions are at home
+        self._left: dict[int, Any] = {}  # place: when its new positions are written back
         self._at_home: dict[int, Any] = {}  # the same by layer
         self._device = stack.level0_device
         self._cuda = self._device.type == "cuda"
@@ -203,7 +206,7 @@ class _Passing:
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[place])
         if len(self._places) > 1:
-            self._bring((order + 1) % len(self._homes))
+            self._bring((order + 1) % len(self._storage))
         return self._places[place]
 
     def _bring(self, order: int) -> None:
@@ -217,13 +220,13 @@ class _Passing:
 
     def _load(self, order: int, place: int) -> None:
         length = self.lengths[order]()
-        source, target = self._homes[order][:length], self._places[place][:length]
+        source, target = self._storage[order][:length], self._places[place][:length]
         self._stack.count_link(self._level, 0, source.nbytes, None if self._cuda else 0.0)
         if not self._cuda:
             target.copy_(source)
             return
         stream = copy_streams(self._device).h2d
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # whoever used the place before
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # the last user of the place
         for stored in (self._left.get(place), self._at_home.get(order)):
             if stored is not None:
                 stream.wait_event(stored)
@@ -233,8 +236,8 @@ class _Passing:
             self._arrived[place] = stream.record_event()
 
     def append(self, order: int, room: Tensor, begin: int, end: int) -> None:
-        """Carry new positions home."""
-        source, target = room[begin:end], self._homes[order][begin:end]
+        """Write new positions back."""
+        source, target = room[begin:end], self._storage[order][begin:end]
         self._stack.count_link(0, self._level, source.nbytes, None if self._cuda else 0.0)
         if not self._cuda:
             target.copy_(source)

@@ -1,11 +1,14 @@
-"""The step of a streamed model as CUDA graphs: a launch for each stretch of layers that stay, and for each layer that passes.
+"""The step of a streamed model as CUDA graphs: a launch for each stretch of layers that stay, and for each layer that
+passes.
 
-Called layer by layer through its hooks, a packed 6.7B took 80 ms of the host a token on an H200, whatever of it was on the GPU. Here the
-layers are those of a `Decoder` over the very bytes that the stack holds: groups that stay keep their place while the text is written, and
-the others take turns in a few places at fixed addresses, so that what is captured once holds for every token. A token then costs the host
-a launch and a copy a layer that passes, and one launch for everything where all stay.
+Called layer by layer through its hooks, a packed 6.7B took 80 ms of the host a token on an H200, whatever of it was on
+the GPU. Here the layers are those of a `Decoder` over the very bytes that the stack holds: groups that stay keep their
+place while the text is written, and the others take turns in a few places at fixed addresses, so that what is captured
+once holds for every token. A token then costs the host a launch and a copy a layer that passes, and one launch for
+everything where all stay.
 
-A place is loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a `StackedCache`'s.
+A place is loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a
+`StackedCache`'s.
 
 Legend: B rows, V vocabulary.
 """
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
-from vblackwell.generate.decode_graph import FEWEST_STEPS, ONE_CAPTURES, capturing
+from vblackwell.generate.decode_graph import MIN_STEPS, ONE_CAPTURES, capturing
 from vblackwell.generate.stacked_cache import StackedCache
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
@@ -40,7 +43,7 @@ LAYER = "model.layers."
 
 
 def reasons_against(model: Any, cache: Any) -> list[str]:
-    """Why the steps behind ``cache`` run module by module; empty if `StreamedStep` takes them."""
+    """Why the steps after ``cache`` run module by module; empty if `StreamedStep` takes them."""
     engine = offload_of(model)
     if not isinstance(engine, Offload) or not engine.weights.frozen:
         return ["the model's weights do not stream frozen"]
@@ -60,27 +63,26 @@ def reasons_against(model: Any, cache: Any) -> list[str]:
 
 
 def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
-    """What computes the logits (B, V) behind one more token a row (B, 1); None where the model has to be called.
+    """What computes the logits (B, V) after one more token a row (B, 1); None where the model has to be called.
 
-    That is so too where there is no room for the places or the graphs, with a warning: the model's own passes do with less.
+    That is so too where there is no room for the places or the graphs, with a warning: the model's own passes do with
+    less.
 
     Args:
         cache: what the model has read; it is given back with the places when that is closed.
         steps: how many there will be, at most.
     """
-    if not isinstance(cache, StackedCache) or steps < FEWEST_STEPS:
+    if not isinstance(cache, StackedCache) or steps < MIN_STEPS:
         return None
     if next(model.parameters()).device.type != "cuda" or reasons_against(model, cache):
         return None
     try:
         return StreamedStep(model, cache, rows).step
     except (InsufficientMemory, torch.OutOfMemoryError) as error:
-        warnings.warn(
-            f"no room for a step in CUDA graphs, so that each token goes through the model's modules, which is slower: {error}"[
-                :400
-            ],
-            stacklevel=2,
+        slower = (
+            "no room for a step in CUDA graphs, so that each token goes through the model's modules, which is slower"
         )
+        warnings.warn(f"{slower}: {error}"[:400], stacklevel=2)
         return None
 
 
@@ -101,13 +103,14 @@ class _Rooms:
 
 
 class StreamedStep:
-    """Steps behind what ``cache`` holds; see `reasons_against`.
+    """Steps after what ``cache`` holds; see `reasons_against`.
 
     Args:
         rows: B.
 
     Raises:
-        InsufficientMemory, OutOfMemoryError: level 0 has no room for the places, or the GPU for the graphs; nothing is kept.
+        InsufficientMemory, OutOfMemoryError: level 0 has no room for the places, or the GPU for the graphs; nothing is
+            kept.
     """
 
     @torch.no_grad()
@@ -179,14 +182,14 @@ class StreamedStep:
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
-        beside = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
+        side = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
         with ONE_CAPTURES:
-            beside.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(beside):  # kernels are compiled and chosen; what this stores is overwritten
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):  # kernels are compiled and chosen; what this stores is overwritten
                 for stretch in self._stretches:
                     self._run(stretch)
                 self._steady.restart()
-                beside.synchronize()
+                side.synchronize()
                 self._value = self._ids_B1
                 for stretch in self._stretches:
                     # Not `torch.cuda.graph`, which waits for the device and empties torch's cache each time.
@@ -196,11 +199,11 @@ class StreamedStep:
                         self._run(stretch)
                     finally:
                         stretch.graph.capture_end()
-            torch.cuda.current_stream(self._device).wait_stream(beside)
+            torch.cuda.current_stream(self._device).wait_stream(side)
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) behind one more token a row; on CUDA they are overwritten by the next call.
+        """Logits (B, V) after one more token a row; on CUDA they are overwritten by the next call.
 
         Raises:
             ConfigurationError: the cache is full.
@@ -217,8 +220,8 @@ class StreamedStep:
                 arrived, transfer = self._under_way[0]
                 assert arrived is group, "groups are loaded in the order of use"
                 transfer.wait_on(stream)
-                self._under_way.popleft()  # not before: whoever interrupts the wait closes, and that waits for all
-                transfer.let_go()  # the places are ours, and are loaded again behind what reads them
+                self._under_way.popleft()  # not before: who interrupts the wait closes, which waits for all
+                transfer.let_go()  # the places are ours, and are loaded again after what reads them
             if stretch.graph is None:
                 self._run(stretch)
             else:
@@ -235,11 +238,11 @@ class StreamedStep:
         return place[: group.num_bytes]
 
     def _bring(self) -> None:
-        """Begin the copies whose places nobody will read any more."""
+        """Begin the copies whose places are no longer read."""
         while self._cycle and self._slot_of[self._cycle[self._next].index] not in self._busy:
             group = self._cycle[self._next]
-            home = self._engine.storage.range(group, "weight")
-            self._under_way.append((group, self._engine.stack.read(home, self._place_of(group))))
+            storage = self._engine.storage.range(group, "weight")
+            self._under_way.append((group, self._engine.stack.read(storage, self._place_of(group))))
             self._busy.add(self._slot_of[group.index])
             self._next = (self._next + 1) % len(self._cycle)
 
@@ -276,7 +279,9 @@ def _in_order(groups: list[Group]) -> list[Group]:
 
 
 def _places(cycle: list[Group]) -> dict[int, int]:
-    """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have different ones."""
+    """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have
+    different ones.
+    """
     slots = {group.index: number % WEIGHT_PLACES for number, group in enumerate(cycle)}
     if len(cycle) > WEIGHT_PLACES and len(cycle) % WEIGHT_PLACES == 1:
         slots[cycle[-1].index] = 1

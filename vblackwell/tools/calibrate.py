@@ -1,7 +1,7 @@
 """An assignment of precisions for a folder's model, from text: what ``vb quantize --budget`` packs by.
 
-The model is opened whole, in its own type, where it will be measured; windows of the text go through it twice for each linear, in nvfp4
-and in two parts.
+The model is opened whole, in its own type, where it will be measured; windows of the text go through it twice for each
+linear, in nvfp4 and in two parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def calibrate(
 
     Raises:
         ConfigurationError: no tokenizer, too little text, or as `assign_precision`.
-        FolderMismatch, CorruptData, Unsupported: the folder's files are not those of its config.json, or cannot be opened.
+        FolderMismatch, CorruptData, Unsupported: the folder's files are not those of its config.json, or cannot be
+            opened.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
@@ -47,7 +48,8 @@ def calibrate(
     corpus, length = prepare_data(data, folder), min(seq_length, limit)
     if len(corpus.tokens) < 2 * (length + 1):
         raise ConfigurationError(
-            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more text"
+            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more "
+            "text"
         )
     windows = PackedDataset(corpus, length)
     count = min(sequences, len(windows))

@@ -1,10 +1,10 @@
 """``vb quantize``: a Hugging Face folder in, the same folder with packed linears out.
 
-Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and memory
-for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for their turn.
-Embeddings, head and norms are copied, in the type that transformers runs the format in. Where transformers makes one parameter of several
-tensors (a layer's experts), that parameter is written: of a quantised folder it joins packed tensors alone. The folder appears complete
-under its name or not at all.
+Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and
+memory for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for
+their turn. Embeddings, head and norms are copied, in the type that transformers runs the format in. Where transformers
+makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised folder it joins
+packed tensors alone. The folder appears complete under its name or not at all.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def quantize_folder(
         on_layer: called with each packed layer, its number and their count.
 
     Raises:
-        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the assignment is for
-            another model or packs what cannot be packed.
+        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the
+            assignment is for another model or packs what cannot be packed.
         FolderMismatch, CorruptData: its files are not those of its config.json, or damaged.
         Unsupported: the model is quantised already, or transformers cannot open packed folders of its architecture.
         DiskError: the disk is full or failed; nothing is left under ``out`` then.
@@ -178,7 +178,8 @@ def quantize_command(
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
 
-    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4 (calibrate.py), and keeps that as ``OUT.assignment.json``.
+    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4 (calibrate.py), and keeps that as
+    ``OUT.assignment.json``.
 
     Raises:
         VBError: as ``quantize_folder``.
@@ -197,8 +198,8 @@ def quantize_command(
     elif calibration is not None:
         raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
-        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say, keep=kept,
-        assignment=chosen,
+        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say,
+        keep=kept, assignment=chosen,
     )  # fmt: skip
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
@@ -220,10 +221,12 @@ def quantize_command(
 
 
 def _calibrated(
-    model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None, pattern: str,
-    keep: str, device: str,
+    model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None,
+    pattern: str, keep: str, device: str,
 ) -> Assignment:  # fmt: skip
-    """What ``--budget`` or ``--max-bits`` chooses, said and kept beside the folder; refuses first what packing would refuse."""
+    """What ``--budget`` or ``--max-bits`` chooses, said and kept next to the folder; refuses first what packing would
+    refuse.
+    """
     from vblackwell.tools.calibrate import calibrate
 
     if format != "nvfp4":
@@ -311,7 +314,9 @@ class _Plan:
 
 
 def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
-    """Raises Unsupported where transformers (5.23) runs no compressed-tensors folder of the architecture of ``model`` in ``form``."""
+    """Raises Unsupported where transformers (5.23) runs no compressed-tensors folder of the architecture of ``model``
+    in ``form``.
+    """
     if not hasattr(model, "base_model_prefix"):
         return
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -334,8 +339,8 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
         reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
     if reasons:
         raise Unsupported(
-            f"transformers runs no folder of {kind} packed to {form.name}: {reasons[0]}. Give --format nf4, which this package alone "
-            "reads, or pack while a model is opened: vb generate --use-fp4"
+            f"transformers runs no folder of {kind} packed to {form.name}: {reasons[0]}. Give --format nf4, which this "
+            "package alone reads, or pack while a model is opened: vb generate --use-fp4"
         )
 
 
@@ -454,7 +459,7 @@ def _check_target(source: Path, target: Path) -> None:
 
 
 def _copy_others(source: Path, folder: CommitFolder) -> None:
-    """Tokenizer, generation settings and whatever else lies beside the weights."""
+    """Tokenizer, generation settings and whatever else lies next to the weights."""
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES):
             continue

@@ -146,7 +146,7 @@ class Ours(System):
                     cache.close()
             return
         with room_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
-            self.passing = None if cache is None else len(cache._passing._homes)
+            self.passing = None if cache is None else len(cache._passing._storage)
             yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 
     def must_bytes(self, rows: int, new: int) -> float:
