@@ -265,7 +265,8 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
 )  # fmt: skip
 def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch):
     """In memory, time and what it writes; to learn from, and to generate."""
-    monkeypatch.setattr(chat_prompt, "MAX_SECONDS", 0.05)
+    if part.startswith("more than"):  # the others end by themselves, on a busy machine after more than that
+        monkeypatch.setattr(chat_prompt, "MAX_SECONDS", 0.05)
     monkeypatch.setattr(chat_prompt, "MAX_CHARACTERS", 1000)
     limits = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)
     found = find_template(tokenizer, folder_of(template))
