@@ -29,7 +29,7 @@ def lay_out_for_decoding(model: Decoder) -> None:
     """
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        gate_up = (mlp.gate_proj, mlp.up_proj)
+        gate_up = (mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr]
         for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), gate_up):  # type: ignore[union-attr]
             lay_together(*linears) or lay_packed_together(*linears)  # type: ignore[arg-type]
 
