@@ -232,6 +232,28 @@ def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, upda
         VGPUAdamW(param for param in build(MLP).requires_grad_(False).parameters() if param.requires_grad)
 
 
+@UPDATES
+def test_an_abandoned_update_has_consumed_its_gradient(make_stack: MakeStack, update: str):
+    """Whoever steps again in spite of the error: there is no gradient, least of all the bytes that lie in its place."""
+    model = build(DECODER)
+    enable_vgpu_stack_optimization(
+        model, make_stack(LEVEL0), placement="streamed", compute_dtype=torch.bfloat16, update=update
+    )
+    optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+    DECODER.loss(model, 0).backward()
+    with pytest.raises(StepAbandoned):
+        model.state_dict()
+    assert all(param.grad is None for param in model.parameters())
+    before = model.state_dict()
+    optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.zero_grad()
+    DECODER.loss(model, 1).backward()
+    optimizer.step()
+    assert not all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 # -- races ---------------------------------------------------------------------------------------------------------------
 
 

@@ -101,12 +101,16 @@ class Speculation:
     """Updates that were started before their step: committed with it, or rolled back. Both places work alike.
 
     Args:
-        place_of: where a group is updated. model: its name, for errors.
+        place_of: where a group is updated. consumed: called with a group whose update is final and stays: its gradient
+            never left level 0, or was overwritten in storage. model: its name, for errors.
     """
 
-    def __init__(self, states: GroupStates, place_of: Callable[[Group], Updates], model: str) -> None:
+    def __init__(
+        self, states: GroupStates, place_of: Callable[[Group], Updates], consumed: Callable[[Group], None], model: str
+    ) -> None:
         self._states = states
         self._place_of = place_of
+        self._consumed = consumed
         self._model = model
         self._early: dict[Group, None] = {}
 
@@ -120,28 +124,30 @@ class Speculation:
                 self._early[group] = None
         return early
 
-    def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> EarlyUpdate | None:
-        """The step has come: the group's early update if that is what the step asks for; otherwise None, and it is
-        rolled back.
+    def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> bool:
+        """The step has come: whether the group was updated early as the step asks; an update that was not is rolled
+        back.
 
         Raises:
             StepAbandoned: it is not, and it was final.
         """
         early = self._states[group].early
         if early is None:
-            return None
+            return False
         if factor is not None or not same_jobs(early.jobs, jobs):
             self.roll_back(group)
-            return None
-        self._keep(group)
+            return False
+        self._keep(group, early)
         self._place_of(group).commit(group, early)
-        return early
+        return True
 
-    def _keep(self, group: Group) -> None:
+    def _keep(self, group: Group, early: EarlyUpdate) -> None:
         state = self._states[group]
         state.early = None
         del self._early[group]
         state.update_is_queued()
+        if early.is_final:
+            self._consumed(group)
 
     def roll_back(self, group: Group) -> None:
         """Undo the group's early update, if there is one.
@@ -154,7 +160,7 @@ class Speculation:
         if early is None:
             return
         if early.is_final:
-            self._keep(group)
+            self._keep(group, early)
             raise self._abandoned(group)
         place = self._place_of(group)
         with defer_sigint():
@@ -170,17 +176,14 @@ class Speculation:
         Raises:
             StepAbandoned: some were final, and stay; the others are undone.
         """
-        final = [group for group in self._early if self._is_final(group)]
-        for group in final:
-            self._keep(group)
+        early = [(group, update) for group in self._early if (update := self._states[group].early) is not None]
+        final = [(group, update) for group, update in early if update.is_final]
+        for group, update in final:
+            self._keep(group, update)
         for group in list(self._early):
             self.roll_back(group)
         if final:  # after everything else is in order: the error comes once
-            raise self._abandoned(final[0])
-
-    def _is_final(self, group: Group) -> bool:
-        early = self._states[group].early
-        return early is not None and early.is_final
+            raise self._abandoned(final[0][0])
 
     def _abandoned(self, group: Group) -> StepAbandoned:
         return StepAbandoned(
@@ -213,7 +216,9 @@ class StepControl:
         self._host = host
         self._device = device
         self._states = states
-        self._speculation = Speculation(states, self._place_of, name)
+        self._speculation = Speculation(
+            states, self._place_of, lambda group: self._gradients.clear(group.slots), name
+        )  # fmt: skip
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self.steps: dict[Slot, torch.Tensor] = {}
@@ -413,11 +418,8 @@ class StepControl:
         self._gradients.finish_backward()
         for group in self._groups:
             jobs = self.jobs(group, wanted)
-            early = self._speculation.commit(group, jobs, factor)
-            if early is None and jobs:
+            if not self._speculation.commit(group, jobs, factor) and jobs:
                 self._place_of(group).update(group, jobs, factor)
-            elif early is not None and early.is_final:  # its gradient never left level 0, or was overwritten in storage
-                self._gradients.clear(group.slots)
         if self._device is not None:
             self._device.end_step()
         self._forwards = 0
