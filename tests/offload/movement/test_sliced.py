@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -152,3 +153,31 @@ def test_sliced_leaves_under_autocast_and_in_state_dicts(make_stack: MakeStack):
     copied = copy.deepcopy(model)
     assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), other.parameters(), strict=True))
     assert loss_of(copied, 1).item() == loss_of(other, 1).item()
+
+
+def test_slices_change_what_level_0_holds_under_the_lock_of_its_stack(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
+    """Another thread's model may ask for room at any moment, and frees what has left level 0."""
+    model = enable_vgpu_stack_optimization(Model(), make_stack(LEVEL0), placement="streamed")
+    engine, seen = offload_of(model), dict[str, bool]()
+
+    def noting(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            seen[name] = seen.get(name, True) and engine.lock._is_owned()
+            return real(*args)
+
+        return call
+
+    leaf = model.embedding._vb_leaf
+    for owner, name in (
+        (engine.gradients, "begin_slices"),
+        (engine.gradients, "send_slice"),
+        (engine.gradients, "finish_slices"),
+        (engine.weights, "wait_for"),
+        (leaf, "_wait_for_updates"),
+        (leaf, "_before_gradient"),
+    ):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
+    loss_of(model, 0).backward()
+    assert len(seen) == 6 and all(seen.values()), seen

@@ -64,8 +64,9 @@ class SlicedLeaf:
 
     def slices(self) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
-        weights = self._weights
-        self._wait_for_updates(self.group)
+        weights, lock = self._weights, self._room.lock
+        with lock:
+            self._wait_for_updates(self.group)
         self._stack.count_miss(self._storage.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
         loaded = [self._load(starts[0])]
@@ -74,8 +75,9 @@ class SlicedLeaf:
                 if index + 1 < len(starts):
                     loaded.append(self._load(starts[index + 1]))
                 _, rows, transfer = loaded[0]
-                weights.wait_for(transfer)
-                weights.has_arrived(transfer)
+                with lock:  # not while the caller computes
+                    weights.wait_for(transfer)
+                    weights.has_arrived(transfer)
                 yield start, start + len(rows), rows
                 del rows
                 self._storage.give(loaded.pop(0)[0])
@@ -113,19 +115,24 @@ class SlicedLeaf:
 
     def check_version(self, seen: int) -> None:
         """Raise unless the weight is what the forward saw."""
-        self._wait_for_updates(self.group)
+        with self._room.lock:
+            self._wait_for_updates(self.group)
         if seen != self.version():
             raise changed_since_forward(self.group)
 
     def give_gradients(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
         """Send ``(first row, gradient rows)`` to host memory, all of them, in order."""
-        self._before_gradient(self.group)
-        adding = self._gradients.begin_slices(self.slot)
+        lock = self._room.lock
+        with lock:
+            self._before_gradient(self.group)
+            adding = self._gradients.begin_slices(self.slot)
         for start, rows in parts:
             num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
-            reservation = self._reserve("slice-gradient", num_bytes)
-            self._gradients.send_slice(self.slot, start, rows, reservation, adding, self._pool)
-        self._gradients.finish_slices(self.slot, adding)
+            with lock:
+                reservation = self._reserve("slice-gradient", num_bytes)
+                self._gradients.send_slice(self.slot, start, rows, reservation, adding, self._pool)
+        with lock:
+            self._gradients.finish_slices(self.slot, adding)
 
 
 class SlicedLinear(nn.Linear):
