@@ -43,14 +43,14 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
 def test_the_end_of_a_copy_is_behind_its_first_bytes(way: str):
     device = torch.device("cuda", 0)
     queues, streams = CudaQueues(device), lane_streams(device)
-    queue, beside = (streams.states_in, streams.beside_in) if way == "in" else (streams.states_out, streams.beside_out)
+    queue, other = (streams.states_in, streams.yield_in) if way == "in" else (streams.states_out, streams.yield_out)
     there, here = (
         torch.arange(PIECE, dtype=torch.uint8).pin_memory(),
         torch.full((PIECE,), 7, dtype=torch.uint8, device=device),
     )
     target, source = (here, there) if way == "in" else (there, here)
     torch.cuda.synchronize()
-    with torch.cuda.stream(beside):
+    with torch.cuda.stream(other):
         torch.cuda._sleep(10 * LATE)
     with torch.cuda.device(device):
         copied = queues.copy_at(queue, [(target.data_ptr(), source.data_ptr(), PIECE)])
