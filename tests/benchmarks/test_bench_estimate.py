@@ -30,7 +30,7 @@ def test_the_draw_is_fixed_and_covers_the_grid(part):
     assert cases == part("cases").draw(100) != part("cases").draw(100, seed=1)
     assert len({replace(case, number=0) for case in cases}) == 100
     assert cases[:60] == part("cases").draw(60)
-    for name, wanted in (("attention", 3), ("optimizer", 6), ("precision", 3), ("stack", 2), ("family", 10)):
+    for name, wanted in (("attention", 2), ("optimizer", 6), ("precision", 3), ("stack", 2), ("family", 10)):
         assert len({getattr(case, name) for case in cases}) == wanted
     assert part("cases").Case.from_dict(cases[3].to_dict()) == cases[3]
     limits = part("cases").boundary_cases(cases, 12)

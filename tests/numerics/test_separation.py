@@ -7,8 +7,7 @@ import torch
 
 from tests.kernels.pointwise.oracle import DEVICE
 from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.kernels.fp4.two_part_round import OP, two_part_round_trip
-from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.kernels.fp4.two_part_round import two_part_round_trip
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import unpack_nibbles
@@ -116,9 +115,8 @@ def test_training_rounds_to_the_nearest_number_of_all(shape):
     errors = [(other - w_NK).abs() for other in (rounded, separated.dequantize())]
     # fp32 quotients decide here and fp64 ones there: they differ by at most 2^-24 of a weight, at ties.
     assert bool((errors[0] <= errors[1] + w_NK.abs() * 2**-23).all())
-    with use_backend(OP, "triton"):
-        tritons = two_part_round_trip(w_NK.to(DEVICE), scales.block.to(DEVICE), scales.tensor.to(DEVICE), torch.float32)
-    assert torch.equal(tritons.cpu(), rounded)
+    op = two_part_round_trip(w_NK.to(DEVICE), scales.block.to(DEVICE), scales.tensor.to(DEVICE), torch.float32)
+    assert torch.equal(op.cpu(), rounded)
 
 
 def test_scales_are_renewed_past_the_threshold_only():

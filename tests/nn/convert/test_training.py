@@ -119,7 +119,7 @@ def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):
     with pytest.raises(Unsupported, match="--use-flash-attn: no fused.*--mixed-precision") as caught:
         fused_backend(4, 2, 512, 512, torch.float32, cuda)
     for words in (
-        "flash: torch.float32: it takes",
+        "flash: the tensors are torch.float32: it takes",
         "efficient: 4 query heads over 2 key heads",
         "triton: a head of 512",
     ):
