@@ -6,7 +6,7 @@
     python benchmarks/bench_estimate.py all --cases 100 --jobs 8 --limit 150 --boundary 12 --timed 8 --folder results-here
     python benchmarks/bench_estimate.py all --cases 10 --tiny --device cpu               # the plumbing, without a GPU
 
-Cases are drawn from a grid with a fixed seed (estimate_cases.py). Each runs two real steps in a process of its own, several abreast. With a
+Cases are drawn from a grid with a fixed seed (lib/estimate). Each runs two real steps in a process of its own, several abreast. With a
 GPU `all` measures its rates first, for the step times that it predicts; timed cases run before the others, each alone. A case that fails is
 a row with its error. Files are written as answers come; the tables are printed also when time is over or the run is stopped (SIGTERM).
 """

@@ -3,7 +3,7 @@
 ``python benchmarks/bench_fp4.py --check --bench --out results.csv`` on a CUDA GPU. Times are medians of CUDA-graph replays over 24
 layers whose weights exceed the L2 many times, the same count for every system, all systems of a shape and number of rows in turns;
 ratios are to cuBLAS bf16 in the same run. ``--peers``
-adds other people's 4-bit linears (fp4_peers.py), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
+adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
 a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
 ``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/tuning.py). ``--prebuild`` compiles for
 sm_90a without a GPU, into the cache folder, what the other options will need.

@@ -8,7 +8,7 @@
     python benchmarks/bench_offload.py --largest 8bit --shape tiny --device cpu --cap 1MiB --host-memory 8MiB --disk-memory 4MiB
 
 Every system trains the same decoder (transformers' Llama, or our Decoder, which computes the same) from the same weights, on the same
-tokens (offload_data.py says which), at the same learning rates, in a process of its own. offload_measure.py says what a step's time
+tokens (lib/offload/data.py says which), at the same learning rates, in a process of its own. lib/offload/measure.py says what a step's time
 is. Prints progress, then a table and the ratios with their floors and aims, and appends to benchmarks/results/offload.csv.
 """
 

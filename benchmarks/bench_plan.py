@@ -4,7 +4,7 @@
     python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # the plumbing, with an arena
 
 Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates
-without a way back. They are drawn with a fixed seed from all that are predicted to fit (`plan_draw`); each runs two steps unmeasured
+without a way back. They are drawn with a fixed seed from all that are predicted to fit (lib/plan); each runs two steps unmeasured
 and a few measured, the median counts, and one that is far behind runs fewer. At the end the plan's and the fastest others run again in
 turns, and these runs alone are compared: whoever was fast once does not keep its luck. One stack serves all, so that host memory is
 registered once.
@@ -14,7 +14,7 @@ not by their sizes. The 0.44B shape has as many, and waits for the host.
 
 A placement is left out, and the table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone) shows it to be
 slower than what was measured, where others with the same micro-batches all were, or where it is predicted to take twice as long as the
-plan. Below the step times stands what the lanes did (`plan_lanes`) and what was simulated. The last rounds have their time within
+plan. Below the step times stands what the lanes did (lib/plan) and what was simulated. The last rounds have their time within
 ``--limit``. A run that is stopped (SIGTERM) still prints the tables of what it has.
 """
 

@@ -1,4 +1,4 @@
-"""The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in offload_peers.
+"""The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in peers.py.
 
 plain      transformers' LlamaForCausalLM, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
 enabled    the same model, put into a stack in which all of it fits, and VGPUAdamW: what enabling the stack costs
