@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.gradient_norms import select_top_k_gradients
+from vblackwell.offload.gradient_norms import clip_grad_norm_, select_top_k_gradients
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.group_state import Phase
@@ -60,6 +60,62 @@ def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
         redone += clip
     assert equal(model, plain) and redone >= 1
     assert offload_of(model).summary()["undo_bytes"] > 0  # it did speculate
+
+
+@UPDATES
+def test_a_gradient_that_is_kept_is_what_clipping_left(make_stack: MakeStack, update: str):
+    """Nobody calls `zero_grad`: the next backward adds to the clipped gradient, and the next step may use it again."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1e-2, update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for seed, backward in enumerate((True, True, False, True)):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            if backward:
+                MLP.loss(module, seed).backward()
+            if module is plain:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+            optimizer.step()
+    release(model)
+    assert equal(model, plain)
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+@UPDATES
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "mul_"])
+def test_a_gradient_is_scaled_after_the_update_that_is_due_has_read_it(how: str, make_stack: MakeStack, update: str):
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
+    if update == "level0":
+        offload_of(model).level0.at_once = False  # as on a GPU
+    for module, optimizer in (
+        (model, VGPUAdamW(model.parameters())),
+        (plain, torch.optim.AdamW(plain.parameters(), fused=True)),
+    ):
+        MLP.loss(module, 0).backward()
+        optimizer.step()
+        if how == "mul_":
+            module.layers[1][0].weight.grad.mul_(0.5)
+        else:
+            clip = clip_grad_norm_ if module is model else torch.nn.utils.clip_grad_norm_
+            clip(module.parameters(), 1e-2)
+        optimizer.step()
+    assert equal(model, plain)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_kept_gradient_is_the_same_wherever_adamw_runs(dtype: torch.dtype | None, make_stack: MakeStack):
+    ends = []
+    for update in ("home", "level0"):
+        model = build(DECODER)
+        enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update, compute_dtype=dtype)
+        optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e-2)
+        for seed in range(3):
+            DECODER.loss(model, seed).backward()
+            optimizer.step()
+        ends.append(model)
+    assert equal(*ends)
 
 
 @UPDATES

@@ -295,7 +295,7 @@ class Offload:
 
     def scale_gradient(self, slot: Slot, factor: torch.Tensor) -> None:
         with self.lock:
-            self.step_control.scale_gradient(slot, factor)
+            self.step_control.scale_gradients([slot], factor)
 
     def zero_gradient(self, slot: Slot) -> None:
         with self.lock:
@@ -448,6 +448,7 @@ class Offload:
         with self.lock:
             self.gradients.finish_backward()
             self.step_control.roll_back()
+            self.step_control.scale_stored()
             self.worker.drain()
             self.step_control.drain()
             self.gradients.sweep()

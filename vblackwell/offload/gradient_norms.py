@@ -11,7 +11,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.hooks import group_key
-from vblackwell.offload.layout.groups import Group, Slot, find_groups
+from vblackwell.offload.layout.groups import Slot, find_groups
 from vblackwell.offload.movement.host_gradients import norm_of_norms
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import plain_norm, restride
@@ -33,7 +33,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
         engine.step_control.roll_back()
         engine.step_control.collect()
     norms: list[torch.Tensor] = []
-    offloaded: dict[tuple[object, Group], list[Slot]] = {}
+    offloaded: dict[Any, list[Slot]] = {engine: [] for engine in engines}
     plain: list[torch.Tensor] = []
     for param, pair in found.items():
         if pair is None:
@@ -42,7 +42,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
                 plain.append(param.grad)
                 norms.append(plain_norm(param))
         elif pair[0].gradients.has(pair[1]):
-            offloaded.setdefault((pair[0], pair[1].group), []).append(pair[1])
+            offloaded[pair[0]].append(pair[1])
             norms.append(pair[0].gradients.norm(pair[1]))
     if not norms:
         return torch.zeros(())
@@ -50,8 +50,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in plain:
         gradient.mul_(factor.to(gradient.device))
-    for (engine, group), slots in offloaded.items():
-        engine.gradients.scale_later(group, slots, factor.cpu())  # type: ignore[attr-defined]
+    for engine, slots in offloaded.items():
+        engine.step_control.scale_gradients(slots, factor)
     return total
 
 

@@ -316,4 +316,8 @@ def update_resident(
     if "remainder" in opened:
         part["remainder"] = slot.flat(opened["remainder"], torch.int16)
     numbers = AdamWStep(**vars(hyper), step=int(state["step"]))
-    update_part(slot, part, flat, numbers, factor=None if factor is None else factor.to(flat.device))
+    if factor is not None:
+        factor = factor.to(flat.device)
+    update_part(slot, part, flat, numbers, factor=factor)  # the product in fp32
+    if factor is not None:
+        flat.mul_(factor)  # as torch's clipping leaves it

@@ -12,7 +12,7 @@ the worker on the ranges in storage (`HostUpdates`). The arithmetic is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -225,6 +225,27 @@ class StepControl:
         self.source: UpdateSource | None = None
         self.follow_clipping = True
         self._clipped = False
+        # Gradients in storage that a step multiplied only as it read them, and by what.
+        self._unscaled: dict[Group, tuple[list[Slot], torch.Tensor]] = {}
+
+    def _scale_stored(self, group: Group) -> None:
+        """Multiply the gradient that a step with a factor left behind by that factor, as torch's clipping does at once.
+
+        Nearly every step is followed by `zero_grad`, so that the bytes in storage are touched only for one that is not.
+        """
+        held = self._unscaled.pop(group, None)
+        if held is not None:
+            slots, factor = held
+            self._scale(group, [slot for slot in slots if self._gradients.has(slot)], factor)
+
+    def _scale(self, group: Group, slots: list[Slot], factor: torch.Tensor) -> None:
+        self._place_of(group).wait(group)  # an update whose step came may still read what is about to change
+        self._gradients.scale_later(group, slots, factor)
+
+    def scale_stored(self) -> None:
+        """Make all gradients in storage what `torch.nn.utils.clip_grad_norm_` would have left there."""
+        for group in list(self._unscaled):
+            self._scale_stored(group)
 
     def _is_on_device(self, group: Group) -> bool:
         return self._device is not None and group in self._device
@@ -249,6 +270,7 @@ class StepControl:
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
         self._speculation.roll_back(group)
+        self._scale_stored(group)
         if self._device is not None:
             self._device.expect_backward()
 
@@ -337,6 +359,7 @@ class StepControl:
     def collect(self) -> None:
         """Let every gradient arrive and be measured."""
         self._gradients.finish_backward()
+        self.scale_stored()
         for group in self._groups:
             self._gradients.measure_later(group)
         self._worker.drain()
@@ -350,6 +373,7 @@ class StepControl:
         if self.source is not None and not self.source.undo:
             self.roll_back()
         self._gradients.finish_backward()
+        self.scale_stored()
 
     def gradient_norm(self, slot: Slot) -> torch.Tensor:
         """The 2-norm of a gradient, an fp32 scalar."""
@@ -364,11 +388,16 @@ class StepControl:
         self._arrive()
         return self._worker.submit(self._gradients.host.read, slot, group=slot.group.index).result()
 
-    def scale_gradient(self, slot: Slot, factor: torch.Tensor) -> None:
-        """Multiply a gradient by a scalar; an update that was made with the gradient as it was is rolled back."""
+    def scale_gradients(self, slots: Iterable[Slot], factor: torch.Tensor) -> None:
+        """Multiply gradients by a scalar; updates that were made with the gradients as they were are rolled back."""
         if factor != 1:
             self.roll_back()
-            self._gradients.scale_later(slot.group, [slot], factor.cpu())
+            self.scale_stored()
+            by_group: dict[Group, list[Slot]] = {}
+            for slot in slots:
+                by_group.setdefault(slot.group, []).append(slot)
+            for group, held in by_group.items():
+                self._scale(group, held, factor.cpu())
 
     def zero_gradients(self, slots: list[Slot]) -> None:
         """Make gradients zero."""
@@ -416,10 +445,13 @@ class StepControl:
         ``factor``.
         """
         self._gradients.finish_backward()
+        self.scale_stored()
         for group in self._groups:
             jobs = self.jobs(group, wanted)
             if not self._speculation.commit(group, jobs, factor) and jobs:
                 self._place_of(group).update(group, jobs, factor)
+                if factor is not None and (self._is_on_device(group) or not group.is_fp32):
+                    self._unscaled[group] = [job.slot for job in jobs], factor
         if self._device is not None:
             self._device.end_step()
         self._forwards = 0
