@@ -54,7 +54,8 @@ def test_every_tracked_file_is_in_the_wheel(installed: Path):
 def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus = tmp_path / "corpus.py"
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    where = {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
+    where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     source = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
     assert Path(source.strip()).is_relative_to(installed)
     run(

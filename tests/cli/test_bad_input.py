@@ -95,9 +95,10 @@ def test_memory_that_is_not_there(place):
 
 def test_generate_without_a_model(place):
     (place.folder / "empty").mkdir()
-    refused(place, ["generate", "--model", "gone", "--prompt", "x"], "gone", "no such folder")
-    refused(place, ["generate", "--model", "empty", "--prompt", "x"], "empty", "config.json")
-    refused(place, ["generate", "--model", "empty"], "prompt")
+    generate = ["generate", "--device", "cpu", "--model"]
+    refused(place, [*generate, "gone", "--prompt", "x"], "gone", "no such folder")
+    refused(place, [*generate, "empty", "--prompt", "x"], "empty", "config.json")
+    refused(place, [*generate, "empty"], "prompt")
     refused(place, ["doctor", "--disk-path", "gone"], "gone", "No such file")
 
 

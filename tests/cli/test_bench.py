@@ -19,9 +19,10 @@ def test_a_preset_into_a_file(place):
 
 def test_refusals_are_one_line(place):
     (place.folder / "empty").mkdir()
-    refused(place, ["bench"], "vb bench", "model")
-    refused(place, ["bench", "tinny"], "tinny", "did you mean", "tiny")
-    refused(place, ["bench", "empty"], "empty", "config.json")
-    refused(place, ["bench", "tiny", "--rungs", "fp8"], "--rungs", "fp8", "fp4")
-    refused(place, ["bench", "tiny", "--json", "gone/x.json"], "gone/x.json", "folder that exists")
-    refused(place, ["bench", "tiny", "--step", "3"], "--step", "--steps")
+    bench = ["bench", "--device", "cpu"]
+    refused(place, bench, "vb bench", "model")
+    refused(place, [*bench, "tinny"], "tinny", "did you mean", "tiny")
+    refused(place, [*bench, "empty"], "empty", "config.json")
+    refused(place, [*bench, "tiny", "--rungs", "fp8"], "--rungs", "fp8", "fp4")
+    refused(place, [*bench, "tiny", "--json", "gone/x.json"], "gone/x.json", "folder that exists")
+    refused(place, [*bench, "tiny", "--step", "3"], "--step", "--steps")

@@ -195,7 +195,7 @@ def elsewhere(lab: Lab, seed: int) -> Iterator[Try]:
         left = [] if ended.code == 0 else [path for path in place.folder.rglob(f"{target}*") if path.is_dir()]
         assert not left, f"half-written: {left}"
 
-    packing = ("quantize", "--model", "run", "--out", "packed", "--scale-search", "max")
+    packing = ("quantize", "--model", "run", "--out", "packed", "--scale-search", "max", "--device", "cpu")
     page = ("estimate", "tiny", "--gpu-memory", "8GiB", "--no-advice", "--html", "page.html")
     for code in (errno.ENOSPC, errno.EIO, errno.EROFS):
         for number in (1, 2, 3, 6):

@@ -41,6 +41,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch):
 
 
 def test_a_gpu_that_nvml_does_not_describe_is_used(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine, "list_gpus", lambda: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine, "why_no_cuda", lambda gpus: None)

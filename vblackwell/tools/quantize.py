@@ -329,7 +329,8 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
         if isinstance(entry, WeightConverter)
         and len(entry.target_patterns) > 1
         and all(pattern.endswith(".weight") for pattern in entry.source_patterns)
-        and not any(operation.supports_many_to_many for operation in entry.operations)
+        # Operations that join and cut at once say so, since some version after 5.17.
+        and not any(getattr(operation, "supports_many_to_many", False) for operation in entry.operations)
     ]
     if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
         reasons.append("it makes modules of the experts")

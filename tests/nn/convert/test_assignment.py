@@ -167,7 +167,9 @@ def test_what_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [(None, "/dev/full is no file"), ("[" * 5000, "is no assignment of precisions: .*recursion")]
+    ("text", "part"),
+    [(None, "/dev/full is no file"), ("[" * 100_000, "is no assignment of precisions: .*recursion")],
+    ids=["device", "nested"],
 )
 def test_a_device_and_nested_lists_are_refused(text, part, tmp_path):
     path = Path("/dev/full") if text is None else tmp_path / "assignment.json"
