@@ -1,21 +1,18 @@
-"""The planner against a brute force: what it chose, measured beside some thirty other placements of the same run under the same cap.
+"""The planner against a brute force: what it chose, compared with some thirty other placements under the same cap.
 
-    python benchmarks/bench_plan.py                        # on a GPU: 1.56B decoder, 16k tokens a step, cap 8 GiB, at most 180 s
-    python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # the plumbing, with an arena
+    python benchmarks/bench_plan.py        # on a GPU: 1.56B decoder, 16k tokens a step, cap 8 GiB, at most 180 s
+    python benchmarks/bench_plan.py --device cpu --shape tiny --seq 32 --cap 1MiB --placements 8     # with an arena
 
-Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no clipping, updates
-without a way back. They are drawn with a fixed seed from all that are predicted to fit (lib/plan); each runs two steps unmeasured
-and a few measured, the median counts, and one that is far behind runs fewer. At the end the plan's and the fastest others run again in
-turns, and these runs alone are compared: whoever was fast once does not keep its luck. One stack serves all, so that host memory is
-registered once.
+Every placement trains the same decoder from the same bytes: bf16 compute weights (fp32 without a GPU), AdamW, no
+clipping, updates without a rollback. They are drawn with a seed from all that are predicted to fit (lib/plan.py); each
+runs two steps unmeasured and a few measured, the median counts, and one that is far slower runs fewer. At the end the
+plan's and the fastest others run again in turns, and these runs alone are compared: a lucky one does not keep its luck.
+One stack serves all, so that host memory is registered once.
 
-The shape is wide and has few layers, so that its time is the GPU's and the link's: the host's share of a step is by groups and operators,
-not by their sizes. The 0.44B shape has as many, and waits for the host.
-
-A placement is left out, and the table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone) shows it to be
-slower than what was measured, where others with the same micro-batches all were, or where it is predicted to take twice as long as the
-plan. Below the step times stands what the lanes did (lib/plan) and what was simulated. The last rounds have their time within
-``--limit``. A run that is stopped (SIGTERM) still prints the tables of what it has.
+The shape is wide and has few layers, so that its time is the GPU's and the link's. A placement is left out, and the
+table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone) shows it to be slower than what
+was measured, where others with the same micro-batches all were, or where it is predicted to take twice as long as the
+plan. A run that is stopped (SIGTERM) still prints the table of what it has.
 """
 
 from __future__ import annotations
@@ -39,16 +36,14 @@ if "PYTORCH_ALLOC_CONF" not in os.environ:
 import torch
 
 from benchmarks.lib.offload.case import Shape
-from benchmarks.lib.offload.loop import Feed
-from benchmarks.lib.plan.draw import NEVER, draw, least_seconds, space_of
-from benchmarks.lib.plan.lanes import Lanes, Marks, Sampler, loop_seconds
-from benchmarks.lib.plan.report import Measured, Row, report, why_left_out
+from benchmarks.lib.offload.loop import Clock, Feed
+from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates, group_seconds
+from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates
 from vblackwell.planner.forecast import Forecast, Machine, plan_of
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Space
@@ -66,7 +61,7 @@ WARM, MEASURED, FINAL = 2, 4, 6  # steps that do not count, those that do, and t
 FEWEST = 2  # steps of a placement that is slower than BEHIND times the best
 BEHIND = 1.3
 ROUNDS, FINALISTS = 2, 2  # at the end: of the plan's and the fastest others
-MOST_HOST = 48 * GiB
+MAX_HOST = 48 * GiB
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -78,15 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cap", default="8GiB", help="of the GPU's allocator; without a GPU of the arena")
     parser.add_argument("--placements", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for all but the report and --look")
-    parser.add_argument(
-        "--look",
-        type=int,
-        default=0,
-        metavar="N",
-        help="then show where Python and the streams are in the plan and in the fastest others, N in all, three at most",
-    )
-    parser.add_argument("--trace", type=Path, default=None, help="folder for the profiler traces of these")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for all but the report")
     return parser.parse_args(argv)
 
 
@@ -108,9 +95,8 @@ class Bench:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), self.device)
-        host = min(int(0.5 * memory_facts().available_bytes), MOST_HOST)
+        host = min(int(0.5 * memory_facts().available_bytes), MAX_HOST)
         self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, undo=False, may_clip=False)
-        self.left_behind = 0  # bytes reserved before a placement begins
         self.stack = create_vgpu_stack(cap, host, 0, device=self.device)
         generator = torch.Generator().manual_seed(options.seed)
         self.noise = torch.empty(shape.vocab_size * shape.hidden_size).normal_(0, 0.02, generator=generator)
@@ -130,14 +116,14 @@ class Bench:
 
     def measure(self, choice: Choice, best: float = math.inf, steps: int = MEASURED) -> Measured:
         """What came of ``steps`` steps of ``choice``; of fewer where it is far behind ``best`` seconds a step."""
-        began, before = time.perf_counter(), loop_seconds()
+        began = time.perf_counter()
         with self.placed(choice) as model:
             set_up = time.perf_counter() - began
-            seconds, lanes = self._train(model, choice, best, steps)
+            seconds = self._train(model, choice, best, steps)
             offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
             # 0 without a GPU: an arena counts from its start, not from here.
             reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
-            return Measured(seconds, reserved, lanes | {"core": before}, set_up, self.left_behind)
+            return Measured(seconds, reserved, set_up)
 
     @contextmanager
     def placed(self, choice: Choice) -> Iterator[Any]:
@@ -160,7 +146,6 @@ class Bench:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.left_behind = torch.cuda.memory_reserved(self.device)
         enable_vgpu_stack_optimization(model, self.stack, compute_dtype=self.dtype, initialize=self._fill, **placing)
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
@@ -187,25 +172,20 @@ class Bench:
         else:
             tensor.copy_(self.noise[: tensor.numel()].view(tensor.shape))
 
-    def _train(self, model: Any, choice: Choice, best: float, steps: int) -> tuple[list[float], dict[str, float]]:
-        """Seconds of each measured step, and what the lanes did in one."""
-        step, marks = self.step_of(model, choice), Marks(self.device)
-        marks.mark()
-        lanes, measured = Lanes(self.stack), 0
+    def _train(self, model: Any, choice: Choice, best: float, steps: int) -> list[float]:
+        """Seconds of each measured step."""
+        step, clock = self.step_of(model, choice), Clock(self.device)
+        clock.mark()
         for number, ids_BS in enumerate(Feed(self.tokens[: WARM + steps], self.device)):
-            if number == WARM:
-                lanes = Lanes(self.stack)
             step(ids_BS)
-            marks.mark()
-            measured = number + 1 - WARM
+            clock.mark()
             # The step before the last has ended, or soon will, so that asking does not empty the queues.
-            if measured >= FEWEST and marks.interval(number - 1) > BEHIND * best:
+            if number + 1 - WARM >= FEWEST and clock.interval(number - 1) > BEHIND * best:
                 break
-        found = lanes.per_step(measured)
         offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        return [marks.interval(index) for index in range(WARM, len(marks) - 1)], found
+        return clock.intervals()[WARM:]
 
     def step_of(self, model: Any, choice: Choice) -> Callable[[torch.Tensor], None]:
         """One step of ``model`` on tokens (B, S)."""
@@ -221,42 +201,6 @@ class Bench:
             optimizer.zero_grad()
 
         return step
-
-    def look(self, choice: Choice, name: str, folder: Path | None) -> list[str]:
-        """Where Python is in some steps, and with ``folder`` what a profiler sees on the streams."""
-        with self.placed(choice) as model:
-            step = self.step_of(model, choice)
-            feed = iter(Feed(self.tokens, self.device))
-            for _ in range(WARM):
-                step(next(feed))
-            with Sampler() as sampler:
-                for _ in range(MEASURED - FEWEST):
-                    step(next(feed))
-            lines = [f"where Python was: {choice}", *sampler.lines()]
-            if folder is not None and self.cuda:
-                lines += self._traced(lambda: step(next(feed)), folder / f"{name}.json.gz")
-        return lines
-
-    def _traced(self, step: Callable[[], None], path: Path) -> list[str]:
-        from benchmarks.lib.plan import trace_lanes
-        from vblackwell.train.profile import name_lanes, read_trace, write_trace
-
-        torch.cuda.synchronize(self.device)
-        with torch.profiler.profile() as profiler:
-            step()
-            torch.cuda.synchronize(self.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plain = path.with_suffix("")
-        profiler.export_chrome_trace(str(plain))
-        trace = read_trace(plain)
-        name_lanes(trace, {})
-        write_trace(trace, path)
-        plain.unlink()
-        inside = trace_lanes.window([event for event in trace["traceEvents"] if event.get("ph") == "X"])
-        reports = [
-            trace_lanes.report(name, events, inside, 4) for name, events in trace_lanes.lanes(trace, threads=True)
-        ]
-        return ["a profiler, which slows the host:", *trace_lanes.lines(reports[:9], inside)]
 
 
 class Stopped(BaseException):
@@ -281,8 +225,7 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
         began = time.perf_counter()
         try:
             found = bench.measure(row.choice, best)
-            row.step_seconds, row.reserved, row.lanes = found.step_seconds, found.reserved, found.lanes
-            row.setup_seconds, row.left_behind = found.setup_seconds, found.left_behind
+            row.step_seconds, row.reserved, row.setup_seconds = found.step_seconds, found.reserved, found.setup_seconds
             best = min(best, found.step_seconds)
             trust = min(trust, found.step_seconds / max(least(row.choice), NEVER))  # it was faster than arithmetic says
         except Exception as error:  # a placement that fails is a row
@@ -332,23 +275,11 @@ def measure_again(bench: Bench, rows: list[Row]) -> None:
     found = finalists(rows)
     if not found:
         return
-    print("again, and ms a step of threads, ms of a loop in Python before, threads of the process:")
     for number in range(ROUNDS):
         for row in found[:: -1 if number % 2 else 1]:
             took = bench.measure(row.choice, steps=FINAL)
             row.again += took.seconds
-            host = " ".join(f"{name} {1e3 * took.lanes[name]:.0f}" for name in ("main", "backward", "others", "core"))
-            count = sum(1 for _ in Path("/proc/self/task").glob("*"))
-            print(f"again     {took.step_seconds:.4f} s ({host}, {count} threads) {row.choice}", flush=True)
-
-
-def host_lines(bench: Bench) -> list[str]:
-    """What the host takes for a small group, by where it is updated and how many passes a step has."""
-    kinds = [(update, passes) for update in ("level0", "home") for passes in (1, 2)]
-    found = [
-        f"{update}, {passes}: {1e3 * group_seconds(bench.device, update, passes):.2f} ms" for update, passes in kinds
-    ]
-    return [f"the host's time for a group a pass, by update and passes a step: {'; '.join(found)}"]
+            print(f"again     {took.step_seconds:.4f} s {row.choice}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -362,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     stopped = False
     gc.collect()
-    gc.freeze()  # a million objects of traces and libraries, which no trainer has and every search for garbage would go through
+    gc.freeze()  # a million objects of traces and libraries, which no trainer has
     try:
         measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
     except (Stopped, KeyboardInterrupt):
@@ -377,13 +308,6 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(report(rows)), flush=True)
     if stopped:
         os._exit(0)  # threads of a step that was cut off may wait for each other
-    if bench.options.look:
-        print("\n".join(host_lines(bench)), flush=True)
-        found = finalists(rows)[: bench.options.look]
-        for name, row in zip(("plan", "fastest", "second"), found, strict=False):
-            print("\n".join(bench.look(row.choice, name, bench.options.trace)), flush=True)
-        if not found:
-            print("nothing to look at: the plan was not measured, or no other placement", flush=True)
     bench.stack.close()
     return 0
 

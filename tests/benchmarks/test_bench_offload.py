@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -85,89 +83,13 @@ def test_recipes_and_cases_travel(bench):
 
     recipe = Recipe.parse("update=level0,undo=false,loss_chunk_tokens=1024")
     assert recipe == Recipe("level0", False, True, 1024)
-    case = Case("streamed", recipe=recipe, sweep_tokens=(2048, 4096), max_grad_norm=1.0)
+    case = Case("streamed", recipe=recipe, max_grad_norm=1.0)
     assert Case.from_json(case.to_json()) == case
     for wrong in ("updates=home", "undo=no", "update"):
         with pytest.raises(ValueError):
             Recipe.parse(wrong)
     with pytest.raises(ValueError):
         Case("megatron")
-
-
-# -- the largest model -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("states", ["exact", "8bit"])
-def test_the_largest_model_is_found_and_trains(bench, tmp_path, capsys, states):
-    """An arena, RAM and a disk of a few MB: all three are full, and one block more would not fit."""
-    from benchmarks.lib.offload import largest as offload_largest
-    from benchmarks.lib.offload.case import SHAPES
-    from vblackwell.errors import InsufficientMemory
-
-    caps = "--cap 512KiB --host-memory 3MiB --disk-memory 1MiB"
-    given = f"--largest {states} --shape tiny --device cpu {caps} --disk-path {tmp_path} --seq 32 --csv {tmp_path / 'rows.csv'}"
-    (result,) = bench.main(given.split(" "))
-    said = capsys.readouterr().out
-    assert result.status == "ok", said
-    assert len(result.losses) == 3 and all(abs(loss - 5.545) < 0.2 for loss in result.losses), (
-        "near ln 256 at the start"
-    )
-    (row,) = rows(tmp_path)
-    layers = int(row["layers"])
-    assert f"plan: {layers} blocks" in said and "step 3: loss" in said
-    assert (row["states"], row["system"]) == ("fp32" if states == "exact" else "8bit", "largest")
-    shape, formats = SHAPES["tiny"], offload_largest.Formats(row["states"])
-    machine = offload_largest.Machine(512 << 10, 3 << 20, 1 << 20, False)
-    with pytest.raises(InsufficientMemory):
-        offload_largest.plan_of(replace(shape, num_layers=layers + 1), machine, formats, 2, 32)
-    plan = offload_largest.plan_of(replace(shape, num_layers=layers), machine, formats, 2, 32)
-    assert plan.parameters == int(row["parameters"])
-    kept = ("weight", "remainder", *formats.moments)
-    # 12 bytes a parameter, or 4 and two codes of one with a scale for each 256; norms of 64 elements fill a page.
-    each = 12 if states == "exact" else 6 + 8 / 256
-    total = sum(sum(plan.table[kind]) for kind in kept)
-    assert each * plan.parameters <= total < 1.1 * each * plan.parameters
-    assert all(plan.table[kind][2] > 0 for kind in formats.moments[-1:]) and plan.table["staging"][1] > 0
-    for name, rooms in (("cpu", 3 << 20), ("ssd", 1 << 20)):
-        note = next(note for note in result.notes if note.startswith(name))
-        assert float(note.split()[1]) * 1e9 > 0.7 * rooms
-
-
-@pytest.mark.slow
-def test_the_largest_model_uses_level_0_too(bench):
-    """On a GPU of 8 GiB (which need not be here: this is arithmetic) some blocks live there, and others in RAM and on the disk."""
-    from benchmarks.lib.offload import largest as offload_largest
-    from benchmarks.lib.offload.case import SHAPES
-
-    small = replace(SHAPES["2.70B"], hidden_size=512, intermediate_size=1536, num_heads=4)
-    machine = offload_largest.Machine(8 << 30, 1 << 30, 1 << 29, True)
-    plan = offload_largest.plan_largest(small, machine, offload_largest.Formats(), 1, 512)
-    homes = [
-        sum(plan.table[kind][level] for kind in ("weight", "remainder", "exp_avg", "exp_avg_sq")) for level in range(3)
-    ]
-    assert all(homes) and homes[0] <= plan.resident_bytes
-    assert sum(homes) == pytest.approx(12 * plan.parameters, rel=0.01)
-
-
-def test_repeated_weights_are_the_blocks_own(bench):
-    from benchmarks.lib.offload import largest as offload_largest
-
-    block = torch.arange(7.0)
-    for size in (0, 1, 5, 7, 12, 30):
-        for start in (0, 3, 6):
-            flat = torch.full((size,), -1.0)
-            offload_largest.repeat_into(flat, block, start)
-            assert flat.tolist() == [(start + index) % 7 for index in range(size)]
-    told: list[str] = []
-    fill = offload_largest.Repeated(8, 0, 2 * 300 * 500, told.append)
-    first, second = torch.empty(300, 500, dtype=torch.bfloat16), torch.empty(300, 500)
-    fill("model.layers.0.mlp.gate_proj.weight", first)
-    fill("model.layers.0.mlp.down_proj.weight", second)
-    # 150,000 draws: 0.2 % is one standard error.
-    assert first.float().std().item() == pytest.approx(0.02, rel=0.01)
-    assert second.std().item() == pytest.approx(0.005, rel=0.01)
-    assert len(told) == 1 and not torch.equal(first[0], first[1])
 
 
 def test_ratios_know_floor_and_aim(bench):
@@ -178,17 +100,17 @@ def test_ratios_know_floor_and_aim(bench):
         return Result(system, tokens=1, tokens_per_second=speed, peak_reserved=reserved, losses=losses)
 
     ran = [result("plain", 100, 70, [1.0]), result("resident", 120, 60, [2.0]), result("streamed", 96, 10, [2.5])]
-    found = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran, {}, clipped=False)[1:]}
+    found = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran, clipped=False)[1:]}
     assert found["streamed, tokens/s over plain"] == "floor met"
     assert found["streamed, tokens/s over resident"] == "MISSED"
     assert found["resident, tokens/s over plain"] == "floor met"
     assert found["peak reserved GPU memory, plain over streamed"] == "floor met"
-    clipped = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran[::2], {}, clipped=True)[1:]}
+    clipped = {line[:46].strip(): line.split("  ")[-1] for line in ratio_lines(ran[::2], clipped=True)[1:]}
     assert clipped["streamed, tokens/s over plain"] == "floor met"
-    against_resident = [line for line in ratio_lines(ran, {}, clipped=True) if "over resident" in line]
+    against_resident = [line for line in ratio_lines(ran, clipped=True) if "over resident" in line]
     assert [line.split()[-1] for line in against_resident] == ["0.800"], "no floor is known there"
     failed = [Result("plain", "failed"), ran[2]]
-    assert len(ratio_lines(failed, {}, clipped=False)) == 1, "no ratio to what did not run"
+    assert len(ratio_lines(failed, clipped=False)) == 1, "no ratio to what did not run"
 
 
 def test_a_csv_grows_by_columns(bench, tmp_path):
@@ -197,58 +119,6 @@ def test_a_csv_grows_by_columns(bench, tmp_path):
     append_csv(tmp_path / "rows.csv", [{"a": 1}])
     append_csv(tmp_path / "rows.csv", [{"b": 2, "a": 3}])
     assert rows(tmp_path) == [{"a": "1", "b": ""}, {"a": "3", "b": "2"}]
-
-
-def test_the_sweep_draws_what_it_measured(bench, tmp_path):
-    """Speeds made by the model itself are off by nothing; a point half as fast is marked."""
-    from benchmarks.lib.offload import sweep as offload_sweep
-    from benchmarks.lib.offload.case import SHAPES, Result
-
-    shape, flops, rates = SHAPES["2.70B"], 4e14, {"duplex_gbps": 48.0, "matmul_flops": 7.8e14}
-    lanes = offload_sweep.Lanes(48.0)
-
-    def speed(system: str, tokens: int) -> float:
-        compute = offload_sweep.step_flops(shape, tokens, 2048) / flops
-        return tokens / (
-            compute if system == "resident" else offload_sweep.streamed_seconds(shape, tokens, 2048, flops, lanes)
-        )
-
-    results = [
-        Result(system, tokens=tokens, tokens_per_second=speed(system, tokens) * (0.5 if tokens == 4096 else 1.0))
-        for system in ("resident", "streamed")
-        for tokens in (2048, 4096, 32768)
-    ]
-    lines = offload_sweep.sweep_lines(results, shape, lanes, 2048)
-    assert [line.split()[-1] for line in lines[2:]] == ["+0.0%", "!", "+0.0%"]
-    # FACTS' arithmetic: 14 bytes a parameter at 48 GB/s hide behind about 18 k tokens at 500 TFLOP/s.
-    wait = lanes.seconds(shape)
-    assert wait == pytest.approx(14 * shape.num_parameters / 48e9) and offload_sweep.step_flops(
-        shape, 18_000, 2048
-    ) / 5e14 == pytest.approx(wait, rel=0.1)
-    text = offload_sweep.svg(offload_sweep.curves(results, shape, rates, lanes, 2048), "a title")
-    assert text.count("<polyline") == 4 and text.count("<circle") == 6 and "a title" in text
-
-
-def test_the_arithmetic_of_a_recipe(bench):
-    """A share at home: fewer states by link, time of the CPU; what stays loaded comes in once less at each turn."""
-    from benchmarks.lib.offload.case import SHAPES, Recipe
-    from benchmarks.lib.offload.sweep import Lanes
-
-    shape, rates = SHAPES["2.70B"], {"duplex_gbps": 50.0, "adamw_gps": 4.0}
-    count = shape.num_parameters
-    assert Lanes.of(Recipe(update="0.3"), {}, shape) is None
-    shared = Lanes.of(Recipe(update="0.3", weight_bytes="2GiB"), rates, shape)
-    kept = (2 << 30) - 3 * 2 * shape.block_parameters
-    assert shared.share == 0.3 and shared.kept_bytes == kept
-    assert shared.seconds(shape) == pytest.approx((count * (4 + 10 * 0.7) - 2 * kept) / 50e9)
-    at_home = Lanes.of(Recipe(update="home"), rates, shape)
-    assert at_home.seconds(shape) == count / at_home.cpu > count / 4e9
-    assert Lanes.of(Recipe(), rates, shape).share == pytest.approx(0.5, abs=0.02)
-    # Embeddings and one block live on the GPU; rates that were measured together go before those of one alone.
-    living = shape.vocab_size * shape.hidden_size + shape.block_parameters
-    some = Lanes.of(Recipe(update="0.3", resident_bytes="1.9GiB"), rates | {"shared_gbps": 40.0}, shape)
-    assert some.living == living
-    assert some.seconds(shape) == pytest.approx((4 * (count - living) + 10 * (0.7 * count - living)) / 40e9)
 
 
 # -- traces ----------------------------------------------------------------------------------------------------------------
@@ -291,19 +161,6 @@ def test_lanes_are_named_by_what_they_do():
     assert names[9, 11] == "backward (thread 11)"
 
 
-def test_gaps_are_found(bench, tmp_path, capsys):
-    from benchmarks.lib.plan import trace_lanes
-
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(made_trace()))
-    trace_lanes.main([str(path), "--gaps", "1"])
-    said = capsys.readouterr().out
-    assert "compute (stream 7)                           70.0%" in said
-    assert "0.030 ms at       0.0: gemm  ->  softmax" in said
-    assert "GPU to host (stream 14)" in said
-    assert "host to GPU (stream 13)" in said and "50.0" in said  # 2.5 MB in 50 us are 50 GB/s
-
-
 def traced_names(path: Path, device: torch.device, work) -> list[str]:
     from vblackwell.train.profile import read_trace, tracing
 
@@ -327,7 +184,7 @@ def test_a_trace_shows_background_threads(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_trace_names_the_streams(tmp_path, capsys):
+def test_a_trace_names_the_streams(tmp_path):
     from vblackwell.memory.copying import copy_streams
 
     device = torch.device("cuda", 0)
@@ -346,7 +203,3 @@ def test_a_trace_names_the_streams(tmp_path, capsys):
     names = traced_names(path, device, work)
     for role in ("compute", "host to GPU", "GPU to host"):
         assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names
-    with capsys.disabled():
-        from benchmarks.lib.plan import trace_lanes
-
-        trace_lanes.main([str(path), "--gaps", "2", "--threads"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -130,18 +128,3 @@ def test_placements_are_drawn_once_each_and_along_every_axis():
     # Nine shares, of which checkpoints in RAM need checkpointing: three places by two batches; resident, of either.
     assert len(choices) == 3 * 9 * 3 * 2 + 2 * 2
     assert choices[1:6] == [each.choice for each in bench_plan.draw(space, Oracle(), plan, 6, 0)][1:]  # pyright: ignore
-
-
-def test_lanes_are_counted_by_thread(tmp_path):
-    for name, comm, spent in (
-        (str(os.getpid()), "python3", 5),
-        ("7", "pt_autograd_0", 3),
-        ("8", "python3", 2),
-        ("9", "python3", 1),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "comm").write_text(comm + "\n")
-        (tmp_path / name / "schedstat").write_text(f"{spent}000000000 17 4\n")
-    (tmp_path / "10").mkdir()  # has just ended
-    found = importlib.import_module("benchmarks.lib.plan.lanes").thread_seconds(tmp_path)
-    assert found == {"main": 5.0, "backward": 3.0, "others": 3.0}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 MARK = "@ "  # begins the lines in which a system's process answers
-SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed", "largest")
+SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
 
 
 def say(kind: str, **values: Any) -> None:
-    """One line from a system's process to whoever started it."""
+    """One line from a system's process to the one that started it."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
@@ -38,18 +38,12 @@ class Shape:
         """All parameters."""
         return self.num_layers * self.block_parameters + 2 * self.vocab_size * self.hidden_size + self.hidden_size
 
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied by: all but the embedding, which is looked up."""
-        return self.num_parameters - self.vocab_size * self.hidden_size
-
 
 SHAPES = {
     "tiny": Shape(64, 160, 4, 4, 256),
     "1.36B": Shape(2048, 5632, 24, 16),
     "2.70B": Shape(2560, 6912, 32, 20),
     "6.7B": Shape(4096, 11008, 32, 32),
-    "70B": Shape(8192, 28672, 80, 64, num_kv_heads=8),  # Llama 2 and 3, with the vocabulary of 2
 }
 
 
@@ -116,10 +110,6 @@ class Case:
         cap_bytes: enforced on the process (CUDA), and level 0's capacity; None: the whole device.
         host_bytes, disk_bytes, disk_path: capacities of our lower levels; None: nine tenths of the free RAM, no disk.
         deterministic: deterministic kernels, so that losses may be compared bit by bit.
-        sweep_tokens: instead of one run of ``batch``, a few steps at each of these tokens a step.
-        trace: a file for a profiler trace of two more steps.
-        layers: blocks of the largest model, instead of its shape's. states, masters: their formats; activation_bytes: what RAM keeps free
-            of its ranges.
     """
 
     system: str
@@ -142,12 +132,6 @@ class Case:
     disk_path: str | None = None
     deterministic: bool = False
     recipe: Recipe = field(default_factory=Recipe)
-    sweep_tokens: tuple[int, ...] = ()
-    trace: str | None = None
-    layers: int | None = None
-    states: str = "fp32"
-    masters: str = "exact"
-    activation_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
@@ -161,8 +145,7 @@ class Case:
 
     @property
     def decoder(self) -> Shape:
-        shape = SHAPES[self.shape]
-        return shape if self.layers is None else replace(shape, num_layers=self.layers)
+        return SHAPES[self.shape]
 
     @property
     def tokens_per_step(self) -> int:
@@ -180,7 +163,6 @@ class Case:
         values = json.loads(text)
         values["recipe"] = Recipe(**values["recipe"])
         values["betas"] = tuple(values["betas"])
-        values["sweep_tokens"] = tuple(values["sweep_tokens"])
         return cls(**values)
 
 

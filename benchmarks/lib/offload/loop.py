@@ -1,4 +1,4 @@
-"""What a careful training loop does around its steps: tokens ahead, and a clock that stops nobody. (Losses: `LateScalar`.)"""
+"""What a careful training loop does around its steps: tokens ahead, and a clock that stops nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
         self._marks: list[torch.cuda.Event | float] = []
 
     def mark(self) -> None:
-        """Now, behind what is queued."""
+        """Now, after what is queued."""
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
@@ -46,9 +46,14 @@ class Clock:
         event.record()
         self._marks.append(event)
 
+    def interval(self, index: int) -> float:
+        """Seconds from mark ``index`` to the next, waiting until that has passed."""
+        before, after = self._marks[index : index + 2]
+        if isinstance(before, torch.cuda.Event):
+            after.synchronize()  # pyright: ignore
+            return before.elapsed_time(after) / 1e3  # pyright: ignore
+        return after - before  # pyright: ignore
+
     def intervals(self) -> list[float]:
-        """Seconds from each mark to the next; all must have passed."""
-        return [
-            before.elapsed_time(after) / 1e3 if isinstance(before, torch.cuda.Event) else after - before  # pyright: ignore
-            for before, after in zip(self._marks, self._marks[1:], strict=False)
-        ]
+        """Seconds from each mark to the next."""
+        return [self.interval(index) for index in range(len(self._marks) - 1)]

@@ -30,8 +30,6 @@ from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
 from vblackwell.train.small_copies import LateScalar
 
-TRACED_STEPS = 2
-
 
 class HostWatch:
     """The most RAM that the machine used, beyond what it used at the start. Pages pinned by a driver are in no process's RSS."""
@@ -73,8 +71,6 @@ def builder_of(system: str) -> Callable[[Case, torch.device], System]:
     """The function that builds a system. Others' packages are imported only where they are asked for."""
     if system in ("fsdp2", "deepspeed"):
         from benchmarks.lib.offload import peers as module
-    elif system == "largest":
-        from benchmarks.lib.offload import largest as module
     else:
         from benchmarks.lib.offload import systems as module
     return getattr(module, f"build_{system}")
@@ -167,9 +163,10 @@ def stalls_of(system: System) -> float:
     return 0.0 if system.stats is None else system.stats()["stall_seconds"]
 
 
-def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool = True) -> Result:
-    """``warmup`` and ``steps`` steps on (batch, seq) tokens, measured."""
+def train(run: Run) -> Result:
+    """The case's steps, measured."""
     case, system = run.case, run.system
+    batch, seq, warmup, steps = case.batch, case.seq, case.warmup, case.steps
     batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed)
     result = Result(case.system, tokens=batch * seq, build_seconds=run.build_seconds, notes=list(system.notes))
     run.drain()
@@ -186,10 +183,9 @@ def train(run: Run, batch: int, seq: int, warmup: int, steps: int, *, told: bool
         if norm is not None:
             result.grad_norms.append(norm)
         number = len(result.losses)
-        if number == 1 and told:
+        if number == 1:
             result.first_step_seconds = since_start()
-        if told:
-            say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
+        say("step", step=number, of=warmup + steps, loss=loss, norm=norm, since_start=since_start())
 
     for number, ids_BS in enumerate(Feed(batches, run.device)):
         if number == warmup:
@@ -226,38 +222,6 @@ def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> No
     result.drained_tokens_per_second = result.tokens * len(result.step_seconds) / seconds
 
 
-def trace(run: Run, path: str) -> None:
-    """A profiler trace of a few more steps."""
-    from vblackwell.train.profile import tracing
-
-    case = run.case
-    count = 1 + TRACED_STEPS  # one for the profiler to warm up
-    batches = token_batches(case.decoder.vocab_size, case.batch, case.seq, count, case.seed + 1)
-    tell = lambda text: say("phase", text=text)  # noqa: E731
-    with tracing(Path(path), run.device, tell, skipped_steps=0, traced_steps=TRACED_STEPS) as step_context:
-        waiting: list[LateScalar] = []
-        for number, ids_BS in enumerate(Feed(batches, run.device)):
-            with step_context():
-                waiting.append(run.step(ids_BS, case.warmup + case.steps + number))
-                if number:
-                    waiting.pop(0).read()
-
-
-def sweep(run: Run) -> None:
-    """A few steps at each number of tokens, fewest first; the first that does not fit ends it."""
-    case = run.case
-    for tokens in sorted(case.sweep_tokens):
-        seq = min(case.seq, tokens)
-        try:
-            result = train(run, tokens // seq, seq, case.warmup, case.steps, told=False)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            failed = Result(case.system, "failed", first_line(error), tokens)
-            say("result", result=asdict(failed))
-            return
-        say("phase", text=f"{tokens} tokens a step: {result.tokens_per_second:,.0f} tokens/s")
-        say("result", result=asdict(result))
-
-
 def first_line(error: BaseException) -> str:
     """The error's type and its first line, short enough for a table."""
     text = str(error).strip().splitlines() or [""]
@@ -269,13 +233,7 @@ def main() -> None:
     say("phase", text=f"imports took {since_start():.1f} s")
     run = Run(case)
     with attention_kernels(case):
-        if case.sweep_tokens:
-            sweep(run)
-        else:
-            result = train(run, case.batch, case.seq, case.warmup, case.steps)
-            say("result", result=asdict(result))
-            if case.trace is not None:
-                trace(run, case.trace)
+        say("result", result=asdict(train(run)))
     run.watch.close()
 
 

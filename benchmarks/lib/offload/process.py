@@ -1,4 +1,4 @@
-"""Runs one system in a process group of its own, tells its progress, and comes back with results whatever happens.
+"""Runs one system in a process group of its own, tells its progress, and comes back with a result whatever happens.
 
 A crash, an out-of-memory kill or a time limit of one system is a row with its error; the others go on.
 """
@@ -30,7 +30,7 @@ class Listener:
 
     def __init__(self, system: str, tell: Callable[[str], None]) -> None:
         self.system = system
-        self.results: list[Result] = []
+        self.result: Result | None = None
         self.error = ""
         self.steps = 0
         self.loss: float | None = None
@@ -48,7 +48,7 @@ class Listener:
     def _hear(self, event: dict[str, Any]) -> None:
         kind = event.pop("kind")
         if kind == "result":
-            self.results.append(Result(**event["result"]))
+            self.result = Result(**event["result"])
         elif kind == "failed":
             self.error = event["error"]
         elif kind == "step":
@@ -61,8 +61,8 @@ class Listener:
             self._tell(event["text"])
 
 
-def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) -> list[Result]:
-    """Results of ``case``: one, or one a point of its sweep; with what went wrong, if something did."""
+def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) -> Result:
+    """The result of ``case``, with what went wrong, if something did."""
     process = subprocess.Popen(
         [sys.executable, str(CHILD), case.to_json()],
         stdout=subprocess.PIPE,
@@ -97,12 +97,10 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _outcome(
-    case: Case, listener: Listener, code: int, limit: float | None, tell: Callable[[str], None]
-) -> list[Result]:
-    results = listener.results
-    if code == 0 and results:
-        return results
+def _outcome(case: Case, listener: Listener, code: int, limit: float | None, tell: Callable[[str], None]) -> Result:
+    result = listener.result
+    if code == 0 and result is not None:
+        return result
     if limit is not None:
         where = f"stopped after step {listener.steps}" if listener.steps else "not up"
         status, error = f"{where} in {limit:.0f} s", ""
@@ -112,8 +110,6 @@ def _outcome(
     tell(f"{status} {error}".strip())
     for line in listener.tail:
         tell(f"| {line}")
-    if (
-        results and not case.sweep_tokens
-    ):  # measured, and failed afterwards (in the trace): the numbers stand, and say so
-        return [replace(result, notes=[*result.notes, f"afterwards: {status} {error}"]) for result in results]
-    return [*results, Result(case.system, status, error)]
+    if result is not None:  # measured, and failed afterwards: the numbers stand, and say so
+        return replace(result, notes=[*result.notes, f"afterwards: {status} {error}"])
+    return Result(case.system, status, error)

@@ -14,19 +14,8 @@ GB = 1e9
 
 def table_lines(results: list[Result]) -> list[str]:
     """One line a system. GB are 1e9 bytes."""
-    head = [
-        "system",
-        "tokens/s",
-        "drained",
-        "reserved",
-        "allocated",
-        "on GPU",
-        "level 0",
-        "host RSS",
-        "host used",
-        "pinned",
-    ]
-    head += ["1st step", "clipped", "loss 1", "loss n"]
+    head = "system|tokens/s|drained|reserved|allocated|on GPU|level 0|host RSS|host used|pinned"
+    head = f"{head}|1st step|clipped|loss 1|loss n".split("|")
     rows = [head] + [_cells(result) for result in results]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["GB of 1e9 bytes; seconds; drained: tokens/s between two standstills"]
@@ -87,29 +76,8 @@ def _link_rate(result: Result, name: str) -> float | None:
     return result.link_bytes[name] / (busy * seconds) / GB if busy else None
 
 
-def largest_lines(results: list[Result]) -> list[str]:
-    """What became of the largest model: its bytes, and each step's loss and time."""
-    lines = []
-    for result in results:
-        if not result.losses:
-            return [*lines, f"{result.status}: {result.error}"]
-        lines += result.notes
-        first = len(result.losses) - len(result.step_seconds)
-        for number, loss in enumerate(result.losses):
-            seconds = f", {result.step_seconds[number - first]:.2f} s" if number >= first else ", not timed"
-            lines.append(f"step {number + 1}: loss {loss:.5f}{seconds}")
-        for name, num_bytes in result.link_bytes.items():
-            lines.append(f"{name} {num_bytes / GB:.3f} GB a step, busy {result.link_busy[name]:.0%} of the time")
-        sizes = {"GPU reserved": result.peak_reserved, "host RSS": result.host_rss, "host used": result.host_used}
-        lines.append(", ".join(f"{name} {size / GB:.2f} GB" for name, size in sizes.items() if size is not None))
-        lines.append(
-            f"built in {_form(result.build_seconds, '{:.1f}')} s, {_form(result.tokens_per_second, '{:,.0f}')} tokens/s"
-        )
-    return lines
-
-
-# Ratios: name, systems, floor and aim, and the same where the run clips; None: nothing was asked for there. Clipping at every step leaves a
-# streamed run the forward alone to update in, so it is held against plain PyTorch and not against our resident run.
+# Name, systems, floor and aim, and the same where the run clips; None: nothing was asked for there. Clipping at every
+# step leaves a streamed run the forward alone to update in: it is compared with plain PyTorch, not with resident.
 RATIOS: list[tuple[str, str, str, tuple[float, float], tuple[float, float] | None]] = [
     ("streamed, tokens/s over plain", "streamed", "plain", (0.95, 1.15), (0.85, 1.013)),
     ("streamed, tokens/s over resident", "streamed", "resident", (0.85, 0.97), None),
@@ -119,10 +87,9 @@ RATIOS: list[tuple[str, str, str, tuple[float, float], tuple[float, float] | Non
     ("stack enabled, everything fits, over plain", "enabled", "plain", (0.99, 1.0), (0.99, 1.0)),
 ]
 MEMORY_FLOOR, MEMORY_AIM = 6.8, 10.0
-LINK_FLOOR, LINK_AIM = 0.80, 0.92
 
 
-def ratio_lines(results: list[Result], rates: dict[str, float], *, clipped: bool) -> list[str]:
+def ratio_lines(results: list[Result], *, clipped: bool) -> list[str]:
     """Every ratio whose two systems ran."""
     ran = {result.system: result for result in results if result.status == "ok"}
     lines = [f"{'ratio':56}{'value':>8}{'floor':>8}{'aim':>8}"]
@@ -131,7 +98,7 @@ def ratio_lines(results: list[Result], rates: dict[str, float], *, clipped: bool
             value = (ran[over].tokens_per_second or 0.0) / (ran[under].tokens_per_second or 1.0)
             bounds = clipped_bounds if clipped else plain_bounds
             lines.append(f"{name:56}{value:8.3f}" if bounds is None else _verdict(name, value, *bounds))
-    lines += _memory_lines(ran) + _link_lines(ran, rates) + _loss_lines(ran)
+    lines += _memory_lines(ran) + _loss_lines(ran)
     return lines
 
 
@@ -149,18 +116,6 @@ def _memory_lines(ran: dict[str, Result]) -> list[str]:
     return [_verdict("peak reserved GPU memory, plain over streamed", theirs / mine, MEMORY_FLOOR, MEMORY_AIM)]
 
 
-def _link_lines(ran: dict[str, Result], rates: dict[str, float]) -> list[str]:
-    if "streamed" not in ran or not rates.get("duplex_gbps"):
-        return []
-    result, lines = ran["streamed"], []
-    for name in result.link_bytes:
-        rate = _link_rate(result, name)
-        if rate is not None and "cuda" in name and "cpu" in name:
-            share = rate / rates["duplex_gbps"]
-            lines.append(_verdict(f"{name} while it copies, over measured duplex", share, LINK_FLOOR, LINK_AIM))
-    return lines
-
-
 def _loss_lines(ran: dict[str, Result]) -> list[str]:
     if "streamed" not in ran or "resident" not in ran:
         return []
@@ -173,11 +128,11 @@ def _loss_lines(ran: dict[str, Result]) -> list[str]:
 # -- the CSV -------------------------------------------------------------------------------------------------------------------
 
 
-def row_of(about: dict[str, Any], case: Case, result: Result, rates: dict[str, float]) -> dict[str, Any]:
+def row_of(about: dict[str, Any], case: Case, result: Result) -> dict[str, Any]:
     """One flat row: machine, case, result. Lists are joined by blanks."""
     asked = asdict(case)
     recipe = asked.pop("recipe")
-    for name in ("betas", "eps", "trace", "disk_path"):
+    for name in ("betas", "eps", "disk_path"):
         asked.pop(name)
     asked["parameters"] = case.decoder.num_parameters
     asked["recipe"] = " ".join(f"{name}={value}" for name, value in recipe.items() if value is not None)
@@ -188,11 +143,7 @@ def row_of(about: dict[str, Any], case: Case, result: Result, rates: dict[str, f
     answer["losses"] = " ".join(repr(value) for value in answer["losses"])
     answer["grad_norms"] = " ".join(f"{value:.6g}" for value in answer["grad_norms"])
     answer["notes"] = "; ".join(answer["notes"])
-    asked["sweep_tokens"] = " ".join(map(str, asked["sweep_tokens"]))
-    if case.sweep_tokens and result.tokens:
-        asked["seq"] = min(case.seq, result.tokens)
-        asked["batch"] = result.tokens // asked["seq"]
-    return {**about, **rates, **asked, **answer}
+    return {**about, **asked, **answer}
 
 
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:

@@ -1,29 +1,35 @@
-"""Placements beside each other: what was measured and predicted, what was left out and why, and how the plan did."""
+"""Which placements the planner is compared with, what was measured and predicted, and how the plan did.
+
+They are drawn from all that are predicted to fit, along the axes that a plan decides on: micro-batches, checkpointing,
+where AdamW runs, where checkpoints wait, and how level 0 is divided: as the planner does it, with half of the weights,
+and with what it keeps there for good given to loaded weights instead.
+"""
 
 from __future__ import annotations
 
+import random
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from benchmarks.lib.plan.lanes import table_head, table_line
-from vblackwell.planner.placement import Choice, Prediction
+from vblackwell.planner.forecast import Forecast, share_on_host
+from vblackwell.planner.placement import Choice, Lacking, Plan, Prediction, Space
+from vblackwell.trace.work import phase_seconds
 from vblackwell.units import GiB, format_bytes
 
 FLOOR, AIM = 0.08, 0.03
-# Left out: arithmetic says more than this many times the best that was measured; or so many of its kind were measured, all this far behind;
-# or this many times the plan is predicted: predictions were never off by that much.
+# Left out: arithmetic says more than this many times the best that was measured; or so many of its kind were measured,
+# all this much slower; or this many times the plan is predicted: predictions were never off by that much.
 CERTAINLY, ALIKE, ALIKE_BEHIND, FAR_BEHIND = 1.25, 4, 1.35, 2.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of each step, bytes reserved at the peak, what the lanes did in a step, seconds until the first, bytes reserved before."""
+    """Seconds of each step, bytes reserved at the peak, seconds until the first step."""
 
     seconds: list[float]
     reserved: int
-    lanes: dict[str, float]
     setup_seconds: float
-    left_behind: int
 
     @property
     def step_seconds(self) -> float:
@@ -33,7 +39,10 @@ class Measured:
 
 @dataclass
 class Row:
-    """One placement: predicted and measured. ``error``: why it was not. ``again``: seconds of each step in the rounds at the end."""
+    """One placement, predicted and measured.
+
+    ``error``: why it was not. ``again``: seconds of each step in the rounds at the end.
+    """
 
     choice: Choice
     prediction: Prediction
@@ -41,9 +50,7 @@ class Row:
     reserved: int | None = None
     error: str = ""
     is_plan: bool = False
-    lanes: dict[str, float] = field(default_factory=dict)
     setup_seconds: float = 0.0
-    left_behind: int = 0
     again: list[float] = field(default_factory=list)
 
     @property
@@ -70,7 +77,7 @@ def why_left_out(row: Row, rows: list[Row], least: float, best: float) -> str:
 
 
 def report(rows: list[Row]) -> list[str]:
-    """The table, fastest first, what the lanes did, and the verdict."""
+    """The table, fastest first, and the verdict."""
     lines = [f"{'':2}{'measured':>10}{'predicted':>11}{'off':>7}{'reserved':>10}{'P99':>10}  placement"]
     measured = sorted((row for row in rows if row.step_seconds is not None), key=lambda row: row.step_seconds or 0.0)
     for row in measured:
@@ -81,15 +88,6 @@ def report(rows: list[Row]) -> list[str]:
             f"{row.reserved / GiB:>9.3f}G{row.prediction.gpu_p99 / GiB:>9.3f}G{' !' if over else '  '}{row.choice}"
             + (f", {format_bytes(row.choice.weight_bytes)} of weights" if row.choice.weight_bytes else "")
         )
-    lines += [
-        "ms a step, in the same order: measured, and behind the bar simulated",
-        table_head() + "    setup s   left MB",
-    ]
-    lines += [
-        table_line(row.lanes, row.prediction.busy, row.prediction.step_seconds)
-        + f"{row.setup_seconds:>11.1f}{row.left_behind / 1e6:>10.0f}"
-        for row in measured
-    ]
     lines += [f"  {'' if row.left_out else 'failed: '}{row.choice}: {row.error}" for row in rows if row.error]
     return [*lines, *verdict_lines(rows)]
 
@@ -134,3 +132,54 @@ def verdict_lines(rows: list[Row]) -> list[str]:
 
 def _seconds(rows: list[Row]) -> float:
     return statistics.median(row.step_seconds for row in rows if row.step_seconds is not None)
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------------
+
+NEVER = 1e-15
+Sized = tuple[Choice, Prediction]
+
+
+def space_of(sequences: int, has_gpu: bool) -> Space:
+    """What may be chosen for a step of so many sequences."""
+    batches = ((sequences, 1), (sequences // 2, 2)) if sequences % 2 == 0 else ((sequences, 1),)
+    checkpointing, activations = ((False, True), ("level0", "host")) if has_gpu else ((False,), ("level0",))
+    return Space(batches, checkpointing, activations=activations)
+
+
+def draw(space: Space, forecast: Forecast, plan: Plan, count: int, seed: int) -> list[Row]:
+    """The plan's row, and others that are predicted to fit, at random: ``count`` in all, or as many as there are."""
+    found = [each for choice in space.choices() for each in _predicted(choice, forecast)]
+    fitting = {choice: prediction for choice, prediction in found if choice != plan.choice}
+    drawn = random.Random(seed).sample(list(fitting), min(count - 1, len(fitting)))
+    return [Row(plan.choice, plan.prediction, is_plan=True), *(Row(choice, fitting[choice]) for choice in drawn)]
+
+
+def _predicted(choice: Choice, forecast: Forecast) -> Iterator[Sized]:
+    """``choice`` as the planner would divide level 0, and in other ways."""
+    found = forecast.predict(choice)
+    if isinstance(found, Lacking):
+        return
+    yield found
+    sized = found[0]
+    if sized.placement != "streamed":
+        return
+    others = [replace(sized, weight_bytes=sized.weight_bytes // 2)]
+    if sized.resident_bytes:
+        others.append(replace(sized, weight_bytes=sized.weight_bytes + sized.resident_bytes, resident_bytes=0))
+    for other in others:
+        found = forecast.predict(other)
+        if not isinstance(found, Lacking):
+            yield found
+
+
+def least_seconds(forecast: Forecast, choice: Choice) -> float:
+    """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an estimate."""
+    rates = replace(forecast.machine.rates, issue_seconds=NEVER)
+    work = forecast.trace(choice.checkpointing, choice.fp4, choice.batch_size).work
+    compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
+    model = forecast.model(choice.checkpointing, choice.fp4)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    # Whole groups go home, maybe a little less than the share.
+    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_on_host(choice) - 0.1)
+    return max(compute, at_home * trained / rates.cpu_adamw)

@@ -1,1 +1,0 @@
-"""What bench_plan.py draws, watches and prints."""
