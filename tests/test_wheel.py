@@ -14,6 +14,7 @@ import pytest
 from tests.cli.conftest import LEVELS, MINIATURE
 
 ROOT = Path(__file__).parents[1]
+TRAIN = "import sys, vblackwell.cli; code = vblackwell.cli.main(); print(vblackwell.__file__); sys.exit(code)"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vblackwell")
 
 
@@ -56,12 +57,11 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
     where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    source = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
-    assert Path(source.strip()).is_relative_to(installed)
-    run(
-        sys.executable, "-m", "vblackwell", "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
+    output = run(
+        sys.executable, "-c", TRAIN, "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
         "--disk-path", str(tmp_path), "--out", "run", cwd=tmp_path, **where,
     )  # fmt: skip
+    assert Path(output.splitlines()[-1]).is_relative_to(installed)
     steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line).get("step") for line in steps][-1] == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

@@ -210,17 +210,17 @@ CASES = [
         "ENOSPC from one call on, in checkpoint, export, metrics, TensorBoard, settings, report, lock, cache, spill",
         HOLDS,
         full,
-        3,
+        1,
     ),
     Case(
         "failing-disk",
         "EIO at one create, write, fsync, rename, mkdir, allocate, truncate or lock, in the same places",
         HOLDS,
         failing,
-        3,
+        1,
     ),
     Case(
-        "failing-sync", "an fsync that fails with EIO, EDQUOT or ENOSPC, everywhere in a run", HOLDS, failing_syncs, 2
+        "failing-sync", "an fsync that fails with EIO, EDQUOT or ENOSPC, everywhere in a run", HOLDS, failing_syncs, 1
     ),
     Case(
         "failing-read",

@@ -103,7 +103,7 @@ CASES = [
         "SIGKILL before every write, rename, fsync, mkdir, unlink of a checkpoint",
         SAME,
         in_checkpoints,
-        2,
+        1,
     ),
     Case(
         "kill-in-a-write",
@@ -117,7 +117,7 @@ CASES = [
         "SIGKILL before every call of export, metrics, settings, report, lock, TensorBoard",
         SAME,
         elsewhere,
-        2,
+        1,
     ),
     Case(
         "kill-in-the-caches",

@@ -307,6 +307,6 @@ CASES = [
         "drawn changes to flags, YAML settings, JSON of folders, safetensors tables, jsonl lines, and files of a resumed run",
         "exit 0, or exit 2 and one line; no traceback, no hang, no death",
         mutations,
-        14,
+        7,
     ),
 ]

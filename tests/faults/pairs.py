@@ -108,7 +108,7 @@ CASES = [
         "a second `vb train` on the same folder, new or resumed, while the first is stopped at one of its calls",
         "one trains to the same bits, the other is refused in one line; no file of a finished run changes",
         on_one_run,
-        2,
+        1,
     ),
     Case(
         "two-runs-one-cache",

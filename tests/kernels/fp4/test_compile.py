@@ -31,9 +31,9 @@ UNUSED = [  # shapes of blocks that no rule takes: fewest and most K groups
 ]
 
 pytestmark = pytest.mark.skipif(bool(nvrtc.why_not()), reason="nvidia-cuda-nvrtc is not installed")
-# Plans differ in a few sizes: one in five is compiled each time, all of them with what is slow (make test-all).
-one_in_five_or_all = pytest.mark.parametrize(
-    "chosen", [slice(None, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in five", "all"]
+# Plans differ in a few sizes: one in ten is compiled each time, all of them with what is slow (make test-all).
+one_in_ten_or_all = pytest.mark.parametrize(
+    "chosen", [slice(None, None, 10), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["one in ten", "all"]
 )
 
 
@@ -43,8 +43,10 @@ def plans(clusters: bool, bulk: bool = True) -> list[MmaPlan]:
     return list(dict.fromkeys(mma_plan.plan_mma(m, n, k, clusters, bulk) for n, k in SHAPES for m in rows))
 
 
-@one_in_five_or_all
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89"])
+@one_in_ten_or_all
+@pytest.mark.parametrize(
+    "arch", ["sm_80", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_86", "sm_89"))]
+)
 def test_mma_without_clusters(arch, chosen, tmp_path):
     for plan in plans(False)[chosen]:
         usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(plan.tokens == 4), arch), tmp_path)[
@@ -57,7 +59,7 @@ def test_mma_without_clusters(arch, chosen, tmp_path):
         assert plan.threads <= 1024 and plan.splits == 1
 
 
-@one_in_five_or_all
+@one_in_ten_or_all
 def test_mma_with_clusters(chosen, tmp_path):
     for plan in plans(True)[chosen]:
         usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False), "sm_90a"), tmp_path)["fp4_mma"]
@@ -69,7 +71,7 @@ def test_mma_with_clusters(chosen, tmp_path):
             assert mma_plan.plan_mma(m, n, k, True).shared_bytes(k) <= SHARED_BYTES["sm_90a"]
 
 
-@one_in_five_or_all
+@one_in_ten_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_norm_on_the_way(arch, chosen, tmp_path):
     """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared
@@ -95,7 +97,9 @@ def test_norm_on_the_way(arch, chosen, tmp_path):
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 
-@pytest.mark.parametrize("width", w4a8.STEP_CYCLES)
+@pytest.mark.parametrize(
+    "width", [pytest.param(width, marks=[pytest.mark.slow] * (width != 224)) for width in w4a8.STEP_CYCLES]
+)
 def test_w4a8(width, tmp_path):
     """Words of local memory: one or two of a warp that decodes, once an item, and one at most, once a step, of one that
     multiplies.
@@ -115,7 +119,7 @@ def test_w4a8(width, tmp_path):
     assert sum("LDL" in line for line in loop) <= 1 and not any("STL" in line for line in loop)
 
 
-@one_in_five_or_all
+@one_in_ten_or_all
 def test_wgmma(chosen, tmp_path):
     shapes = [(m, n, k) for n, k in SHAPES for m in (9, 17, 33, 65, 129, 512, 1024)]
     every = {rows.plan for m, n, k in shapes for rows in wgmma_plan.launches(wgmma_plan.plan_wgmma(m, n, k), m, n)}
@@ -134,7 +138,9 @@ def test_wgmma(chosen, tmp_path):
         assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, plan
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=pytest.mark.slow), "sm_89", "sm_90a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_86", "sm_89"))]
+)
 def test_dequantize(arch, tmp_path):
     jobs: list[tuple[tuple[str, ...], str, dict[str, int]]] = [
         (fp4_launch.DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": out}) for out in range(3)

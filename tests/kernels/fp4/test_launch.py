@@ -51,7 +51,10 @@ ONE_TYPE = [  # nothing in which halves differ
     (MmaPlan(4, 1, 8, 2, 4, chunk=32, x_stages=1), 3, 40, 1024),
     (MmaPlan(1, 1, 2, 1, 2, chunk=8, x_stages=1), 1, 40, 1600),
 ]
-CASES = [(*case, dtype) for case in MMA + WGMMA for dtype in HALVES] + [(*case, torch.bfloat16) for case in ONE_TYPE]
+# Each in one type, in turns; in the other one with what is slow.
+CASES = [pytest.param(*case, HALVES[place % 2]) for place, case in enumerate(MMA + WGMMA)]
+CASES += [pytest.param(*case, HALVES[1 - place % 2], marks=pytest.mark.slow) for place, case in enumerate(MMA + WGMMA)]
+CASES += [pytest.param(*case, torch.bfloat16) for case in ONE_TYPE]
 
 
 @pytest.mark.parametrize(("plan", "m", "n", "k", "dtype"), CASES, ids=str)

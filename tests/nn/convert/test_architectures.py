@@ -6,6 +6,7 @@ A selection runs always; all that can be made small have the mark ``slow`` (`mak
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from pathlib import Path
 
@@ -73,14 +74,23 @@ def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: 
         assert torch.tensor(list(columns(streamed, SHORT, NEW, GREEDY, 0, None))).T.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+ARCEES = [
+    {},
+    {"mlp_bias": True, "attention_bias": True},
+    {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    {"hidden_act": "silu"},
+]
+ARCEE_CASES = list(itertools.product(ARCEES, [torch.float32, torch.bfloat16, torch.float16]))
+ALWAYS = ARCEE_CASES[::5]  # each of both once at least
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"mlp_bias": True, "attention_bias": True}, {"num_key_value_heads": 4, "tie_word_embeddings": True}, {"hidden_act": "silu"}],
+    ("changes", "dtype"),
+    [pytest.param(*case, marks=[] if case in ALWAYS else pytest.mark.slow) for case in ARCEE_CASES],
     ids=str,
-)  # fmt: skip
+)
 def test_arcee_writes_the_text_of_transformers_from_every_seed(changes, dtype, tmp_path, make_stack):  # noqa: F811
-    """Its feed forward, with a squared ReLU and without a gate, was suspected of another text: 24 tokens, run in each way."""
+    """Its feed forward, with a squared ReLU and without a gate, was suspected of another text: 24 tokens, each way."""
     for seed in range(2):
         folder = tmp_path / str(seed)
         made = tiny_model("arcee", seed=seed, **changes).to(dtype)
