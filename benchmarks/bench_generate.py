@@ -1,13 +1,13 @@
-"""Writing with a model larger than the GPU's share: streamed, over FP4, resident, and beside accelerate's CPU offload, in one run.
+"""Writing with a model larger than the GPU's share: streamed, over FP4, resident, and accelerate's CPU offload, in one run.
 
-    python benchmarks/bench_generate.py                                     # 6.7B under 8 GiB, one H200, less than 280 s
+    python benchmarks/bench_generate.py                                     # 6.7B under 8 GiB, one H200
     python benchmarks/bench_generate.py --systems streamed,accelerate --batches 1
     python benchmarks/bench_generate.py --shape tiny --device cpu --cap 384KiB --host-memory 64MiB --prompt 16 --new 6
 
-Writes a folder of random weights (in /dev/shm where it has room), then lets every system open it and write, each in a process of its
-own, forked from one that has imported the libraries; 'streamed', 'streamed-fp4' and 'accelerate' under the same enforced cap. accelerate
-writes 6 tokens a text, which is enough for its rate. Every row is printed and appended to benchmarks/results/generate.csv as it comes; the
-table, with floors and aims, comes last, behind the kernels of a resident step.
+Writes a folder of random weights (in /dev/shm where it has room), then lets every system open it and write, each in a
+separate process; 'streamed', 'streamed-fp4' and 'accelerate' under the same enforced cap. accelerate writes 6 tokens a
+text, which is enough for its rate. Every row is printed and appended to benchmarks/results/generate.csv as it comes;
+the table, with floors and aims, comes last.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_offload import RESULTS, machine, names, size
+from benchmarks.bench_offload import machine, names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import SHAPES, SYSTEMS, Case, Loading, Point
 from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
 from benchmarks.lib.offload.report import append_csv, read_csv
-from benchmarks.lib.warm_process import Ended, WarmProcess, until_told_to_end
+from vblackwell.units import parse_bytes
 
+RESULTS = Path(__file__).parent / "results"
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).parent / "lib/generate/measure.py"
 FOLDER_CHILD = Path(__file__).parent / "lib/generate/folder.py"
@@ -51,12 +52,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accelerate-seconds", type=float, default=60.0, help="for accelerate, which is the slowest")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens")
-    parser.add_argument(
-        "--text-seconds", type=float, default=0.0, help="end a text behind so many; its row says how many tokens it has"
-    )
     parser.add_argument("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
-    parser.add_argument("--cap", type=size, default=size("8GiB"), help="GPU memory of the capped systems")
-    parser.add_argument("--host-memory", type=size, default=size("60GiB"), help="of our second level, and accelerate's")
+    parser.add_argument("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
+    parser.add_argument(
+        "--host-memory", type=parse_bytes, default=parse_bytes("60GiB"), help="of our second level, and accelerate's"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument(
@@ -104,7 +104,6 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began = args, time.monotonic()
         self.about = machine()
-        self.warm = WarmProcess(CHILD)
         self.rates: dict[str, float] = {}
         self.points: list[Point] = []
         self.loadings: list[Loading] = []
@@ -121,18 +120,10 @@ class Run:
             self.tell(f"{case.system}: no time is left")
             return
         self.tell(f"{case.system}: starts")
-        if (
-            case.system == "folder"
-        ):  # in a process of its own, so that it is written while the libraries are being imported
-            run_child(
-                FOLDER_CHILD, case.to_json(), self.left(), lambda event: self._hear(case, event),
-                lambda text: self.tell(f"folder: {text}"),
-            )  # fmt: skip
-            return
         limit = self.args.accelerate_seconds if case.system == "accelerate" else self.left()
-        self.warm.run(
-            case.to_json(), min(limit, self.left()), lambda event: self._hear(case, event),
-            lambda text: self.tell(f"{case.system}: {text}"),
+        run_child(
+            FOLDER_CHILD if case.system == "folder" else CHILD, case.to_json(), min(limit, self.left()),
+            lambda event: self._hear(case, event), lambda text: self.tell(f"{case.system}: {text}"),
         )  # fmt: skip
 
     def _hear(self, case: Case, event: dict[str, Any]) -> None:
@@ -164,18 +155,13 @@ def main(argv: list[str] | None = None) -> Run:
     folder, stays = folder_for(args.folder, num_bytes)
     case = Case(
         "folder", str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new, args.cap,
-        args.host_memory, args.device, args.dtype, args.seed, args.text_seconds,
+        args.host_memory, args.device, args.dtype, args.seed,
     )  # fmt: skip
     try:
-        with until_told_to_end():
-            for system in ["folder", *args.systems]:
-                batches = args.batches_of.get(system, args.batches)
-                run.start(replace(case, system=system, batches=batches))
-    except Ended:
-        run.tell("told to end: what there is")
+        for system in ["folder", *args.systems]:
+            run.start(replace(case, system=system, batches=args.batches_of.get(system, args.batches)))
     finally:
         tell_all(run)
-        run.warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     return run

@@ -1,11 +1,11 @@
-"""Adapters over a 4-bit base of 6.7B: ours in nvfp4 beside bitsandbytes' nf4 with peft, the same adapters, text and cap, in one run.
+"""Adapters over a 4-bit base of 6.7B: ours in nvfp4, and bitsandbytes' nf4 with peft: same adapters, text and cap.
 
-    python benchmarks/bench_lora.py                             # sequence 2048, batch 4, 50 steps under 16 GiB, one H200, below 150 s
+    python benchmarks/bench_lora.py                             # sequence 2048, batch 4, 50 steps under 16 GiB, one H200
     python benchmarks/bench_lora.py --placement streamed        # ours with the base in RAM
-    python benchmarks/bench_lora.py --shape tiny --device cpu --dtype float32 --seq 32 --batch 2 --steps 6 --cap 64MiB --host-memory 64MiB
+    python benchmarks/bench_lora.py --shape tiny --device cpu --dtype float32 --seq 32 --batch 2 --steps 6 --cap 64MiB
 
-Writes a folder of random weights, trains in a process a system, prints losses side by side and the ratios with floor and aim, and
-appends to benchmarks/results/lora.csv as results come. bitsandbytes must be importable (where there is no network: carried as a wheel).
+Writes a folder of random weights, trains in a process a system, prints losses in columns and the ratios with floor and
+aim, and appends to benchmarks/results/lora.csv as results come. bitsandbytes must be importable.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_generate import FOLDER_CHILD, INDEX, folder_for
-from benchmarks.bench_offload import RESULTS, machine, names, size
+from benchmarks.bench_generate import FOLDER_CHILD, INDEX, RESULTS, folder_for
+from benchmarks.bench_offload import machine, names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import Case as FolderCase
 from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
 from benchmarks.lib.offload.report import _verdict as verdict
 from benchmarks.lib.offload.report import append_csv, read_csv
-from benchmarks.lib.warm_process import Ended, WarmProcess, until_told_to_end
+from vblackwell.units import parse_bytes
 
 CHILD = Path(__file__).parent / "lib/generate/lora_measure.py"
 GB = 1e9
@@ -43,8 +43,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="reached after 5 steps")
-    parser.add_argument("--cap", type=size, default=size("16GiB"), help="GPU memory of both")
-    parser.add_argument("--host-memory", type=size, default=size("40GiB"), help="of our second level")
+    parser.add_argument("--cap", type=parse_bytes, default=parse_bytes("16GiB"), help="GPU memory of both")
+    parser.add_argument("--host-memory", type=parse_bytes, default=parse_bytes("40GiB"), help="of our second level")
     parser.add_argument("--placement", choices=("auto", "resident", "streamed"), default="auto", help="of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -104,9 +104,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         args.host_memory, args.placement, args.device, args.dtype, args.seed,
     )  # fmt: skip
 
-    warm = WarmProcess(CHILD)  # imports while the folder is written
-
-    def run(script: Path | None, argument: str, system: str, hear: Any) -> None:
+    def run(script: Path, argument: str, system: str, hear: Any) -> None:
         def tell(text: str) -> None:
             print(f"[{time.monotonic() - began:6.1f} s] {system}: {text}", flush=True)
 
@@ -118,10 +116,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
         tell("starts")
         left = args.deadline - (time.monotonic() - began)
-        if script is None:
-            warm.run(argument, left, heard, tell)
-        else:
-            run_child(script, argument, left, heard, tell)
+        run_child(script, argument, left, heard, tell)
 
     def keep(case: Case, values: dict[str, Any]) -> None:
         result = Result(**values)
@@ -134,33 +129,18 @@ def main(argv: list[str] | None = None) -> list[Result]:
         append_csv(args.csv, [{**about, "parameters": case.sizes.num_parameters, **row}])
 
     try:
-        with until_told_to_end():
-            writer = FolderCase(
-                "folder",
-                str(folder),
-                args.shape,
-                (1,),
-                1,
-                1,
-                0,
-                args.cap,
-                args.host_memory,
-                args.device,
-                args.dtype,
-                args.seed,
-            )
-            if not (folder / INDEX).is_file():
-                run(FOLDER_CHILD, writer.to_json(), "folder", None)
-            for system in args.systems:
-                left = args.deadline - (time.monotonic() - began)
-                later = len(args.systems) - args.systems.index(system)
-                one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
-                run(None, one.to_json(), system, lambda values, one=one: keep(one, values))
-    except Ended:
-        print("told to end: what there is", flush=True)
+        writer = FolderCase(
+            "folder", str(folder), args.shape, (1,), 1, 1, 0, args.cap, args.host_memory, args.device, args.dtype, args.seed
+        )  # fmt: skip
+        if not (folder / INDEX).is_file():
+            run(FOLDER_CHILD, writer.to_json(), "folder", None)
+        for system in args.systems:
+            left = args.deadline - (time.monotonic() - began)
+            later = len(args.systems) - args.systems.index(system)
+            one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
+            run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
     finally:
         print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
-        warm.close()
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
     print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
+from benchmarks.lib.child_process import REPO
 from benchmarks.lib.offload.case import SHAPES, SYSTEMS, Case, Recipe, Result
-from benchmarks.lib.offload.process import REPO, run_system
+from benchmarks.lib.offload.process import run_system
 from benchmarks.lib.offload.report import append_csv, ratio_lines, read_csv, row_of, table_lines
 from vblackwell.machine.facts import list_gpus
 from vblackwell.units import parse_bytes

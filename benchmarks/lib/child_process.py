@@ -1,4 +1,4 @@
-"""Runs one measurement in a process of its own and hands on what it says, whatever becomes of it."""
+"""Runs one measurement in a separate process and hands on what it says, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from typing import Any
 
 from benchmarks.lib.offload.case import MARK
 
-KEPT_LINES = 12
+KEPT_LINES = 30  # of what a process prints, to be shown if it fails
+REPO = Path(__file__).resolve().parents[2]
 
 
 def run_child(
     script: Path, argument: str, limit_seconds: float, hear: Callable[[dict[str, Any]], None], tell: Callable[[str], None]
-) -> None:  # fmt: skip
-    """Start ``script`` with ``argument``; lines that begin with the mark go to ``hear``, the last of the others to ``tell`` if it fails.
+) -> int | None:  # fmt: skip
+    """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last of
+    the others to ``tell``.
 
     The process, and whatever it started, ends after ``limit_seconds``.
+
+    Returns:
+        Its exit code; None if the time was over first.
     """
     process = subprocess.Popen(
         [sys.executable, str(script), argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True,
+        errors="replace", start_new_session=True, cwd=REPO,
+        # What `vb train` sets; here for every system alike.
         env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
     tail: deque[str] = deque(maxlen=KEPT_LINES)
@@ -43,15 +49,19 @@ def run_child(
     reader, late = threading.Thread(target=read, args=(process.stdout,), name=f"listen-{script.stem}"), False
     reader.start()
     try:
-        process.wait(max(1.0, limit_seconds))
+        process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
         late = True
-        tell("stopped, the time is over")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join()
-    if process.returncode and not late:
+        assert process.stdout is not None
+        process.stdout.close()
+    if late:
+        tell("stopped, the time is over")
+    if late or process.returncode:
         for line in tail:
             tell(f"| {line}")
+    return None if late else process.returncode

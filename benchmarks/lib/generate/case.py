@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from benchmarks.lib.offload.case import MARK, SHAPES, Shape
+from benchmarks.lib.offload.case import SHAPES, Shape
 
 SYSTEMS = ("folder", "streamed", "streamed-fp4", "accelerate", "resident", "resident-fp4")
 CAPPED = ("streamed", "streamed-fp4", "accelerate")
@@ -24,7 +23,6 @@ class Case:
         through_new: tokens of the text for which nothing but three layers fits level 0; 0: it is not written.
         cap_bytes: of the GPU, enforced; host_bytes: of our second level.
         device, dtype, seed.
-        text_seconds: behind which a text of enough tokens ends, though more were asked for; 0: none ends.
     """
 
     system: str
@@ -39,7 +37,6 @@ class Case:
     device: str
     dtype: str
     seed: int
-    text_seconds: float = 0.0
 
     @property
     def sizes(self) -> Shape:
@@ -60,8 +57,8 @@ class Point:
 
     Attributes:
         rows, new: of the text. through: weights had room for three layers alone.
-        first_cold, first_seconds: from the request to the first token on the host: of the process's first request of this size, and of the
-            next one.
+        first_cold, first_seconds: from the request to the first token on the host: of the process's first request of
+            this size, and of the next one.
         step_seconds: median time from token to token; rate: tokens a second by it, all rows. drained_rate: by first and last token.
         must_bytes: what does not stay on the GPU and is needed for a token; moved_bytes: what crossed the link for one.
         read_bytes: what the GPU reads for a token: weights, keys and values.
@@ -93,8 +90,8 @@ class Loading:
 
     Attributes:
         seconds: until the model could be called.
-        file_bytes: of the weights. own_bytes: highest growth of the process's own (anonymous) memory meanwhile; machine_bytes: of what the
-            machine used, page cache not counted.
+        file_bytes: of the weights. own_bytes: highest growth of the process's own (anonymous) memory meanwhile;
+            machine_bytes: of what the machine used, page cache not counted.
     """
 
     system: str
@@ -102,8 +99,3 @@ class Loading:
     file_bytes: int
     own_bytes: int
     machine_bytes: int
-
-
-def say(kind: str, **values: Any) -> None:
-    """One line to whoever started the process."""
-    print(MARK + json.dumps({"kind": kind, **values}), flush=True)

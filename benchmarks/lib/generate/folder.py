@@ -1,13 +1,11 @@
 """A folder of random weights in Llama's shape, written as fast as the file system takes them, and the rates of the machine.
 
-Numbers are drawn on the GPU, and files are written side by side by a few threads: sharded safetensors with an index, as a hub's folders
-are.
+Numbers are drawn on the GPU, and a few threads write files: sharded safetensors with an index, as a hub's folders are.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -19,12 +17,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
+from safetensors.torch import save_file
 
-from benchmarks.lib.generate.case import Case, Shape, say
+from benchmarks.lib.generate.case import Case, Shape
+from benchmarks.lib.offload.case import say
 
 THREADS = 8
 SPREAD = 0.02
-PIECE = 64 << 20
 INDEX = "model.safetensors.index.json"
 
 
@@ -98,28 +97,12 @@ def write_folder(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.d
 def _write_shard(
     path: Path, tensors: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype, device: torch.device, seed: int
 ) -> int:
-    kind, table, end = {torch.bfloat16: "BF16", torch.float32: "F32"}[dtype], {}, 0
+    generator, drawn = torch.Generator(device).manual_seed(seed), {}
     for name, shape in tensors:
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        table[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
-    head = json.dumps(table).encode()
-    head += b" " * (-len(head) % 8)
-    flat = torch.empty(end // dtype.itemsize, dtype=dtype, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in tensors:
-        place = table[name]["data_offsets"]
-        part = flat[place[0] // dtype.itemsize : place[1] // dtype.itemsize]
-        part.fill_(1.0) if len(shape) == 1 else part.normal_(0.0, SPREAD, generator=generator)
-    data, piece = flat.view(torch.uint8), torch.empty(min(end, PIECE), dtype=torch.uint8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(head).to_bytes(8, "little") + head)
-        for start in range(0, end, PIECE):  # through one piece, whose pages the system clears once
-            part = piece[: min(PIECE, end - start)]
-            part.copy_(data[start : start + len(part)])
-            left = memoryview(part.numpy())
-            while left:
-                left = left[os.write(file.fileno(), left) :]
-    return end
+        empty = torch.empty(shape, dtype=dtype, device=device)
+        drawn[name] = (empty.fill_(1.0) if len(shape) == 1 else empty.normal_(0.0, SPREAD, generator=generator)).cpu()
+    save_file(drawn, path)
+    return sum(tensor.nbytes for tensor in drawn.values())
 
 
 def link_gbps(device: torch.device) -> float:

@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.lib.generate.lora_case import Case, Result
 from benchmarks.lib.offload.case import say
-from benchmarks.lib.warm_process import SERVE, forked, serve
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
@@ -186,21 +185,9 @@ def main(argument: str) -> None:
     say("result", result=asdict(train(case, device)))
 
 
-def told(argument: str) -> None:
+if __name__ == "__main__":
     try:
-        main(argument)
+        main(sys.argv[1])
     except Exception as error:
         say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
         raise
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == SERVE:  # peft and bitsandbytes look for CUDA as they are imported: not here
-        import accelerate  # noqa: F401
-        import transformers.models.llama.modeling_llama  # noqa: F401
-
-        import vblackwell.data.documents  # noqa: F401
-
-        serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device == "cuda", told))
-    else:
-        told(sys.argv[1])

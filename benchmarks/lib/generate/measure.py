@@ -1,4 +1,4 @@
-"""The process of one system: opens the folder, writes texts, measures. Started by bench_generate.py with a case as its only argument.
+"""The process of one system: opens the folder, writes texts, measures. bench_generate.py starts it with a case.
 
 Every system writes greedily from the same prompts, through the package's own loop (`columns`), which reads a token while the next is
 computed; the resident decoder through its own (`stepper`), with the step in a graph. Times are those at which tokens are on the host.
@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import psutil
 import torch
 
-from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point, say
-from benchmarks.lib.warm_process import SERVE, forked, serve
+from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point
+from benchmarks.lib.offload.case import say
 from vblackwell.errors import VBError
 from vblackwell.generate.batch import columns
 from vblackwell.generate.generate import stepper
@@ -33,11 +33,9 @@ from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)
-FEWEST = 16  # tokens of a text that ends because of its time
-SKIPPED = 2  # intervals behind the first token: a graph is captured, kernels are chosen
+SKIPPED = 2  # intervals after the first token: a graph is captured, kernels are chosen
 ACCELERATE_NEW = 6
-PROFILED = 12  # kernels that are named
-ACCELERATE_SPARE = 1 << 28  # beside the workspace that ours keeps free
+ACCELERATE_SPARE = 1 << 28  # next to the workspace that ours keeps free
 
 
 class Watch:
@@ -163,7 +161,7 @@ class Ours(System):
 
 
 class Accelerate(System):
-    """`device_map="auto"` with the rest in RAM; keys and values there too where they do not fit (transformers' offloaded cache)."""
+    """`device_map="auto"` with the rest in RAM; keys and values there too where they do not fit, by transformers' cache."""
 
     def open(self, rows: int) -> None:
         from transformers import AutoModelForCausalLM
@@ -226,30 +224,6 @@ class Resident(System):
             yield arrival.numbers()
 
 
-def profile(system: Resident, rows: int) -> list[str]:
-    """The kernels of one replayed step: how many, and the dozen that take longest."""
-    numbers = prompts(system.case, rows)
-    step = stepper(system.model, len(numbers[0]) + 16)
-    token_B = sample(step(torch.tensor(numbers, device=system.device)), GREEDY, 0, 0)
-    for _ in range(3):
-        step(token_B[:, None])
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        step(token_B[:, None])
-        torch.cuda.synchronize()
-    kernels: dict[str, list[float]] = {}
-    for event in found.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.setdefault(event.name, []).append(event.device_time)
-    count, total = sum(map(len, kernels.values())), sum(map(sum, kernels.values()))
-    lines = [f"one step of {rows} rows: {count} kernels, {total:.0f} us in them"]
-    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:PROFILED]
-    return lines + [
-        f"  {sum(each):7.0f} us {len(each):4} times {statistics.median(each):6.1f}  {name[:90]}"
-        for name, each in longest
-    ]
-
-
 MADE = {
     "streamed": Ours,
     "streamed-fp4": Ours,
@@ -282,12 +256,8 @@ def measure(system: System, rows: int, new: int, *, through: bool = False) -> Po
     for _ in text:
         times.append(time.perf_counter() - began)
         moved.append(system.moved_bytes())
-        late = bool(case.text_seconds) and len(times) > FEWEST and times[-1] - times[0] > case.text_seconds
-        if late or len(times) == SKIPPED:
-            point.new = len(times) if late else new
-            point.must_bytes = system.must_bytes(rows, point.new)
-        if late:
-            break
+        if len(times) == SKIPPED:
+            point.must_bytes = system.must_bytes(rows, new)
     text.close()
     intervals = [late - early for early, late in zip(times, times[1:], strict=False)][SKIPPED:] or [0.0]
     point.first_seconds, point.step_seconds = times[0], statistics.median(intervals)
@@ -339,15 +309,12 @@ def main(argument: str) -> None:
                 system.through = True
                 whole &= one(system, 1, case.through_new, through=True)
                 system.through = False
-        if cuda and isinstance(system, Resident):
-            for line in profile(system, case.batches[0]):
-                say("phase", text=line)
     if not whole:
         sys.exit(1)
 
 
 def one(system: System, rows: int, new: int, *, through: bool) -> bool:
-    """A point; what does not fit is one too. False where something else failed, which is printed: other sizes may do nevertheless."""
+    """A point, also of what does not fit. False where something else failed: other sizes may do nevertheless."""
     try:
         point, whole = measure(system, rows, new, through=through), True
     except Exception as error:
@@ -360,22 +327,9 @@ def one(system: System, rows: int, new: int, *, through: bool) -> bool:
     return whole
 
 
-def told(argument: str) -> None:
+if __name__ == "__main__":
     try:
-        main(argument)
+        main(sys.argv[1])
     except Exception as error:
         say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
         raise
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == SERVE:
-        import accelerate  # noqa: F401
-        import transformers.models.llama.modeling_llama  # noqa: F401
-
-        import vblackwell.generate.load
-        import vblackwell.generate.streamed_step  # noqa: F401
-
-        serve(lambda argument: forked(__file__, argument, Case.from_json(argument).device.startswith("cuda"), told))
-    else:
-        told(sys.argv[1])
