@@ -4,7 +4,7 @@ kernels/fp4/wgmma_plan.py come from.
 ``python benchmarks/tune/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x
 K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in
 bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
-chooses today. A plan that hangs costs seconds, and its family is left out from then on (fp4_sweep.py). ``--list``
+chooses today. Each cell is measured in a separate process: one in which a plan hangs is ended and named. ``--list``
 counts the plans of each cell and needs no GPU.
 """
 
@@ -23,14 +23,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.lib.child_process import run_child, say
 from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
-from benchmarks.tune import fp4_sweep
 from benchmarks.tune.fp4_candidates import Plan, plans
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import launch as fp4_launch
@@ -47,7 +48,8 @@ OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floo
     1: SHAPES, 4: (SHAPES[1], *SHAPES[4:]), 8: (SHAPES[2], SHAPES[4]), 32: (SHAPES[0], SHAPES[2]),
     64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
 }  # fmt: skip
-FINALISTS = 6  # plans of a cell that are timed in turns, beside the rule's
+FINALISTS = 6  # plans of a cell that are timed in turns, next to the rule's
+CELL_SECONDS = 60.0  # of a cell's process
 
 
 def open_cells() -> list[Cell]:
@@ -118,30 +120,18 @@ def compile_for(source: Source) -> None:
     nvrtc.cached_cubin(files, dict(macros), "sm_90a")
 
 
-def family(plan: Plan) -> str:
-    """Plans that run the same lines of a kernel: if one of them hangs, so may the others."""
-    if isinstance(plan, MmaPlan):
-        return f"mma{' bulk' if plan.chunk else ''}{' split' if plan.splits > 1 else ''}"
-    words = ["K groups"] if plan.k_groups > 1 else []
-    words += ["split"] if plan.splits > 1 else []
-    words += ["of 16"] if plan.tokens == 16 else []
-    words += ["pairs"] if plan.windows_per_step > 1 else []
-    return " ".join(["wgmma", *words])
-
-
 def good(plan: Plan, x: torch.Tensor, tiled: Tiled, n: int, exact: torch.Tensor, theirs: float) -> bool:
     """Whether rounded outputs repeat and are as near to ``exact``, 1.1 times, as cuBLAS's, which err by ``theirs``."""
     first, second = (run_plan(plan, x, tiled, n) for _ in range(2))
     return torch.equal(first, second) and float((first.double() - exact).norm()) <= 1.1 * theirs
 
 
-def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | None], None]) -> list[list[object]]:
+def measure(cell: Cell, rounds: int) -> list[list[object]]:
     """Rows (stage, plan, us, cuBLAS us) of a cell: every right plan timed once, the best and the rule's in turns with
     cuBLAS.
     """
     m, n, k = cell
-    say("layers", None)
-    packed, dense = kept_layers(n, k)
+    packed, dense = layers_of(n, k)
     w = fp4_launch.run_dequantize(packed[0], n, k, torch.bfloat16)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     exact = x.double() @ w.double().t()
@@ -150,21 +140,16 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     rows: list[list[object]] = []
     timed: list[tuple[float, int, Plan]] = []
     for place, plan in enumerate(plans(*cell)):
-        if place and family(plan) in skip:  # the rule's plan, the first, is in use: it is always tried
-            rows.append(["left out", repr(plan), "", ""])
-            continue
         try:
-            say("check", place)
+            say("plan", place=place)
             if not good(plan, x, packed[0], n, exact, theirs):
                 rows.append(["WRONG", repr(plan), "", ""])
                 continue
-            say("time", place)
             calls = [functools.partial(run_plan, plan, x, p, n) for p in packed]
             timed.append((graph_us(calls, 3), place, plan))
         except nvrtc.KernelError as error:
             rows.append([f"REFUSED: {error}".splitlines()[0][:120], repr(plan), "", ""])
     del exact
-    say("turns", None)
     finalists = [plan for _, place, plan in sorted(timed, key=lambda one: one[:2]) if place > 0][:FINALISTS]
     finalists = [plan for _, place, plan in timed if place == 0] + finalists
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
@@ -179,53 +164,30 @@ def measure(cell: Cell, skip: set[str], rounds: int, say: Callable[[str, int | N
     return rows
 
 
-@functools.lru_cache(1)
-def kept_layers(n: int, k: int) -> tuple[list[Tiled], list[torch.Tensor]]:
-    """Layers of the latest shape: cells of a shape follow each other."""
-    return layers_of(n, k)
-
-
-def work(rounds: int) -> None:
-    """A worker of fp4_sweep.py: cells from stdin, steps and rows to stdout."""
-
-    def say(phase: str, place: int | None) -> None:
-        print(json.dumps({"phase": phase, "plan": place}), flush=True)
-
-    half = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
-    _ = (half @ half).double() @ half.double()  # the context, and both of cuBLAS's
-    torch.cuda.synchronize()
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        print(json.dumps({"rows": measure(tuple(job["cell"]), set(job["skip"]), rounds, say)}), flush=True)
-
-
 def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
     began, rows = time.monotonic(), []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
         wanted = dict.fromkeys(source for cell in cells for source in sources(*cell))
         jobs = {source: pool.submit(compile_for, source) for source in wanted}
 
-        def ready(cell: Cell) -> None:
+        for cell in cells:
+            if time.monotonic() - began > seconds:
+                break
             for source in sources(*cell):
                 jobs[source].result()
+            found, place = list[list[object]](), 0
 
-        def take(cell: Cell, answer: fp4_sweep.Message) -> None:
-            found = answer["rows"]
-            assert isinstance(found, list)
+            def hear(event: dict[str, Any]) -> None:
+                nonlocal found, place
+                found, place = event.get("rows", found), event.get("place", place)
+
+            argument = json.dumps({"cell": cell, "rounds": rounds})
+            if run_child(Path(__file__), argument, CELL_SECONDS, hear, print) is None:
+                print(f"NEVER ENDED: {cell} {plans(*cell)[place]!r}")
+                found = [["never ended", repr(plans(*cell)[place]), "", ""]]
+            elif found:
+                show(cell, found, time.monotonic() - began)
             rows.extend([*cell, *row] for row in found)
-            show(cell, found, time.monotonic() - began)
-            if path:
-                write(path, rows)
-
-        command = [sys.executable, __file__, "--work", "--rounds", str(rounds)]
-        lost = fp4_sweep.drive(
-            cells, command, lambda cell: [family(p) for p in plans(*cell)], take, ready=ready, seconds=seconds
-        )
-        for name, (cell, place, phase) in lost.items():
-            plan = "" if place is None else repr(plans(*cell)[place])
-            print(f"NEVER ENDED, in {phase}: {cell} {plan}; left out since: {name}")
-            rows.append([*cell, f"never ended in {phase}", plan, "", ""])
         if path:
             write(path, rows)
         for job in jobs.values():
@@ -237,14 +199,14 @@ def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
     brief_names = {repr(plan): brief(plan) for plan in plans(*cell)}
     rule = repr(plans(*cell)[0]) if plans(*cell) else ""
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
-    once, left = (sum(stage == kind for stage, *_ in rows) for kind in ("once", "left out"))
-    print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans, {left} left out")
+    once = sum(stage == "once" for stage, *_ in rows)
+    print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
     for us, cublas, name in sorted(turns):
         print(
             f"   {cublas / us:.3f} {us:.2f} {brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
         )
     for stage, name, *_ in rows:
-        if stage not in ("turns", "once", "left out"):
+        if stage not in ("turns", "once"):
             print(f"   {stage} {name}")
     sys.stdout.flush()
 
@@ -329,12 +291,7 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest"
     )
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.work:
-        gc.freeze()  # capturing a graph may collect garbage
-        work(args.rounds)
-        return
     if args.table:
         shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")
         shipped.unlink(missing_ok=True)
@@ -349,4 +306,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        gc.freeze()  # capturing a graph may collect garbage
+        job = json.loads(sys.argv[1])
+        say("rows", rows=measure(tuple(job["cell"]), job["rounds"]))
+    else:
+        main()

@@ -1,7 +1,6 @@
-"""One case for real, in a process of its own: what torch counts, what the driver counts, every allocation, and the real boundary.
+"""One case for real, in a separate process: what torch counts, what the driver counts, and the real boundary.
 
-The loop is the one that a trace runs: batch, forward and loss, backward, step, gradients set to None; two steps. Sizes of allocations and
-frees come back too, so that an error of the estimate can be traced to the operator that it forgot.
+The loop is the one that a trace runs: batch, forward and loss, backward, step, gradients set to None; two steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from vblackwell.offload.measure import issue_seconds
 from vblackwell.planner.memory_estimate import optimizer_named
 from vblackwell.units import GiB, MiB
 
-HISTORY = 400_000  # allocations and frees that are kept of a case
 TIMED_STEPS, WARM_STEPS = 7, 3
 BOUNDARY_SHARE = 0.004  # to which the real boundary is searched, of what is reserved without a cap
 BOUNDARY_SECONDS = 25.0  # of the whole search; then what is known of it has to do
@@ -96,44 +94,27 @@ class Training:
             torch.cuda.synchronize()
 
 
-def measure(values: dict[str, Any], device: str, timed: bool = False, tracker: bool = False) -> dict[str, Any]:
-    """Two steps; with ``timed`` the median of more. ``tracker``: instead, what MemTracker says.
-
-    A case that compiles its attention runs once before, unrecorded: where no cache on disk has its kernels yet, torch times plans of
-    them in buffers as large as the L2, once a machine.
+def measure(values: dict[str, Any], device: str, timed: bool = False) -> dict[str, Any]:
+    """Two steps; with ``timed`` the median of more.
 
     Returns:
-        allocated, reserved, requested (peaks), device (of the process, by the driver), context (device less reserved), retries,
-        blocks (every allocation in order, as its size, and every free, as ~ the number of its allocation), step_seconds,
-        issue_seconds (what an operator took the host just then: explains a step, predicts none).
+        allocated, reserved (peaks), context (of the process by the driver, less reserved; None where it does not say),
+        step_seconds, issue_seconds (what an operator took the host just then: explains a step, predicts none).
     """
     case = Case.from_dict(values)
-    if tracker:
-        from benchmarks.lib.estimate.peers import memtracker
-
-        return {"memtracker": memtracker(case)}
     if device == "cpu":
-        began = time.perf_counter()
         Training(case, device).two_steps()
-        return {"allocated": None, "seconds": time.perf_counter() - began}
+        return {"allocated": None}
     _use_segments(case)
     torch.cuda.init()
-    began = time.perf_counter()
-    torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY)  # pyright: ignore
     training = Training(case, device)
     training.two_steps()
     stats, used = torch.cuda.memory_stats(), process_bytes()
     found: dict[str, Any] = {
         "allocated": stats["allocated_bytes.all.peak"],
         "reserved": stats["reserved_bytes.all.peak"],
-        "requested": stats["requested_bytes.all.peak"],
-        "retries": stats["num_alloc_retries"],
-        "device": used,
         "context": None if used is None else used - torch.cuda.memory_reserved(),
-        "blocks": _blocks(),
-        "seconds": time.perf_counter() - began,
     }
-    torch.cuda.memory._record_memory_history(enabled=None)
     if timed:
         found["step_seconds"] = _time(training)
         found["issue_seconds"] = issue_seconds(torch.device(device))
@@ -149,17 +130,6 @@ def _give_back() -> int:
     return held
 
 
-def _blocks() -> list[int]:
-    found, numbers, count = [], {}, 0
-    for entry in torch.cuda.memory._snapshot()["device_traces"][0]:
-        if entry["action"] == "alloc":
-            numbers[entry["addr"]], count = count, count + 1
-            found.append(entry["size"])
-        elif entry["action"] == "free_completed" and entry["addr"] in numbers:
-            found.append(~numbers.pop(entry["addr"]))
-    return found
-
-
 def _time(training: Training) -> float:
     for _ in range(WARM_STEPS):
         training.step()
@@ -171,16 +141,6 @@ def _time(training: Training) -> float:
     training.finish()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
-
-
-def time_twice(first: dict[str, Any], again: dict[str, Any]) -> None:
-    """A step's time is the mean of two processes', a minute apart: a host's speed differs by a fifth from one to the next.
-
-    A case that only one of them answered keeps that time.
-    """
-    for name in ("step_seconds", "issue_seconds"):
-        if name in again:
-            first[name] = (first.get(name, again[name]) + again[name]) / 2
 
 
 def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, expected: int = 0) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""What `vblackwell.plan` expects of a case: traced on meta, replayed through the allocator's rules. CPU only."""
+"""What `vblackwell.planner` expects of a case: traced on meta, replayed through the allocator's rules. CPU only."""
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from benchmarks.lib.estimate.cases import Case
 from benchmarks.lib.estimate.models import build
-from benchmarks.lib.estimate.peers import formulas
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.planner.forecast import STREAMED_P99
@@ -63,7 +61,6 @@ def predict(
     Args:
         gpu: whose rates step times go by, unless ``measured`` are there (`Rates.as_dict`).
     """
-    began = time.perf_counter()
     if case.card_bytes and not case.batch:
         case = replace(case, batch=chosen_batch(case, capability))
     trace = trace_case(case, capability)
@@ -77,7 +74,6 @@ def predict(
         found |= seconds_of(trace, rates)
         if with_cap:
             found["smallest_cap"] = smallest_cap(trace, estimate.allocated - STEP, estimate.reserved, case.expandable)
-    found |= {"formulas": formulas(trace.num_parameters, case), "seconds": time.perf_counter() - began}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured: errors by case, medians and worst, with their floors and aims; what other estimators would have said."""
+"""Predicted and measured: errors by case, medians and worst, with their floors and aims."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.estimate.cases import Case
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
 from vblackwell.units import GiB
 
 Row = dict[str, Any]
-PEERS = ("accelerate", "deepspeed", "memtracker")
 COLUMNS = (
     "date", "gpu", "driver", "torch", "transformers", "case", "predicted_allocated", "allocated", "predicted_reserved", "reserved",
-    "predicted_context", "context", "predicted_p99", "device", *PEERS, "predicted_step_seconds", "step_seconds", "error",
+    "predicted_context", "context", "predicted_p99", "device", "predicted_step_seconds", "step_seconds", "error",
 )  # fmt: skip
 
 
@@ -29,7 +27,7 @@ def rows_of(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: 
     """One row a case; ``context``: measured of other runs, for cases of which the driver told nothing."""
     found = []
     for key in dict.fromkeys([*predicted, *measured]):
-        if key.startswith(("boundary ", "tracker ")):
+        if key.startswith("boundary "):
             continue
         told, real = predicted.get(key, {"error": "not predicted"}), measured.get(key, {"error": "not measured"})
         error = "; ".join(
@@ -43,10 +41,9 @@ def rows_of(predicted: Mapping[str, Row], measured: Mapping[str, Row], context: 
                 "predicted_reserved": told["reserved"], "reserved": real["reserved"],
                 "predicted_context": told["context"], "context": real["context"],
                 "predicted_peak": told["peak_p50"], "predicted_p99": told["peak_p99"], "device": device,
-                "predicted_step_seconds": told.get("step_seconds"), "step_seconds": real.get("step_seconds"), **told["formulas"],
+                "predicted_step_seconds": told.get("step_seconds"), "step_seconds": real.get("step_seconds"),
                 "issue_seconds": real.get("issue_seconds"),
                 "gpu_seconds": told.get("gpu_seconds"), "host_seconds": told.get("host_seconds"),
-                "memtracker": measured.get(f"tracker {key}", {}).get("memtracker"),
             }  # fmt: skip
         found.append(row)
     return found
@@ -79,7 +76,6 @@ TARGETS: tuple[tuple[str, str, str, str], ...] = (
         "without a cap; floor 8 %, aim 4 % at the real boundary, below",
     ),
     ("step time", "predicted_step_seconds", "step_seconds", "floor 12 % / 30 %, aim 5 % / 12 % (median / P90)"),
-    *((f"{peer} (allocated)", peer, "allocated", "") for peer in PEERS),
 )
 
 
@@ -157,7 +153,7 @@ def case_lines(rows: list[Row]) -> list[str]:
 
 
 def step_lines(rows: list[Row]) -> list[str]:
-    """Step times: measured, predicted, what was predicted for the GPU and for the host alone, in ms, and us of an operator just then."""
+    """Step times in ms: measured, predicted, of that the GPU's and the host's alone, and us of an operator just then."""
     timed = [row for row in rows if row.get("step_seconds") and row.get("predicted_step_seconds")]
     if not timed:
         return []
@@ -222,8 +218,3 @@ def append_csv(path: Path, rows: list[Row], about: Row) -> None:
         if fresh:
             writer.writeheader()
         writer.writerows({**about, **row} for row in rows)
-
-
-def case_of(values: Row) -> Case:
-    """The case of a prediction."""
-    return Case.from_dict(values["case"])

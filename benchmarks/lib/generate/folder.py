@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.lib.child_process import say
 from benchmarks.lib.generate.case import Case, Shape
-from benchmarks.lib.offload.case import say
 
 THREADS = 8
 SPREAD = 0.02

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
+from benchmarks.lib.child_process import say
 from benchmarks.lib.generate.lora_case import Case, Result
-from benchmarks.lib.offload.case import say
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5

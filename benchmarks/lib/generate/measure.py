@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import psutil
 import torch
 
+from benchmarks.lib.child_process import say
 from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point
-from benchmarks.lib.offload.case import say
 from vblackwell.errors import VBError
 from vblackwell.generate.batch import columns
 from vblackwell.generate.generate import stepper

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
 
-MARK = "@ "  # begins the lines in which a system's process answers
 SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
-
-
-def say(kind: str, **values: Any) -> None:
-    """One line from a system's process to the one that started it."""
-    print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
 @dataclass(frozen=True)

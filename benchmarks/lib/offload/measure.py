@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import psutil
 import torch
 
-from benchmarks.lib.offload.case import Case, Result, say
+from benchmarks.lib.child_process import say
+from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
