@@ -1,18 +1,16 @@
-"""Attention: the own kernels and the dispatcher beside PyTorch's backends, FlexAttention and attention written out.
+"""Attention: the own kernels and the dispatcher, PyTorch's backends, and attention written out.
 
-``python benchmarks/bench_attention.py`` on a CUDA GPU. First the error of every backend against float64 at a small size, then times
-(medians of CUDA-graph replays, bf16, forward and backward apart), ratios in the same run with their floors and aims, and peak memory.
-What the own kernel makes of a mask (bits, tile lists) is counted. Of a mask FlexAttention has two rows: ``flex``, its block mask made
-beforehand and not counted, and ``flex+mask``, made at every call, as a mask that is given needs. ``--sweep`` times plans of
-the own kernels, ``--tune`` keeps the times on this machine, for the
-dispatcher to choose by. Compiling first: ``--prepare --quick``, then ``--quick --prepared``, which takes 90 s at most.
+    python benchmarks/bench_attention.py [--quick]        # on a CUDA GPU
+
+First the error of every backend against float64 at a small size, then times (medians of CUDA-graph replays, bf16,
+forward and backward apart), ratios in the same run with their floors and aims, and peak memory. What the own kernel
+makes of a mask (bits, tile lists) is counted. ``--sweep`` times plans of the own kernels, ``--tune`` keeps the times on
+this machine, for the dispatcher to choose by.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -22,12 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from benchmarks.lib.kernels.attention_report import TIMES, Rows, append, goals, ratios, runnable
-from benchmarks.lib.kernels.graph_timing import alternating_us, median_us
-from benchmarks.tune.attention_plans import PROCESSES, STARTED, leaves_of, say, sweep, time_us
+from benchmarks.lib.kernels.graph_timing import alternating_us
+from benchmarks.tune.attention_plans import STARTED, leaves_of, say, sweep, time_us
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
@@ -71,25 +68,16 @@ def variant_of(case: dict[str, Any]) -> Variant:
 
 def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
     q, k, v = leaves
-    if name.startswith("flex"):
-        from benchmarks.lib.kernels.flex_peer import block_mask, flex
-
-        if name == "flex+mask":
-            return lambda: flex(q, k, v, variant, block_mask(q, k, variant))
-        blocks = block_mask(q, k, variant)
-        return lambda: flex(q, k, v, variant, blocks)
     if name == "dispatcher":
         return lambda: dispatcher.attention(*leaves, **variant._asdict())[0]
     return lambda: BACKENDS[name].run(q, k, v, variant)
 
 
-def time_both(
-    call: Callable[[], Tensor], leaves: list[Tensor], timed: Callable[[Callable[[], object]], float] = time_us
-) -> tuple[float, float, float, float]:
+def time_both(call: Callable[[], Tensor], leaves: list[Tensor]) -> tuple[float, float, float, float]:
     """us of forward, backward and both, and extra MB of both at their peak.
 
-    The forward is inference's. Backward is what both take beyond a forward with gradients, for which a dispatcher may run another
-    backend than for one without.
+    The forward is inference's. Backward is what both take beyond a forward with gradients, for which a dispatcher may
+    run another backend than for one without.
     """
     out = call()
     dout = torch.randn_like(out)
@@ -101,13 +89,15 @@ def time_both(
     extra = (torch.cuda.max_memory_allocated() - before) / 2**20
     del gradients
     with torch.no_grad():
-        forward = timed(call)
-    both = timed(lambda: torch.autograd.grad(call(), leaves, dout))
-    return forward, both - timed(call), both, extra
+        forward = time_us(call)
+    both = time_us(lambda: torch.autograd.grad(call(), leaves, dout))
+    return forward, both - time_us(call), both, extra
 
 
 def dispatcher_over(best: str, key: str, leaves: list[Tensor], variant: Variant) -> float:
-    """How many times as long ``best`` takes as the dispatcher, in turns, because two timings of one kernel differ by some percent."""
+    """How many times as long ``best`` takes as the dispatcher, in turns, because two timings of one kernel differ by
+    some percent.
+    """
     calls = [runner(system, leaves, variant) for system in ("dispatcher", best)]
     if key == "forward_us":
         with torch.no_grad():
@@ -121,23 +111,10 @@ def dispatcher_over(best: str, key: str, leaves: list[Tensor], variant: Variant)
     return (both[1] - forward[1]) / (both[0] - forward[0])
 
 
-def prepare(name: str, quick: bool, systems: tuple[str, ...]) -> None:
-    """Compile what ``systems`` need for a case, in a process of its own; the caches on disk are everyone's."""
-    torch._dynamo.config.recompile_limit = 64
-    case = cases(quick)[name]
-    leaves, variant = leaves_of(*case["shape"]), variant_of(case)
-    for system in systems:
-        out = runner(system, leaves, variant)()
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-    torch.cuda.synchronize()
-
-
 def systems_of(case: dict[str, Any], leaves: list[Tensor], variant: Variant, quick: bool) -> list[str]:
     """Ours, the others that accept, and last the dispatcher, which may be told what was measured of them."""
     reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
     systems = ["triton", *(n for n in ("cudnn", "flash", "efficient") if not reasons[n])]
-    if not quick or variant.mask is not None or variant.window is not None:
-        systems += ["flex"] if variant.mask is None else ["flex", "flex+mask"]
     if case["shape"][3] <= 4096 and not quick:
         systems.append("math")
     return [*systems, "dispatcher"]
@@ -152,46 +129,10 @@ def wanted_cases(quick: bool, only: str) -> dict[str, dict[str, Any]]:
     return {name: case for name, case in cases(quick).items() if only in name}
 
 
-def jobs_of(wanted: dict[str, dict[str, Any]], quick: bool) -> list[tuple[str, tuple[str, ...]]]:
-    """What each process compiles: FlexAttention of every case, which takes longest, first; the own kernels once for all lengths."""
-    flex, own, seen = [], [], set()
-    for name, case in wanted.items():
-        systems = systems_of(case, leaves_of(*case["shape"]), variant_of(case), quick)
-        if found := tuple(system for system in systems if system.startswith("flex")):
-            flex.append((name, found))
-        _, heads, kv_heads, _, head = case["shape"]
-        variant = (
-            head,
-            heads // kv_heads,
-            case.get("causal"),
-            name if case.get("mask") is not None else case.get("window"),
-        )
-        if variant not in seen:
-            own.append((name, ("triton",)))
-        seen.add(variant)
-    return flex + own
-
-
-def prepare_all(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float) -> None:
-    """Compile what the cases need, in many processes; what is not ready after ``seconds`` (0: no limit) is left to the measurement."""
-    jobs = jobs_of(wanted, quick)
-    torch.cuda.empty_cache()
-    with concurrent.futures.ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(prepare, name, quick, systems): (name, *systems) for name, systems in jobs}
-        say("compiling", len(jobs), "parts by", PROCESSES, "processes")
-        try:
-            for done in concurrent.futures.as_completed(running, seconds or None):
-                failure = done.exception()
-                say("ready:", *running[done], "" if failure is None else f"FAILED: {failure!r:.200}")
-        except TimeoutError:
-            say("not ready:", *(" ".join(words) for done, words in running.items() if not done.done()))
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.kill()
-
-
 def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: Path | None, keep: bool) -> Rows:
-    """A row a case and system; ``path``, and with ``keep`` this machine's table, get the times by which the dispatcher chooses."""
+    """A row a case and system; ``path``, and with ``keep`` this machine's table, get the times by which the dispatcher
+    chooses.
+    """
     rows: Rows = []
     for number, (name, case) in enumerate(wanted.items()):
         if seconds and time.perf_counter() - STARTED > seconds:
@@ -213,19 +154,19 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
         if system == "dispatcher":
             keep_times(request, runnable({row["system"]: row for row in rows}), path, keep)
         try:
-            # Making a block mask takes the host's time too, and no graph can hold it.
-            timed = (lambda call: median_us(call, 7)) if system == "flex+mask" else time_us
-            forward, backward, both, extra = time_both(runner(system, leaves, variant), leaves, timed)
+            forward, backward, both, extra = time_both(runner(system, leaves, variant), leaves)
         except Exception as error:  # another system's failure must not hide ours
             if system in ("triton", "dispatcher"):
                 raise
             say(f"{name}: {system} failed: {error!r:.200}")
             continue
         rows.append({
-            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both, "extra_mb": extra,
+            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both,
+            "extra_mb": extra,
             "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
             "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
-            "chosen_forward": dispatcher.choose_attention(request._replace(gradient=False)) if system == "dispatcher" else "",
+            "chosen_forward": dispatcher.choose_attention(request._replace(gradient=False))
+            if system == "dispatcher" else "",
             "over_forward": "", "over_backward": "", "over_both": "",
             "error": head_error(leaves, variant) if system == "triton" else "",
         })  # fmt: skip
@@ -303,7 +244,9 @@ def head_error(leaves: list[Tensor], variant: Variant) -> float:
 
 
 def check() -> None:
-    """Errors of every backend that accepts, at S = 1000; a backend that is wrong on rows that see nothing shows here."""
+    """Errors of every backend that accepts, at S = 1000; a backend that is wrong on rows that see nothing shows
+    here.
+    """
     mask = torch.rand(1000, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) > 0.5
     mask[5] = False
     for words, variant in (("causal", Variant(causal=True)), ("boolean with an empty row", Variant(mask=mask))):
@@ -326,16 +269,7 @@ def main() -> None:
         "--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first"
     )
     parser.add_argument("--no-table", action="store_true", help="no comparison")
-    parser.add_argument("--prepare", action="store_true", help="only compile what the cases need")
-    parser.add_argument(
-        "--prepared", action="store_true", help="--prepare has run: no processes that compile, no errors first"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=0.0,
-        help="start no case later than this, --quick: 75; of --prepare the most it takes",
-    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="start no case later than this")
     parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
     parser.add_argument(
         "--tune",
@@ -349,20 +283,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), torch.__version__)
-    # FlexAttention is compiled anew for every case; beyond eight torch would run it unfused.
-    torch._dynamo.config.recompile_limit = 64
-    if arguments.prepare:
-        prepare_all(wanted_cases(arguments.quick, arguments.only), arguments.quick, arguments.seconds)
-        return
-    if arguments.quick and not arguments.seconds:
-        arguments.seconds = 75.0
-    if not arguments.no_check and not arguments.prepared:
+    if not arguments.no_check:
         check()
     lines = sweep(arguments.sweep) if arguments.sweep else []
     wanted = wanted_cases(arguments.quick, arguments.only)
     if not arguments.no_table:
-        if not arguments.prepared:
-            prepare_all(wanted, arguments.quick, 0.0)
         rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
         lines += [*ratios(rows), "", *goals(rows), memory_line()]
         if arguments.out is not None:

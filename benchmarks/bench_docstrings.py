@@ -1,15 +1,18 @@
-"""From nothing to a fine-tuned model: a decoder is pre-trained on the standard library, then taught to answer with its docstrings.
+"""From nothing to a fine-tuned model: a decoder is pre-trained on the standard library, then taught to answer with its
+docstrings.
 
 ``python benchmarks/bench_docstrings.py --out runs/docstrings`` (about ten minutes on two CPU cores) runs
 
 1. ``vb train``: the preset `tiny` on the default corpus, as ``make train``;
 2. ``benchmarks/lib/docstring_chat.py``: a signature and a question, the docstring as the answer;
-3. ``vb train --model .. --data chat.jsonl --lora 16 --use-fp4``: adapters over the decoder packed to nvfp4, which streams through 4 MiB;
+3. ``vb train --model .. --data chat.jsonl --lora 16 --use-fp4``: adapters over the decoder packed to nvfp4, which
+streams through 4 MiB;
 
-and then opens what came out elsewhere: the adapter in peft, the merged folder in transformers. Losses are means over the answers' tokens of
-the held-out conversations, measured by transformers' and peft's models on rows of one conversation each. The exit code is 1 if the loss
-did not fall, or if logits that must be equal are not. Note that the decoder has read these docstrings in their files while it was
-pre-trained: what the adapters add is how to answer, not knowledge.
+and then opens what came out elsewhere: the adapter in peft, the merged folder in transformers. Losses are means over
+the answers' tokens of the held-out conversations, measured by transformers' and peft's models on rows of one
+conversation each. The exit code is 1 if the loss did not fall, or if logits that must be equal are not. Note that the
+decoder has read these docstrings in their files while it was pre-trained: what the adapters add is how to answer, not
+knowledge.
 
 ``--quick`` is a miniature of all of it in seconds; ``--base FOLDER`` leaves out the pre-training.
 """
@@ -42,7 +45,8 @@ from vblackwell.generate.adapters import adapted
 FORMAT = "nvfp4"
 PRETRAIN = ["--fast-memory", "14MiB", "--host-memory", "24MiB", "--disk-memory", "1GiB"]
 TUNE = [
-    "--fast-memory", "4MiB", "--host-memory", "64MiB", "--seq-length", "128", "--max-steps", "250", "--eval-every", "50",
+    "--fast-memory", "4MiB", "--host-memory", "64MiB", "--seq-length", "128", "--max-steps", "250", "--eval-every",
+    "50",
     "--learning-rate", "5e-3",
 ]  # fmt: skip
 QUICK_PRETRAIN = [
@@ -54,7 +58,8 @@ QUICK_TUNE = [
     "--learning-rate", "5e-3",
 ]  # fmt: skip
 QUICK_MODULES = ("statistics", "turtle")
-# The adapter's products are added to a layer's output, or to its weight beforehand: the same few hundred fp32 products in another order.
+# The adapter's products are added to a layer's output, or to its weight beforehand: the same few hundred fp32 products
+# in another order.
 EQUAL = 1e-5  # of the logits' norm
 
 
@@ -142,7 +147,8 @@ def compare(base: Path, run: Path, rows: list[tuple[Tensor, Tensor]]) -> dict[st
     scale = float(logits_own.norm())
     apart = [float((other - logits_own).norm()) / scale for other in (logits_merged, logits_rounded)]
     return {
-        "conversations": len(rows), "answer_tokens": len(logits_own), "packed_linears": len(packed), "loss_base": loss_base,
+        "conversations": len(rows), "answer_tokens": len(logits_own), "packed_linears": len(packed),
+        "loss_base": loss_base,
         "loss_own": loss_own, "loss_merged": loss_merged, "loss_peft": loss_peft, "loss_peft_rounded": loss_rounded,
         "apart_merged": apart[0], "apart_peft_rounded": apart[1], "apart": max(apart),
     }  # fmt: skip
@@ -177,7 +183,8 @@ def show(run: Path, base: Path, chat: Path) -> None:
         )
         for name, model in models.items():
             made = model.generate(
-                input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=24, do_sample=False,
+                input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"], max_new_tokens=24,
+                do_sample=False,
                 pad_token_id=tokenizer.eos_token_id,
             )  # fmt: skip
             answer = tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 
-# Before torch is loaded: asking whether there is a GPU must not start CUDA in the parent, and forks must find no threads.
+# Before torch is loaded: asking whether there is a GPU must not start CUDA in the parent, and forks must find no
+# threads.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -55,10 +56,11 @@ from vblackwell.machine.facts import list_gpus
 from vblackwell.units import GiB
 
 RESULTS = Path(__file__).parent / "results" / "estimate.csv"
-# transformers imports these where they are installed, no case needs them, and the import of one (torchao) starts CUDA in
-# the parent: then no fork can.
+# transformers imports these where they are installed, no case needs them, and the import of one (torchao) starts CUDA
+# in the parent: then no fork can.
 NOT_NEEDED = ("torchao", "bitsandbytes", "liger_kernel", "gemlite", "deepspeed", "flash_attn", "kernels")
-# Boundaries beyond those that are asked for: some of the drawn cases cannot be predicted, some that can fail when they run.
+# Boundaries beyond those that are asked for: some of the drawn cases cannot be predicted, some that can fail when they
+# run.
 SPARES_DRAWN, SPARES_RUN = 6, 2
 TINY = {"language": (64, 2, 4), "resnet": (1, 1, 1, 1), "mlp": (64, 2, 0)}
 Answers = dict[str, dict[str, Any]]
@@ -92,7 +94,9 @@ def shrunk(case: Case) -> Case:
 
 
 def drawn(args: argparse.Namespace) -> tuple[list[Case], list[Case]]:
-    """Cases of the grid, and those whose boundary may be searched: more than are asked for, in the order of preference."""
+    """Cases of the grid, and those whose boundary may be searched: more than are asked for, in the order of
+    preference.
+    """
     cases = draw(args.cases, args.seed)
     limits = boundary_cases(cases, args.boundary + SPARES_DRAWN) if args.boundary else []
     if args.tiny:
@@ -101,7 +105,9 @@ def drawn(args: argparse.Namespace) -> tuple[list[Case], list[Case]]:
 
 
 def preload() -> None:
-    """Import in the parent what every child needs: modules come with the first model of a family. No backward: it starts threads."""
+    """Import in the parent what every child needs: modules come with the first model of a family. No backward: it
+    starts threads.
+    """
     for name in NOT_NEEDED:
         sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType] - how Python says that there is none
     import torch._dynamo  # noqa: F401

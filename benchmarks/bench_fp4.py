@@ -1,12 +1,13 @@
 """FP4 linear against cuBLAS bf16: first that it is right, then how long it takes.
 
-``python benchmarks/bench_fp4.py --check --bench --out results.csv`` on a CUDA GPU. Times are medians of CUDA-graph replays over 24
-layers whose weights exceed the L2 many times, the same count for every system, all systems of a shape and number of rows in turns;
-ratios are to cuBLAS bf16 in the same run. ``--peers``
-adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which launches one layer at
-a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to the time there is.
-``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/tuning.py). ``--prebuild`` compiles for
-sm_90a without a GPU, into the cache folder, what the other options will need.
+``python benchmarks/bench_fp4.py --check --bench --out results.csv`` on a CUDA GPU. Times are medians of CUDA-graph
+replays over 24 layers whose weights exceed the L2 many times, the same count for every system, all systems of a shape
+and number of rows in turns; ratios are to cuBLAS bf16 in the same run. ``--peers``
+adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which
+launches one layer at a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to
+the time there is.
+``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/tuning.py). ``--prebuild``
+compiles for sm_90a without a GPU, into the cache folder, what the other options will need.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def error_over_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float
 
 
 def check() -> None:
-    """fp32 outputs against float64 on odd and even shapes, twice for equal bits; rounded outputs against cuBLAS's own error."""
+    """fp32 outputs against float64 on odd and even shapes, twice for equal bits; rounded outputs against cuBLAS's own
+    error.
+    """
     torch.manual_seed(0)
     worst = {"dequantize": 0.0, "MmaPlan": 0.0, "WgmmaPlan": 0.0, "rounded, over cuBLAS": 0.0}
     for (n, k), format in itertools.product(CHECK_SHAPES, ("nvfp4", "mxfp4")):
@@ -185,7 +188,9 @@ def peer_layers(
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what has taken so long, and each second after: another package may tune its kernels for minutes."""
+    """Raises TimeoutError in what has taken so long, and each second after: another package may tune its kernels for
+    minutes.
+    """
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError(f"not done in {seconds:g} s")

@@ -1,4 +1,5 @@
-"""Writing with a model larger than the GPU's share: streamed, over FP4, resident, and accelerate's CPU offload, in one run.
+"""Writing with a model larger than the GPU's share: streamed, over FP4, resident, and accelerate's CPU offload, in one
+run.
 
     python benchmarks/bench_generate.py                                     # 6.7B under 8 GiB, one H200
     python benchmarks/bench_generate.py --systems streamed,accelerate --batches 1
@@ -88,7 +89,9 @@ def place_for(num_bytes: int) -> Path:
 
 
 def folder_for(given: Path | None, num_bytes: int) -> tuple[Path, bool]:
-    """Where the weights go, and whether they stay there: a folder that was given, if they are there already or it has room."""
+    """Where the weights go, and whether they stay there: a folder that was given, if they are there already or it has
+    room.
+    """
     if given is not None:
         above = next(path for path in (given, *given.parents) if path.is_dir())
         free = shutil.disk_usage(above).free

@@ -1,6 +1,7 @@
 """Adapters over a 4-bit base of 6.7B: ours in nvfp4, and bitsandbytes' nf4 with peft: same adapters, text and cap.
 
-    python benchmarks/bench_lora.py                             # sequence 2048, batch 4, 50 steps under 16 GiB, one H200
+    python benchmarks/bench_lora.py                             # sequence 2048, batch 4, 50 steps under 16 GiB, one
+    H200
     python benchmarks/bench_lora.py --placement streamed        # ours with the base in RAM
     python benchmarks/bench_lora.py --shape tiny --device cpu --dtype float32 --seq 32 --batch 2 --steps 6 --cap 64MiB
 
@@ -87,7 +88,8 @@ def ratio_lines(results: list[Result]) -> list[str]:
         )
     last = min(len(mine.losses), len(theirs.losses)) - 1
     lines.append(
-        f"losses: first {mine.losses[0]:.4f} and {theirs.losses[0]:.4f}, last {mine.losses[last]:.4f} and {theirs.losses[last]:.4f}"
+        f"losses: first {mine.losses[0]:.4f} and {theirs.losses[0]:.4f}, last {mine.losses[last]:.4f} and "
+        f"{theirs.losses[last]:.4f}"
     )
     return lines
 
@@ -100,7 +102,8 @@ def main(argv: list[str] | None = None) -> list[Result]:
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     (folder, stays), results = folder_for(args.folder, num_bytes), list[Result]()
     case = Case(
-        "", str(folder), args.shape, args.rank, args.alpha, args.batch, args.seq, args.steps, args.learning_rate, 5, args.cap,
+        "", str(folder), args.shape, args.rank, args.alpha, args.batch, args.seq, args.steps, args.learning_rate, 5,
+        args.cap,
         args.host_memory, args.placement, args.device, args.dtype, args.seed,
     )  # fmt: skip
 
@@ -130,7 +133,8 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
     try:
         writer = FolderCase(
-            "folder", str(folder), args.shape, (1,), 1, 1, 0, args.cap, args.host_memory, args.device, args.dtype, args.seed
+            "folder", str(folder), args.shape, (1,), 1, 1, 0, args.cap, args.host_memory, args.device, args.dtype,
+            args.seed
         )  # fmt: skip
         if not (folder / INDEX).is_file():
             run(FOLDER_CHILD, writer.to_json(), "folder", None)

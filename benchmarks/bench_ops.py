@@ -1,16 +1,15 @@
-"""Fused operators and the decoder made of them: first that they are right, then how long they take.
+"""Fused operators: first that they are right, then how long they take.
 
-``python benchmarks/bench_ops.py --ops --peers --decoder --profile`` on a CUDA GPU. Times are medians of CUDA-graph replays on inputs
-larger than the L2; ratios are to the plain PyTorch expression, to ``torch.compile`` of it and to liger-kernel (where it can be imported)
-in the same run. The decoder is compared with the Hugging Face Llama it exports to, same weights, same attention backend, bf16,
-forward and backward without an optimizer, with and without gradient checkpointing.
+    python benchmarks/bench_ops.py [--peers]        # on a CUDA GPU
+
+Times are medians of CUDA-graph replays on inputs larger than the L2; ratios are to the plain PyTorch expression, and
+with ``--peers`` to ``torch.compile`` of it and to liger-kernel (where it can be imported), in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,6 @@ from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
 from vblackwell.kernels.pointwise.rotary import rotary
 from vblackwell.kernels.pointwise.swiglu import swiglu
-from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, HEAD = 8, 2048, 2560, 6912, 20, 128
 TOKENS = BATCH * LENGTH
@@ -40,7 +38,9 @@ def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def time_us(call: Callable[[], object]) -> float:
-    """Median time of ``call`` in us, replayed from a CUDA graph of eight: that a graph starts takes some us of its own."""
+    """Median time of ``call`` in us, replayed from a CUDA graph of eight: that a graph starts takes some us of
+    its own.
+    """
     return graph_us([call] * 8, 9)
 
 
@@ -172,7 +172,9 @@ def error_of(function: Function, case: dict[str, Any], exact: tuple[torch.Tensor
 
 
 def exact_of(case: dict[str, Any], sample: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Outputs and gradients of the plain expression in float64 on the first ``sample`` of the batch, and that smaller case."""
+    """Outputs and gradients of the plain expression in float64 on the first ``sample`` of the batch, and that smaller
+    case.
+    """
     inputs = tuple(x[:sample].clone() if x.shape[0] in (TOKENS, BATCH) else x for x in case["inputs"])
     small = {**case, "inputs": inputs}
     _, both = both_ways(
@@ -251,10 +253,6 @@ def goals(rows: Rows) -> list[str]:
             lines.append(
                 goal_line(f"{op}: time, unfused over ours", systems["eager"]["both_us"] / ours["both_us"], 0.95, 1.1)
             )
-    for row in rows:
-        if row["system"] == "HF bf16":
-            with_or_not = "with" if row["checkpointing"] else "without"
-            lines.append(goal_line(f"decoder {with_or_not} checkpointing, over HF bf16", row["ours_faster"], 1.15, 1.4))
     return lines
 
 
@@ -271,129 +269,15 @@ def print_row(row: dict[str, Any]) -> None:
     )
 
 
-# -- the decoder ---------------------------------------------------------------------------------------------------------
-
-
-def decoders(layers: int, vocabulary: int) -> tuple[Any, Any]:
-    """Ours and Hugging Face's, bf16, equal weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from vblackwell.nn.decoder.config import DecoderConfig
-    from vblackwell.nn.decoder.decoder import Decoder
-
-    config = DecoderConfig(vocabulary, WIDTH, INNER, layers, HEADS, max_position=LENGTH)
-    ours = Decoder(config, device="cuda", dtype=torch.bfloat16)
-    with torch.device("cuda"):
-        theirs = LlamaForCausalLM(LlamaConfig(**config.to_hf(), attn_implementation="sdpa"))
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
-
-
-def bench_decoder(layers: int, vocabulary: int, profile: bool) -> Rows:
-    ours, theirs = decoders(layers, vocabulary)
-    inputs = torch.randint(vocabulary, (BATCH, LENGTH), device="cuda")
-    targets = functional.pad(inputs[:, 1:], (0, 1), value=-100)
-
-    def run_ours(*kept: str) -> torch.Tensor:
-        ours.kept_activations = kept
-        loss = ours(inputs, targets)
-        loss.backward()
-        return loss.detach()
-
-    def run_theirs(autocast: bool = False) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = theirs(input_ids=inputs, labels=inputs, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
-    systems: dict[str, tuple[Any, torch.dtype, Function]] = {"ours": (ours, torch.bfloat16, run_ours)}
-    for kept in (("attention",), ("attention", "projections"), ("attention", "projections", "gates")):
-        systems[f"ours, {'+'.join(kept)} kept"] = (ours, torch.bfloat16, functools.partial(run_ours, *kept))
-    systems["HF bf16"] = (theirs, torch.bfloat16, run_theirs)
-    systems["HF bf16, accelerated"] = (theirs, torch.bfloat16, run_theirs)
-    systems["HF autocast"] = (theirs, torch.float32, functools.partial(run_theirs, True))
-    rows: Rows = []
-    for checkpointing in (True, False):
-        ours.gradient_checkpointing = checkpointing
-        enable_checkpointing(theirs, checkpointing)
-        for system, (model, dtype, run) in systems.items():
-            if "kept" in system and not checkpointing:
-                continue
-            (theirs if model is ours else ours).to("cpu")
-            model.to("cuda", dtype)
-            if "accelerated" in system:
-                accelerate_causal_lm(model)
-            rows.append({"system": system, "checkpointing": checkpointing, "layers": layers} | time_model(model, run))
-            print_row(rows[-1])
-            if profile and checkpointing and system in ("ours", "HF bf16, accelerated"):
-                print_profile(run)
-            restore_causal_lm(model)
-            model.zero_grad()
-    for row in rows:
-        ours_ms = next(r["ms"] for r in rows if r["system"] == "ours" and r["checkpointing"] == row["checkpointing"])
-        row["ours_faster"] = row["ms"] / ours_ms
-        print_row(row)
-    return rows
-
-
-def enable_checkpointing(model: Any, wanted: bool) -> None:
-    model.train()
-    if wanted:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
-
-
-def time_model(model: torch.nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, Any]:
-    loss = run().item()
-    norm = torch.stack([p.grad.float().norm() for p in model.parameters() if p.grad is not None]).norm().item()
-    model.zero_grad()
-    torch.cuda.reset_peak_memory_stats()
-
-    def step() -> None:
-        run()
-        model.zero_grad()
-
-    step()
-    return {
-        "ms": median_us(step, 7) / 1000,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "loss": loss,
-        "norm": norm,
-    }
-
-
-def print_profile(run: Callable[[], Any]) -> None:
-    """The kernels of one forward and backward, by time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    kernels = [event for event in profiler.key_averages() if event.device_time_total > 0]
-    total = sum(event.device_time_total for event in kernels)
-    spans = [event.time_range for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    span = max(each.end for each in spans) - min(each.start for each in spans)
-    print(f"kernels: {total / 1000:.2f} ms in {span / 1000:.2f} ms")
-    for event in sorted(kernels, key=lambda event: -event.device_time_total)[:32]:
-        print(f"  {event.device_time_total / 1000:8.3f} ms {event.count:5d}  {event.key[:110]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ops", action="store_true")
-    parser.add_argument("--peers", action="store_true", help="compare the ops with torch.compile and liger-kernel too")
-    parser.add_argument("--decoder", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--peers", action="store_true", help="compare with torch.compile and liger-kernel too")
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--out", type=Path, help="CSV to write")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    rows: Rows = []
-    if arguments.ops:
-        rows += bench_ops(arguments.vocabulary, arguments.peers)
-    if arguments.decoder:
-        rows += bench_decoder(arguments.layers, arguments.vocabulary, arguments.profile)
+    rows = bench_ops(arguments.vocabulary, arguments.peers)
     print("\n".join(goals(rows)))
     if arguments.out is not None:
         fields = list(dict.fromkeys(key for row in rows for key in row))

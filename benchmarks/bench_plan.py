@@ -86,7 +86,8 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         shape = SHAPES[options.shape]
         self.config = DecoderConfig(
-            shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads, max_position=options.seq
+            shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
+            max_position=options.seq
         )  # fmt: skip
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
@@ -131,7 +132,8 @@ class Bench:
         level = self.stack.levels[0]
         # Nothing is on it between two placements.
         level.capacity_bytes = choice.level0_bytes // level.alignment * level.alignment
-        # In the type that kernels read: its truth is that and a remainder of nothing, which is filled in a third of the time.
+        # In the type that kernels read: its truth is that and a remainder of nothing, which is filled in a third of the
+        # time.
         model: Any = Decoder(self.config, device="meta", dtype=self.dtype or torch.float32)
         model.gradient_checkpointing = choice.checkpointing
         placing: dict[str, Any] = {"placement": choice.placement}
@@ -140,7 +142,8 @@ class Bench:
                 "update": choice.update, "activations": choice.activations, "weight_bytes": choice.weight_bytes,
                 "resident_bytes": choice.resident_bytes,
             }  # fmt: skip
-        # What the last placement's model and engine hold of each other goes now: they were still in use where that ended.
+        # What the last placement's model and engine hold of each other goes now: they were still in use where that
+        # ended.
         gc.collect()
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -240,7 +243,9 @@ def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] 
 
 
 def warm_up(bench: Bench, rows: list[Row]) -> None:
-    """One placement of each number of micro-batches: compiles kernels for its shapes, and takes the host memory that others need."""
+    """One placement of each number of micro-batches: compiles kernels for its shapes, and takes the host memory that
+    others need.
+    """
     wanted = [row for row in rows if not why_left_out(row, rows, 0.0, math.inf)]
     for row in {
         row.choice.accumulation_steps: row for row in sorted(wanted, key=lambda row: row.prediction.host)
@@ -271,7 +276,9 @@ def last_rounds_seconds(rows: Sequence[Row]) -> float:
 
 
 def measure_again(bench: Bench, rows: list[Row]) -> None:
-    """The plan's and the fastest others in turns, there and back, so that all are measured as often and under the same conditions."""
+    """The plan's and the fastest others in turns, there and back, so that all are measured as often and under the same
+    conditions.
+    """
     found = finalists(rows)
     if not found:
         return

@@ -1,20 +1,18 @@
-"""Levels and the stack: bandwidth against the machine's limit in the same run, latency, bookkeeping, five workloads.
+"""Levels and the stack: bandwidth against the machine's limit in the same run, latency, bookkeeping, two workloads.
 
-    python benchmarks/bench_stack.py [--json FILE] [--disk-path DIR] [--quick]
+    python benchmarks/bench_stack.py [--disk-path DIR] [--quick]
 
-Limits are the plainest code that can do the same: a copy between a tensor pinned by torch and the GPU, `Tensor.copy_` in RAM,
-a loop of `preadv`/`pwritev` over eight threads with O_DIRECT and without checksums. Ours and the limit alternate, and the
-ratio is that of the medians, because machines drift. Every transfer's bytes are compared once before it is timed. Runs
-without a GPU too; results are appended to `benchmarks/results/stack.csv`.
+Limits are the plainest code that can do the same: a copy between a tensor pinned by torch and the GPU, `Tensor.copy_`
+in RAM, a loop of `preadv`/`pwritev` over eight threads with O_DIRECT and without checksums. Ours and the limit
+alternate, and the ratio is that of the medians, because machines drift. Every transfer's bytes are compared once before
+it is timed. Runs without a GPU too; results are appended to `benchmarks/results/stack.csv`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -40,7 +38,7 @@ from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import Level, NullLevel, Transfer
 from vblackwell.memory.scratch_file import ScratchFile, memory_at
 from vblackwell.memory.slab import map_slab
-from vblackwell.units import GiB, KiB, MiB, format_bytes
+from vblackwell.units import GiB, MiB, format_bytes
 
 CSV = Path(__file__).parent / "results" / "stack.csv"
 CUDA = torch.cuda.is_available()
@@ -136,43 +134,6 @@ def bench_host_and_gpu(rounds: int) -> list[Result]:
             results.append(bandwidth(name, size * repeat, ours, limit, rounds, floor))
         host.free(extent)
     host.close()
-    return results
-
-
-def bench_ram(rounds: int) -> list[Result]:
-    """Host slabs against a plain copy in RAM."""
-    size, host = 128 * MiB, HostLevel(512 * MiB)
-    extent, source = host.allocate(size), torch.randint(0, 256, (size,), dtype=torch.uint8)
-    out, other = map_slab(size), map_slab(size)
-    check_bytes(host, extent, source, out)
-    read = bandwidth(
-        "host slab to RAM", size, lambda: host.read(extent, out).wait(), lambda: out.copy_(other), rounds, None
-    )
-    write = bandwidth(
-        "RAM to host slab", size, lambda: host.write(extent, other).wait(), lambda: out.copy_(other), rounds, None
-    )
-    host.close()
-    return [read, write]
-
-
-def bench_gpus(rounds: int) -> list[Result]:
-    """Inside a GPU, and between two."""
-    results = []
-    for index in range(min(2, torch.cuda.device_count())):
-        size, level = 256 * MiB, DeviceLevel(f"cuda:{index}", GiB)
-        extent, other = level.allocate(size), torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
-        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
-        check_bytes(level, extent, source, torch.empty_like(source))
-
-        def limit(other: torch.Tensor = other, source: torch.Tensor = source) -> None:
-            other.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(other.device)
-
-        def ours(level: Level = level, extent: Any = extent, source: torch.Tensor = source) -> None:
-            level.write(extent, source).wait()
-
-        results.append(bandwidth(f"cuda:0 to level on cuda:{index}", size, ours, limit, rounds, None))
-        level.close()
     return results
 
 
@@ -304,36 +265,6 @@ def workload_small(path: str) -> list[Result]:
     return results
 
 
-def workload_cold(path: str) -> list[Result]:
-    """A cold key, accessed 100 times: the first brings it up."""
-    with make_stack(path, 64 * MiB, 64 * MiB, 256 * MiB) as stack:
-        tensor = torch.randn(16 * MiB // 4)
-        stack.register("cold", tensor, priority=0)
-        stack.move("cold", 2)
-        times = [seconds_of(lambda: stack.access("cold")) for _ in range(100)]
-        assert torch.equal(stack.access("cold").cpu(), tensor) and stack.level_of("cold") == 0
-    first = Result("cold key of 16 MiB, first access", times[0] * 1e3, "ms")
-    return [first, Result("the same, 2nd to 100th", statistics.median(times[1:]) * 1e6, "us")]
-
-
-def workload_random(path: str, accesses: int) -> list[Result]:
-    """1,000 tensors of 16 to 256 KiB, random accesses, a few keys much more often than most."""
-    rng = random.Random(0)
-    with make_stack(path, 32 * MiB, 64 * MiB, 256 * MiB) as stack:
-        tensors = {f"k{i}": torch.full((rng.randrange(16, 257) * KiB // 4,), float(i)) for i in range(1000)}
-        for key, tensor in tensors.items():
-            stack.register(key, tensor, priority=5)
-        keys = [f"k{min(999, int(rng.paretovariate(0.5)) - 1)}" for _ in range(accesses)]
-        for key in keys[::100]:
-            assert torch.equal(stack.access(key).cpu(), tensors[key])
-        seconds = seconds_of(lambda: access_all(stack, keys))
-        rate = hit_rate(stack)
-    return [
-        Result(f"1,000 tensors, {accesses:,} random accesses", accesses / seconds, "accesses/s"),
-        Result("1,000 tensors, hits", rate, "%"),
-    ]
-
-
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)).to(
@@ -422,7 +353,6 @@ def append(results: list[Result], about: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results there too")
     parser.add_argument("--disk-path", default=None, help="directory on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a smaller disk range; not for quoting")
     args = parser.parse_args()
@@ -430,13 +360,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.disk_path or default_disk_path()) as path:
         parts: list[Callable[[], list[Result]]] = [lambda: bench_latency(path), bench_bookkeeping]
         if CUDA:
-            parts += [lambda: bench_host_and_gpu(rounds), lambda: bench_gpus(rounds)]
+            parts.append(lambda: bench_host_and_gpu(rounds))
         parts += [
-            lambda: bench_ram(rounds),
             lambda: bench_disk(path, min(rounds, 5), disk_bytes),
             lambda: workload_small(path),
-            lambda: workload_cold(path),
-            lambda: workload_random(path, 10_000),
             lambda: workload_mlp(path, rounds),
         ]
         results = []
@@ -446,10 +373,6 @@ def main() -> None:
             print(f"{results[-1].name}: measured in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     about = machine()
     show(results, about)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"machine": about, "results": [asdict(result) for result in results]}, indent=1)
-        )
     if not args.quick:
         append(results, about)
 

@@ -1,20 +1,17 @@
-"""Weights in two parts: how long replacing linears takes, the fused linear over cuBLAS bf16, and what training costs.
+"""Weights in two parts: how long replacing linears takes, and the fused linear over cuBLAS bf16.
 
-    python benchmarks/bench_two_part.py --start               # 62 linears of 36 M parameters, anywhere
-    python benchmarks/bench_two_part.py --linear --overhead   # on a CUDA GPU
+    python benchmarks/bench_two_part.py --start      # 62 linears of 36 M parameters, anywhere
+    python benchmarks/bench_two_part.py --linear     # on a CUDA GPU
 
 ``--linear``: medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2, and ratios to cuBLAS in
-the same run. ``--overhead``: training steps of a preset with and without, bf16 compute and fp32 masters, in turns.
-Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
+the same run. Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,15 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
-from benchmarks.lib.managed_model import managed
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import OP, two_part_linear
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.convert.optimize import enable_vb_optimization
-from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.decoder.presets import find_preset
-from vblackwell.nn.linear.two_part import DRIFT_EVERY
 
 LAYERS = 24
 Row = tuple[str, str, str, bool]  # what, measured, floor, whether it is met
@@ -59,7 +52,9 @@ def line_of(row: Row, width: int = 0) -> str:
 
 
 def compiled(calls: Sequence[Callable[[], object]]) -> None:
-    """Call each once, several at a time: kernels are compiled at their first launch, which leaves Python to others meanwhile."""
+    """Call each once, several at a time: kernels are compiled at their first launch, which leaves Python to others
+    meanwhile.
+    """
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda call: call(), calls))
     torch.cuda.synchronize()
@@ -124,61 +119,17 @@ def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
     return two_part_linear(x, codes, fine, scales, scale, None, layout.TILED_PARTS, "none", n, k)
 
 
-def overhead_rows(rows: Rows, preset: str, batches: list[int], length: int, rounds: int) -> None:
-    """Median step of both models, resident, bf16 weights with fp32 masters; steps taken in turns."""
-    shape = find_preset(preset).decoder_config(4096, length)
-    models: dict[str, nn.Module] = {"plain": Decoder(shape, seed=0, device="cpu")}
-    models["two-part"] = enable_vb_optimization(copy.deepcopy(models["plain"]), mode="training")
-    runs = {name: managed(model, "cuda", 1e-4) for name, model in models.items()}
-
-    def step(name: str, tokens: Tensor) -> tuple[float, float]:
-        """Seconds until the step was queued, and until it was done."""
-        model, optimizer, _ = runs[name]
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        queued = time.perf_counter() - began
-        torch.cuda.synchronize()
-        return queued, time.perf_counter() - began
-
-    for batch in batches:
-        tokens = torch.randint(0, 4096, (batch, length + 1), device="cuda")
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-        for number in range(rounds + 3):
-            for name in runs if number % 2 else reversed(runs):  # neither is always the one that comes second
-                pair = step(name, tokens)
-                if number >= 3:
-                    taken[name].append(pair)
-        (queued, plain), (ours_queued, ours) = (
-            (statistics.median(pair[0] for pair in taken[name]), statistics.median(pair[1] for pair in taken[name]))
-            for name in ("plain", "two-part")
-        )
-        text = f"{100 * (ours / plain - 1):+.2f} % ({1000 * ours:.1f} ms, plain {1000 * plain:.1f})"
-        rows.append((f"a step of {preset}, {batch * length} tokens", text, "+5 %", ours <= 1.05 * plain))
-        means = [statistics.fmean(pair[1] for pair in taken[name][-DRIFT_EVERY:]) for name in ("plain", "two-part")]
-        print(
-            f"  queued after {1000 * ours_queued:.1f} ms, plain {1000 * queued:.1f}; mean of the last {DRIFT_EVERY} steps "
-            f"{1000 * means[1]:.1f} and {1000 * means[0]:.1f} ({100 * (means[1] / means[0] - 1):+.2f} %)"
-        )
-
-
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("start", "linear", "overhead"):
+    for name in ("start", "linear"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --start")
     parser.add_argument("--shape", default="8192x8192", help="NxK of --linear")
     parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 64], help="of --linear")
-    parser.add_argument("--preset", default="large", help="of --overhead")
-    parser.add_argument("--batch-sizes", type=numbers, default=[8, 16, 32], help="of --overhead, sequences")
-    parser.add_argument("--seq-length", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"torch {torch.__version__}, {machine}", flush=True)
@@ -186,8 +137,6 @@ def main() -> None:
     if args.linear:
         n, k = (int(size) for size in args.shape.split("x"))
         linear_rows(rows, n, k, args.rows)
-    if args.overhead:
-        overhead_rows(rows, args.preset, args.batch_sizes, args.seq_length, args.rounds)
     if args.start:
         start_rows(rows, args.device)
     width = max((len(row[0]) for row in rows), default=0)

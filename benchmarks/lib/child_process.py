@@ -25,10 +25,11 @@ def say(kind: str, **values: Any) -> None:
 
 
 def run_child(
-    script: Path, argument: str, limit_seconds: float, hear: Callable[[dict[str, Any]], None], tell: Callable[[str], None]
+    script: Path, argument: str, limit_seconds: float, hear: Callable[[dict[str, Any]], None],
+    tell: Callable[[str], None]
 ) -> int | None:  # fmt: skip
-    """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last of
-    the others to ``tell``.
+    """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last
+    of the others to ``tell``.
 
     The process, and whatever it started, ends after ``limit_seconds``.
 

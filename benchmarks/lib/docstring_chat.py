@@ -1,8 +1,10 @@
-"""Conversations about the functions of Python's standard library: the question shows a signature, the answer is the docstring.
+"""Conversations about the functions of Python's standard library: the question shows a signature, the answer is the
+docstring.
 
-``python benchmarks/lib/docstring_chat.py chat.jsonl`` writes them for the running Python, the same bytes each time: sources are parsed,
-nothing is imported or run. A docstring's first paragraph is the answer. Every answer occurs once, so that what is held out is not among
-what is learnt; the order is that of a hash, so that the last lines, which ``vb train`` holds out, are of every module.
+``python benchmarks/lib/docstring_chat.py chat.jsonl`` writes them for the running Python, the same bytes each time:
+sources are parsed, nothing is imported or run. A docstring's first paragraph is the answer. Every answer occurs once,
+so that what is held out is not among what is learnt; the order is that of a hash, so that the last lines, which ``vb
+train`` holds out, are of every module.
 """
 
 from __future__ import annotations

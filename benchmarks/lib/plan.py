@@ -101,7 +101,8 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     errors = sorted(abs(row.prediction.step_seconds / (row.step_seconds or 1.0) - 1) for row in measured)
     over = sum((row.reserved or 0) > row.prediction.gpu_p99 for row in measured)
     lines = [
-        f"predicted step time off by {statistics.median(errors):.1%} in the median, {errors[int(0.9 * (len(errors) - 1))]:.1%} at P90, of "
+        f"predicted step time off by {statistics.median(errors):.1%} in the median, "
+        f"{errors[int(0.9 * (len(errors) - 1))]:.1%} at P90, of "
         f"{len(measured)} (floor 12 % / 30 %); more reserved than P99: {over}"
     ]
     chosen, best = _seconds(own), min(_seconds([row]) for row in others)
@@ -109,7 +110,8 @@ def verdict_lines(rows: list[Row]) -> list[str]:
         chosen = statistics.median(own[0].again)
         best = min(statistics.median(row.again) for row in others if row.again)
         lines += [
-            f"in turns: {'*' if row.is_plan else ' '} {statistics.median(row.again):.4f} s ({min(row.again):.4f} to {max(row.again):.4f}, "
+            f"in turns: {'*' if row.is_plan else ' '} {statistics.median(row.again):.4f} s ({min(row.again):.4f} to "
+            f"{max(row.again):.4f}, "
             f"{len(row.again)} steps; predicted {row.prediction.step_seconds:.4f}) {row.choice}"
             for row in measured if row.again
         ]  # fmt: skip
@@ -120,7 +122,8 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     left_out = sum(row.left_out for row in rows)
     missing = sum(row.step_seconds is None and not row.left_out for row in rows)
     lines.append(
-        f"{len(measured)} placements measured, {left_out} left out as slower, {missing} not measured{' (INCOMPLETE)' if missing else ''}"
+        f"{len(measured)} placements measured, {left_out} left out as slower, {missing} not "
+        f"measured{' (INCOMPLETE)' if missing else ''}"
     )
     count = len(measured) + left_out
     lines.append(
@@ -134,7 +137,7 @@ def _seconds(rows: list[Row]) -> float:
     return statistics.median(row.step_seconds for row in rows if row.step_seconds is not None)
 
 
-# -- what is compared ----------------------------------------------------------------------------------------------------
+# -- what is compared --------------------------------------------------------------------------------------------------
 
 NEVER = 1e-15
 Sized = tuple[Choice, Prediction]
@@ -174,7 +177,9 @@ def _predicted(choice: Choice, forecast: Forecast) -> Iterator[Sized]:
 
 
 def least_seconds(forecast: Forecast, choice: Choice) -> float:
-    """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an estimate."""
+    """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an
+    estimate.
+    """
     rates = replace(forecast.machine.rates, issue_seconds=NEVER)
     work = forecast.trace(choice.checkpointing, choice.fp4, choice.batch_size).work
     compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())

@@ -1,6 +1,7 @@
 """Times of the attention kernels' plans on this GPU; bench_attention.py calls it.
 
-Plans are compiled by many processes at once, each running one small, so that the timing process finds them in Triton's cache.
+Plans are compiled by many processes at once, each running one small, so that the timing process finds them in Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from vblackwell.kernels.attention.op import bounds
 from vblackwell.kernels.attention.plan import AttentionPlan
 
 STARTED = time.perf_counter()
-# Said, because inductor else names another folder when it first compiles, and what other processes prepared is not found from then on.
+# Said, because inductor else names another folder when it first compiles, and what other processes prepared is not
+# found from then on.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 PROCESSES = 14
 
@@ -43,39 +45,47 @@ def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> 
     ]
 
 
-# rows, columns, warps, stages, copy engine, registers; the shipped plan first. Behind it those that, by their registers and shared memory,
-# put two or more programs on a multiprocessor, so that one computes products while another is at its exponentials
-# (docs/journal/attention.md).
+# rows, columns, warps, stages, copy engine, registers; the shipped plan first. Behind it those that, by their registers
+# and shared memory, put two or more programs on a multiprocessor, so that one computes products while another is at its
+# exponentials (docs/journal/attention.md).
 SWEEP = {
     (128, "forward"): (
-        (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 32, 8, 3, 1), (128, 64, 8, 3, 1),
+        (128, 128, 8, 2, 1), (128, 64, 8, 2, 1, 128), (64, 64, 4, 2, 1), (64, 64, 4, 3, 1), (128, 32, 8, 3, 1),
+        (128, 64, 8, 3, 1),
         (128, 128, 8, 3, 1), (64, 128, 4, 2, 1), (128, 128, 8, 2, 0), (128, 64, 8, 4, 1),
     ),
     (64, "forward"): (
-        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1, 128), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1), (128, 64, 4, 3, 1), (64, 128, 4, 2, 1),
+        (128, 128, 8, 3, 1), (128, 128, 8, 2, 1, 128), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1), (128, 64, 4, 3, 1),
+        (64, 128, 4, 2, 1),
         (64, 64, 4, 3, 1), (128, 128, 8, 2, 1),
     ),
     (128, "dq"): (
-        (128, 64, 8, 3, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128), (64, 32, 4, 2, 1), (128, 64, 8, 2, 1), (64, 128, 4, 2, 1),
+        (128, 64, 8, 3, 1), (64, 64, 4, 2, 1), (128, 32, 8, 2, 1, 128), (64, 32, 4, 2, 1), (128, 64, 8, 2, 1),
+        (64, 128, 4, 2, 1),
         (128, 64, 8, 3, 0),
     ),
     (128, "dkv"): (
-        (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (32, 64, 4, 2, 1), (32, 128, 8, 3, 1), (64, 128, 8, 2, 1), (64, 64, 8, 3, 1),
+        (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (32, 64, 4, 2, 1), (32, 128, 8, 3, 1), (64, 128, 8, 2, 1),
+        (64, 64, 8, 3, 1),
         (64, 128, 8, 3, 0),
     ),
     (64, "dq"): (
-        (128, 64, 8, 3, 1), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (128, 32, 8, 3, 1), (64, 128, 4, 2, 1), (128, 64, 4, 2, 1),
+        (128, 64, 8, 3, 1), (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (128, 32, 8, 3, 1), (64, 128, 4, 2, 1),
+        (128, 64, 4, 2, 1),
         (128, 128, 8, 2, 1),
     ),
     (64, "dkv"): (
-        (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 64, 4, 2, 1), (64, 128, 8, 2, 1, 128), (64, 64, 4, 3, 1), (64, 128, 4, 2, 1),
+        (64, 128, 8, 3, 1), (64, 64, 4, 2, 1), (128, 64, 4, 2, 1), (64, 128, 8, 2, 1, 128), (64, 64, 4, 3, 1),
+        (64, 128, 4, 2, 1),
         (128, 128, 8, 2, 1),
     ),
 }  # fmt: skip
 
 
 def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
-    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together, ahead); the last four may be left out."""
+    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together, ahead); the last four
+    may be left out.
+    """
     rows, columns, warps, stages, tma, registers, specialized, together, ahead = (
         *fields,
         *(0, 0, 16, 0)[len(fields) - 5 :],
@@ -137,7 +147,9 @@ def sweep(seconds: float) -> list[str]:
 
 
 def best_of(times: dict[tuple[int, str], dict[tuple[int, ...], float]]) -> list[str]:
-    """A line a kernel: the shipped plan, the fastest, and what it gains (of the whole backward, for its two kernels)."""
+    """A line a kernel: the shipped plan, the fastest, and what it gains (of the whole backward, for its two
+    kernels).
+    """
     lines = []
     for (head, kernel), found in times.items():
         shipped = SWEEP[head, kernel][0]

@@ -16,7 +16,9 @@ WARPS = (8, 10, 12, 14, 15, 16, 28)  # of a block of the mma kernel
 
 
 def _fills(blocks: int, per_processor: int) -> bool:
-    """Whether the grid is one wave that keeps most multiprocessors busy, or so many waves that the last one matters little."""
+    """Whether the grid is one wave that keeps most multiprocessors busy, or so many waves that the last one matters
+    little.
+    """
     slots = 132 * per_processor
     waves = -(-blocks // slots)
     return blocks / (waves * slots) >= 0.72

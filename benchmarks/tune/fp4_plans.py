@@ -1,9 +1,9 @@
 """Every plausible plan of the fused FP4 kernels for a shape against cuBLAS bf16: where the rules of
 kernels/fp4/wgmma_plan.py come from.
 
-``python benchmarks/tune/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x N x
-K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as in
-bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
+``python benchmarks/tune/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x
+N x K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as
+in bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
 chooses today. Each cell is measured in a separate process: one in which a plan hangs is ended and named. ``--list``
 counts the plans of each cell and needs no GPU.
 """
@@ -203,7 +203,8 @@ def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
     print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
     for us, cublas, name in sorted(turns):
         print(
-            f"   {cublas / us:.3f} {us:.2f} {brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
+            f"   {cublas / us:.3f} {us:.2f} "
+            f"{brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
         )
     for stage, name, *_ in rows:
         if stage not in ("turns", "once"):

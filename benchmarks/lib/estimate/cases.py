@@ -8,7 +8,8 @@ from typing import Any
 
 from vblackwell.units import GiB
 
-# Per family: sizes, attention, precisions, tokens of a batch, sequence lengths. Pictures count their patches as one sequence.
+# Per family: sizes, attention, precisions, tokens of a batch, sequence lengths. Pictures count their patches as one
+# sequence.
 LANGUAGE = ((768, 6, 12), (1024, 8, 16), (1024, 16, 16), (1536, 8, 12))
 ATTENTION = ("sdpa", "sdpa", "eager")
 PRECISIONS = ("fp32", "bf16", "autocast")
@@ -50,7 +51,8 @@ FAMILIES: dict[str, Family] = {
         checkpointing=(False,),
     ),
     "mlp": Family(
-        sizes=((2048, 8, 0), (4096, 4, 0)), attention=("eager",), lengths=(1,), tokens=(4096, 16384), checkpointing=(False,)
+        sizes=((2048, 8, 0), (4096, 4, 0)), attention=("eager",), lengths=(1,), tokens=(4096, 16384),
+        checkpointing=(False,)
     ),
 }  # fmt: skip
 
@@ -141,9 +143,11 @@ CARDS = (8 * GiB, 16 * GiB, 24 * GiB)
 
 
 def boundary_cases(cases: list[Case], count: int) -> list[Case]:
-    """For the search of real boundaries: cards of each size whose batch the prediction chooses, and drawn ones without a stack.
+    """For the search of real boundaries: cards of each size whose batch the prediction chooses, and drawn ones without
+    a stack.
 
-    Two cards have 24 GiB: one alone would leave that size unchecked where its run fails. A larger ``count`` begins with the same cases.
+    Two cards have 24 GiB: one alone would leave that size unchecked where its run fails. A larger ``count`` begins with
+    the same cases.
     """
     wide = (1536, 12, 12)
     cards = [

@@ -147,12 +147,15 @@ def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, exp
     """The smallest limit on reserved bytes under which the case runs, by bisection in this process.
 
     Args:
-        claim: reserved bytes that are said to be enough: tried as they are. card: likewise, of a whole card less its context.
-        expected: where the boundary is predicted; both sides of it are tried first, which is most often the whole search.
+        claim: reserved bytes that are said to be enough: tried as they are. card: likewise, of a whole card less its
+            context.
+        expected: where the boundary is predicted; both sides of it are tried first, which is most often the whole
+            search.
 
     Returns:
-        allocated, reserved (peaks without a limit), claim, claim_runs, card, card_runs, boundary (the least limit that ran), fails (the
-        largest that did not), runs (how many trainings it took), left_over (bytes that a training kept).
+        allocated, reserved (peaks without a limit), claim, claim_runs, card, card_runs, boundary (the least limit that
+        ran), fails (the largest that did not), runs (how many trainings it took), left_over (bytes that a training
+        kept).
     """
     case = Case.from_dict(values)
     if device == "cpu":
@@ -192,9 +195,11 @@ def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, exp
 
 
 def search(
-    runs: Callable[[int], bool], low: int, high: int, step: int, expected: int, known: list[tuple[int, bool]], is_late: Callable[[], bool]
+    runs: Callable[[int], bool], low: int, high: int, step: int, expected: int, known: list[tuple[int, bool]],
+    is_late: Callable[[], bool]
 ) -> tuple[int, int]:  # fmt: skip
-    """(fails, runs): limits at most ``step`` apart, of which the lower is known to be too small and the upper to be enough.
+    """(fails, runs): limits at most ``step`` apart, of which the lower is known to be too small and the upper to be
+    enough.
 
     Args:
         low, high: known so already. known: limits that were tried, and whether they were enough.

@@ -1,7 +1,8 @@
 """The models that estimates are checked on: each family builds a module on meta, makes its batch and takes its loss.
 
-One function a family, the same for the prediction and for the real run, so that both see the same module. `materialise` gives a module on
-meta real memory in the order in which a trace counts it, without the temporaries that drawing weights would leave in the allocator.
+One function a family, the same for the prediction and for the real run, so that both see the same module. `materialise`
+gives a module on meta real memory in the order in which a trace counts it, without the temporaries that drawing weights
+would leave in the allocator.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def _decoder(case: Any, dtype: torch.dtype) -> Built:
     )
     model.gradient_checkpointing = case.checkpointing
     return Built(
-        model.train(), tokens(32000, case.batch, case.seq), lambda model, batch: model(batch["input_ids"], batch["labels"])
+        model.train(), tokens(32000, case.batch, case.seq), lambda model,
+        batch: model(batch["input_ids"], batch["labels"])
     )  # fmt: skip
 
 
@@ -146,7 +148,8 @@ def _llama_like(
         shared = groups if heads % groups == 0 else 7  # 14 heads, as Qwen2.5-0.5B has them
         return {
             "model_type": model_type, "vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers,
-            "intermediate_size": more.get("intermediate_size") or -(-width * 8 // 3 // 64) * 64, "num_attention_heads": heads,
+            "intermediate_size": more.get("intermediate_size") or -(-width * 8 // 3 // 64) * 64,
+            "num_attention_heads": heads,
             "num_key_value_heads": heads // shared, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
             **{name: value for name, value in more.items() if name != "intermediate_size"},
         }  # fmt: skip
@@ -157,7 +160,8 @@ def _llama_like(
 def _t5(size: tuple[int, ...]) -> dict[str, Any]:
     width, layers, heads = size
     return {
-        "model_type": "t5", "vocab_size": 32128, "d_model": width, "d_kv": 64, "d_ff": 4 * width, "num_layers": layers, "num_heads": heads,
+        "model_type": "t5", "vocab_size": 32128, "d_model": width, "d_kv": 64, "d_ff": 4 * width, "num_layers": layers,
+        "num_heads": heads,
         "decoder_start_token_id": 0,
     }  # fmt: skip
 
@@ -201,12 +205,15 @@ def build(case: Any) -> Built:
     if case.checkpointing and case.family != "decoder":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+            model: Any = built.model
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
 
 
 def materialise(model: nn.Module, device: str) -> nn.Module:
-    """Real memory for a module on meta: first all parameters, then all buffers, each once; nothing else is allocated."""
+    """Real memory for a module on meta: first all parameters, then all buffers, each once; nothing else is
+    allocated.
+    """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

@@ -32,7 +32,8 @@ def trace_case(case: Case, capability: tuple[int, int]) -> Trace:
     autocast = torch.bfloat16 if case.precision == "autocast" else None
     with plain_batches():
         return trace_training(
-            built.model, built.batch("cuda"), built.loss, optimizer_named(case.optimizer), autocast=autocast, capability=capability
+            built.model, built.batch("cuda"), built.loss, optimizer_named(case.optimizer), autocast=autocast,
+            capability=capability
         )  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
 
 
 def predict(
-    case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200", measured: dict[str, Any] | None = None
+    case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200",
+    measured: dict[str, Any] | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first.
 
@@ -105,6 +107,7 @@ def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dic
     total = stack.level0 + stack.step
     reserved = total + stack.fragmentation
     return {
-        "parameters": trace.num_parameters, "allocated": total, "reserved": reserved, "context": context, "peak_p50": reserved + context,
+        "parameters": trace.num_parameters, "allocated": total, "reserved": reserved, "context": context,
+        "peak_p50": reserved + context,
         "peak_p99": int(reserved * STREAMED_P99) + P99_BYTES + context, "host": stack.host, "level0": stack.level0,
     }  # fmt: skip

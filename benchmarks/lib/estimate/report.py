@@ -13,7 +13,8 @@ from vblackwell.units import GiB
 
 Row = dict[str, Any]
 COLUMNS = (
-    "date", "gpu", "driver", "torch", "transformers", "case", "predicted_allocated", "allocated", "predicted_reserved", "reserved",
+    "date", "gpu", "driver", "torch", "transformers", "case", "predicted_allocated", "allocated", "predicted_reserved",
+    "reserved",
     "predicted_context", "context", "predicted_p99", "device", "predicted_step_seconds", "step_seconds", "error",
 )  # fmt: skip
 
@@ -107,7 +108,8 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     counts = {of: sum(f"{of}: " in row["error"] for row in rows) for of in ("predicted", "measured")}
     missing = sum(bool(row["error"]) for row in rows)
     lines = [
-        f"cases: {len(rows)}, of these {counts['predicted']} could not be predicted and {counts['measured']} failed or did not run"
+        f"cases: {len(rows)}, of these {counts['predicted']} could not be predicted and {counts['measured']} failed or "
+        f"did not run"
         + (f": {missing} WITHOUT AN ANSWER, so the floors below are of the others alone" if missing else "")
     ]
     for title, told, real, floors in FLOORS:
@@ -132,7 +134,8 @@ def _grouped(title: str, rows: list[Row], key: Callable[[Row], str]) -> list[str
         if allocated:
             median = statistics.median
             lines.append(
-                f"{name:<12}{len(mine):>6}{median(map(abs, allocated)):>11.2%}{median(allocated):>+9.2%}{median(reserved):>10.2%}"
+                f"{name:<12}{len(mine):>6}{median(map(abs, allocated)):>11.2%}{median(allocated):>+9.2%}"
+                f"{median(reserved):>10.2%}"
                 f"{max(reserved):>8.2%}"
             )
     return lines
@@ -146,14 +149,18 @@ def case_lines(rows: list[Row]) -> list[str]:
             context = f"{row['context'] / 1e6:.0f}" if row["context"] else "?"
             step = f"{row['step_seconds'] * 1e3:.1f}" if row["step_seconds"] else ""
             lines.append(
-                f"{row['case'][:57]:<58}{row['allocated'] / 1e6:>10.0f}{relative(row, 'predicted_allocated', 'allocated'):>+8.2%}"
-                f"{row['reserved'] / 1e6:>10.0f}{relative(row, 'predicted_reserved', 'reserved'):>+8.2%}{context:>9}{step:>9}"
+                f"{row['case'][:57]:<58}{row['allocated'] / 1e6:>10.0f}"
+                f"{relative(row, 'predicted_allocated', 'allocated'):>+8.2%}"
+                f"{row['reserved'] / 1e6:>10.0f}{relative(row, 'predicted_reserved', 'reserved'):>+8.2%}"
+                f"{context:>9}{step:>9}"
             )
     return lines + [f"{row['case'][:57]:<58} {row['error']}" for row in rows if row["error"]]
 
 
 def step_lines(rows: list[Row]) -> list[str]:
-    """Step times in ms: measured, predicted, of that the GPU's and the host's alone, and us of an operator just then."""
+    """Step times in ms: measured, predicted, of that the GPU's and the host's alone, and us of an operator just
+    then.
+    """
     timed = [row for row in rows if row.get("step_seconds") and row.get("predicted_step_seconds")]
     if not timed:
         return []
@@ -193,7 +200,8 @@ def boundary_lines(
         coarse = (real["boundary"] - real.get("fails", real["boundary"])) / real["boundary"]
         card = "" if "card" not in real else f"  batch of the card runs: {real['card_runs']}"
         lines.append(
-            f"{name[:57]:<58}{needed / 1e6:>10.0f}{claimed / 1e6:>10.0f}{share:>+8.2%}  {'FAILS' if bad else 'runs'}{card}"
+            f"{name[:57]:<58}{needed / 1e6:>10.0f}{claimed / 1e6:>10.0f}{share:>+8.2%}  "
+            f"{'FAILS' if bad else 'runs'}{card}"
             + (f"  left over {real['left_over']}" if real["left_over"] else "")
             + (f"  searched to {coarse:.1%} only" if coarse > COARSE else "")
         )

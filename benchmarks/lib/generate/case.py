@@ -59,7 +59,8 @@ class Point:
         rows, new: of the text. through: weights had room for three layers alone.
         first_cold, first_seconds: from the request to the first token on the host: of the process's first request of
             this size, and of the next one.
-        step_seconds: median time from token to token; rate: tokens a second by it, all rows. drained_rate: by first and last token.
+        step_seconds: median time from token to token; rate: tokens a second by it, all rows. drained_rate: by first and
+            last token.
         must_bytes: what does not stay on the GPU and is needed for a token; moved_bytes: what crossed the link for one.
         read_bytes: what the GPU reads for a token: weights, keys and values.
         peak_reserved: torch's, of the GPU.

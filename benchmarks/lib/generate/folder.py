@@ -1,4 +1,5 @@
-"""A folder of random weights in Llama's shape, written as fast as the file system takes them, and the rates of the machine.
+"""A folder of random weights in Llama's shape, written as fast as the file system takes them, and the rates of the
+machine.
 
 Numbers are drawn on the GPU, and a few threads write files: sharded safetensors with an index, as a hub's folders are.
 """

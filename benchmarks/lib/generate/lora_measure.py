@@ -1,8 +1,10 @@
-"""The process of one system: adapters over a 4-bit base, trained on real text. Started by bench_lora.py with a case as its only argument.
+"""The process of one system: adapters over a 4-bit base, trained on real text. Started by bench_lora.py with a case as
+its only argument.
 
-Both systems train peft's modules from the same first values (`fill_adapter`) on the same rows: bytes of the standard library's Python
-sources, as tokens. Ours keeps the base in nvfp4, adapters' masters in fp32 and computes in bf16; bitsandbytes keeps it in nf4, adapters in
-fp32 under autocast to bf16, with torch's fused AdamW. Both checkpoint every layer.
+Both systems train peft's modules from the same first values (`fill_adapter`) on the same rows: bytes of the standard
+library's Python sources, as tokens. Ours keeps the base in nvfp4, adapters' masters in fp32 and computes in bf16;
+bitsandbytes keeps it in nf4, adapters in fp32 under autocast to bf16, with torch's fused AdamW. Both checkpoint every
+layer.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def train(case: Case, device: torch.device) -> Result:
     result.opened_seconds = time.perf_counter() - began
     say(
         "phase",
-        text=f"opened in {result.opened_seconds:.1f} s, {result.placement}, {result.trained / 1e6:.2f} M parameters trained",
+        text=f"opened in {result.opened_seconds:.1f} s, {result.placement}, {result.trained / 1e6:.2f} M trained",
     )
     losses, marks, trained_from = [], [], time.perf_counter()
     for number, ids_BS in enumerate(rows):

@@ -1,7 +1,8 @@
 """The process of one system: opens the folder, writes texts, measures. bench_generate.py starts it with a case.
 
-Every system writes greedily from the same prompts, through the package's own loop (`columns`), which reads a token while the next is
-computed; the resident decoder through its own (`stepper`), with the step in a graph. Times are those at which tokens are on the host.
+Every system writes greedily from the same prompts, through the package's own loop (`columns`), which reads a token
+while the next is computed; the resident decoder through its own (`stepper`), with the step in a graph. Times are those
+at which tokens are on the host.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ class Ours(System):
 
 
 class Accelerate(System):
-    """`device_map="auto"` with the rest in RAM; keys and values there too where they do not fit, by transformers' cache."""
+    """`device_map="auto"` with the rest in RAM; keys and values there too where they do not fit, by transformers'
+    cache.
+    """
 
     def open(self, rows: int) -> None:
         from transformers import AutoModelForCausalLM

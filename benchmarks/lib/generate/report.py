@@ -20,7 +20,8 @@ def line_of(point: Point) -> str:
         return f"{name:26}{point.rows:>5}  {point.status}"
     cells = [
         (point.new, "{}"), (point.first_cold, "{:.3f}"), (point.first_seconds, "{:.3f}"), (point.rate, "{:.2f}"),
-        (point.drained_rate, "{:.2f}"), (_of(point.step_seconds, 1e-3), "{:.2f}"), (_of(point.must_bytes, GB), "{:.2f}"),
+        (point.drained_rate, "{:.2f}"), (_of(point.step_seconds, 1e-3), "{:.2f}"),
+        (_of(point.must_bytes, GB), "{:.2f}"),
         (_of(point.moved_bytes, GB), "{:.2f}"), (_of(point.peak_reserved, GB), "{:.2f}"),
     ]  # fmt: skip
     return f"{name:26}{point.rows:>5}" + "".join(
@@ -42,7 +43,8 @@ def loading_line(loading: Loading) -> str:
     """How a system opened the folder."""
     own, machine = loading.own_bytes / loading.file_bytes, loading.machine_bytes / loading.file_bytes
     return (
-        f"{loading.system:26} opened in {loading.seconds:.1f} s; host memory meanwhile over the {loading.file_bytes / GB:.2f} GB of files: "
+        f"{loading.system:26} opened in {loading.seconds:.1f} s; host memory meanwhile over the "
+        f"{loading.file_bytes / GB:.2f} GB of files: "
         f"{own:.3f} its own, {machine:.3f} the machine's"
     )
 

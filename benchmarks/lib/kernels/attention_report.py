@@ -19,7 +19,8 @@ GOALS = {
     "causal 64": ((1.0, 1.3), (0.8, 1.0)),
     "mask": ((1.2, 2.0), (1.0, 1.5)),
 }
-# Relative error of an output that is still right: bf16 rounds to 2^-9, and a sum of rounded probabilities comes to 2.3e-3.
+# Relative error of an output that is still right: bf16 rounds to 2^-9, and a sum of rounded probabilities comes to
+# 2.3e-3.
 WORST = 5e-3
 
 
@@ -60,16 +61,13 @@ def goals(rows: Rows) -> list[str]:
         lines.append(f"{f'{name}: error of a head of the own forward':{WIDTH}} {own['error']:7.1e}   {WORST:g}  {said}")
         goal = next((g for kind, g in GOALS.items() if name.startswith(kind)), None)
         masked = has_mask(name)
-        others = (
-            [n for n in systems if n in ("efficient", "flex")] if masked else [n for n in ("flash",) if n in systems]
-        )
+        others = [n for n in systems if n == ("efficient" if masked else "flash")]
         for index, key in enumerate(TIMES):
             where = f"{name}: {key.removesuffix('_us')}"
             if (goal or masked) and others and key != "both_us":
                 best = min(others, key=lambda other: systems[other][key])
-                given = ", block mask given" if best == "flex" else ""
                 over = systems[best][key] / own[key]
-                lines.append(goal_line(f"{where}, own over {best}{given}", over, *(goal or GOALS["mask"])[index]))
+                lines.append(goal_line(f"{where}, own over {best}", over, *(goal or GOALS["mask"])[index]))
             best = min(known, key=lambda other: known[other][key])
             ran = chosen["chosen_forward" if key == "forward_us" else "chosen"]
             words = f"{where}, dispatcher ({ran}) over the best ({best})"

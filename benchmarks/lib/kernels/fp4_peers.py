@@ -1,7 +1,8 @@
 """Other people's 4-bit linears, for bench_fp4.py: each made of the same bf16 weight, or the reason why it is not there.
 
-Nothing here is required. A peer that is not installed, or that fails on this machine or shape, is a line of the table with its
-reason: never a missing line, never a time of something else. Its result is compared with the bf16 product before it is timed.
+Nothing here is required. A peer that is not installed, or that fails on this machine or shape, is a line of the table
+with its reason: never a missing line, never a time of something else. Its result is compared with the bf16 product
+before it is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Relative RMS of 4-bit weights on Gaussian values is 0.08 to 0.12 (18 to 22 dB); layouts read in a wrong order give 1.4.
+# Relative RMS of 4-bit weights on Gaussian values is 0.08 to 0.12 (18 to 22 dB); layouts read in a wrong order give
+# 1.4.
 LARGEST_ERROR = 0.2
 
 

@@ -13,8 +13,8 @@ import torch
 class Replay:
     """A captured graph, with what it was captured from.
 
-    A graph knows addresses only. An input that nobody else holds would be freed, and with expandable segments the next capture's
-    `empty_cache` unmaps its page: a replay then reads what is not there, or another system's data.
+    A graph knows addresses only. An input that nobody else holds would be freed, and with expandable segments the next
+    capture's `empty_cache` unmaps its page: a replay then reads what is not there, or another system's data.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -40,8 +40,8 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
 def graph_of(calls: Sequence[Callable[[], object]]) -> Replay:
     """A CUDA graph of all ``calls``, replayed once to its end; all of them run before, as in a model that is warmed up.
 
-    A call that fails on the GPU therefore raises here, and nothing before it is still under way. And a captured launch overlaps the kernel
-    ahead of it only where another one has read its weight before (kernels/runtime/launch.py).
+    A call that fails on the GPU therefore raises here, and nothing before it is still under way. And a captured launch
+    overlaps the kernel ahead of it only where another one has read its weight before (kernels/runtime/launch.py).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -72,9 +72,9 @@ def alternating_us(systems: Sequence[Sequence[Callable[[], object]]], rounds: in
 def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
     """Median time of a replay of each graph, in us.
 
-    In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round goes before.
-    Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody shall always follow the same one.
-    So an odd number of rounds is rounded up.
+    In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round
+    goes before. Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody shall
+    always follow the same one. So an odd number of rounds is rounded up.
     """
     rounds += rounds % 2
     times: list[list[float]] = [[] for _ in graphs]

@@ -21,7 +21,9 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: two square projections, two as wide as keys, three of the feed-forward, two norms."""
+        """Parameters of one block: two square projections, two as wide as keys, three of the feed-forward, two
+        norms.
+        """
         key_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
         attention = 2 * self.hidden_size * (self.hidden_size + key_size)
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
@@ -45,7 +47,8 @@ class Recipe:
     """Choices of our own systems that others do not have; None leaves the package's default.
 
     Attributes:
-        update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home. Streamed only.
+        update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home.
+            Streamed only.
         resident_bytes: level-0 bytes for groups that live there. Streamed only.
         weight_bytes: level-0 bytes for loaded weights. Streamed only.
         level0_bytes: of level 0, less than the cap: what activations need stays outside. Streamed only.
@@ -165,13 +168,16 @@ class Result:
 
     Attributes:
         tokens: a step.
-        tokens_per_second: by the median measured step. drained_tokens_per_second: all measured steps between two standstills.
+        tokens_per_second: by the median measured step. drained_tokens_per_second: all measured steps between two
+            standstills.
         peak_reserved, peak_allocated: torch's, from the first step on. gpu_used: the device's, contexts included.
         level0_peak: of our stack's books.
-        host_rss: the process's highest. host_used: growth of the machine's used RAM. pinned: torch's pinned blocks and ours.
+        host_rss: the process's highest. host_used: growth of the machine's used RAM. pinned: torch's pinned blocks and
+            ours.
         first_step_seconds: from the process's start to the end of step 1.
         losses: of the first ten steps.
-        link_bytes: a measured step, by direction. link_busy: share of the measured time during which a copy ran, likewise.
+        link_bytes: a measured step, by direction. link_busy: share of the measured time during which a copy ran,
+            likewise.
     """
 
     system: str

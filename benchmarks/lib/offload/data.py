@@ -1,8 +1,9 @@
 """The same weights and the same tokens for every system, from a seed.
 
-Tokens: a Markov chain of order one over up to 1,024 words spread over the vocabulary. Each word has four successors, taken with
-probabilities 0.60, 0.20, 0.15 and 0.05; sequences begin anywhere. A model first learns which words occur (the loss falls from
-ln V towards ln 1024 = 6.9), then the successors (1.06 nats are left), so a few steps show whether it trains.
+Tokens: a Markov chain of order one over up to 1,024 words spread over the vocabulary. Each word has four successors,
+taken with probabilities 0.60, 0.20, 0.15 and 0.05; sequences begin anywhere. A model first learns which words occur
+(the loss falls from ln V towards ln 1024 = 6.9), then the successors (1.06 nats are left), so a few steps show whether
+it trains.
 
 Weights: every tensor has a generator of its own, seeded by its name, on the device that computes: drawing 2.7 G normal
 numbers takes minutes on a CPU and a blink on a GPU, and no system needs more than one tensor of them there.
@@ -42,7 +43,9 @@ def next_tokens(ids_BS: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(name: str, shape: torch.Size, num_layers: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Initial fp32 value of a weight: 1 for norms, else normal(0, 0.02), into the residual stream / sqrt(2 * layers)."""
+    """Initial fp32 value of a weight: 1 for norms, else normal(0, 0.02), into the residual stream / sqrt(2 *
+    layers).
+    """
     if len(shape) == 1:
         return torch.ones(shape, device=device)
     generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
@@ -55,6 +58,8 @@ def drawn(name: str, shape: torch.Size, num_layers: int, seed: int, device: torc
 def fill(
     named: Iterable[tuple[str, torch.Size, torch.Tensor]], num_layers: int, seed: int, device: torch.device
 ) -> None:
-    """Draw each (name, shape, where) on ``device`` and copy it to ``where``, which may be flat, narrower and elsewhere."""
+    """Draw each (name, shape, where) on ``device`` and copy it to ``where``, which may be flat, narrower and
+    elsewhere.
+    """
     for name, shape, where in named:
         where.copy_(drawn(name, shape, num_layers, seed, device).view(where.shape))

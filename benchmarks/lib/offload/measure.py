@@ -1,11 +1,11 @@
 """The process of one system: builds it, trains, measures. Started by bench_offload.py with a case as its only argument.
 
-What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other people's chatter.
-The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one step before they are needed, a
-loss is read while the next step runs, both on a stream of their own. Step times are the intervals between events on the
-computing stream behind each step (on a CPU: between the moments at which the calls return). Work that runs on behind the
-step (updates under the next forward) is in the next interval; the *drained* rate covers all measured steps between two
-moments at which nothing at all was under way.
+What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other
+people's chatter. The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one
+step before they are needed, a loss is read while the next step runs, both on a stream of their own. Step times are the
+intervals between events on the computing stream behind each step (on a CPU: between the moments at which the calls
+return). Work that runs on behind the step (updates under the next forward) is in the next interval; the *drained* rate
+covers all measured steps between two moments at which nothing at all was under way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from vblackwell.train.small_copies import LateScalar
 
 
 class HostWatch:
-    """The most RAM that the machine used, beyond what it used at the start. Pages pinned by a driver are in no process's RSS."""
+    """The most RAM that the machine used, beyond what it used at the start. Pages pinned by a driver are in no
+    process's RSS.
+    """
 
     def __init__(self, every_seconds: float = 0.2) -> None:
         self._start = self._peak = self._used()

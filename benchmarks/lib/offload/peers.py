@@ -1,7 +1,8 @@
 """What offloading is elsewhere: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed's ZeRO-3 offload, on one GPU.
 
-Both train transformers' Llama in bf16 with fp32 masters and AdamW on the CPU, as their documentation sets them up. DeepSpeed
-casts the initial weights to bf16 before it makes masters of them, so its losses begin a rounding away from the others'.
+Both train transformers' Llama in bf16 with fp32 masters and AdamW on the CPU, as their documentation sets them up.
+DeepSpeed casts the initial weights to bf16 before it makes masters of them, so its losses begin a rounding away from
+the others'.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from benchmarks.lib.offload.systems import System, adamw_settings, clip_of, hf_l
 
 
 def _fresh_rotary(model: Any, device: torch.device) -> None:
-    """Rotary tables in fp32 on ``device``: those of a model made on 'meta' have no values, and DeepSpeed would round them."""
+    """Rotary tables in fp32 on ``device``: those of a model made on 'meta' have no values, and DeepSpeed would round
+    them.
+    """
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
 
@@ -74,7 +77,9 @@ class DeepSpeedSystem(System):
 
 
 def build_deepspeed(case: Case, device: torch.device) -> System:
-    """ZeRO stage 3, parameters and optimizer in pinned host memory, DeepSpeed's own CPU Adam (compiled on first use)."""
+    """ZeRO stage 3, parameters and optimizer in pinned host memory, DeepSpeed's own CPU Adam (compiled on first
+    use).
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

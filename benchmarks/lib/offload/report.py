@@ -62,7 +62,8 @@ def _detail(result: Result) -> list[str]:
         busy = result.link_busy[name]
         rate = _link_rate(result, name)
         lines.append(
-            f"{result.system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at {_form(rate, '{:.1f}')} GB/s"
+            f"{result.system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at "
+            f"{_form(rate, '{:.1f}')} GB/s"
         )
     if result.stall_share is not None:
         lines.append(f"{result.system}: waited for bytes {result.stall_share:.1%} of the time")
@@ -125,7 +126,7 @@ def _loss_lines(ran: dict[str, Result]) -> list[str]:
     return [f"{f'losses of {len(pairs)} steps, streamed against resident: largest difference':56} {worst:.3g}  {said}"]
 
 
-# -- the CSV -------------------------------------------------------------------------------------------------------------------
+# -- the CSV -----------------------------------------------------------------------------------------------------------
 
 
 def row_of(about: dict[str, Any], case: Case, result: Result) -> dict[str, Any]:

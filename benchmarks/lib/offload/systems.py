@@ -66,7 +66,9 @@ class System:
         self.optimizer.zero_grad(set_to_none=True)
 
     def grad_norm(self) -> Tensor | float | None:
-        """The 2-norm of the last step's gradients before clipping, where somebody measured it; perhaps still under way."""
+        """The 2-norm of the last step's gradients before clipping, where somebody measured it; perhaps still
+        under way.
+        """
         return self.norm_of() if self._clipped is None else self._clipped
 
 
