@@ -32,12 +32,9 @@ from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, rel
 from vblackwell.machine.facts import list_gpus
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.config import LevelConfig
-from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.gpu import DeviceLevel
-from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level, NullLevel, Transfer
-from vblackwell.memory.scratch_file import ScratchFile, memory_at
-from vblackwell.memory.slab import map_slab
+from vblackwell.memory.disk import DiskLevel, ScratchFile, memory_at
+from vblackwell.memory.host import HostLevel, map_slab
+from vblackwell.memory.level import DeviceLevel, Level, NullLevel, Transfer
 from vblackwell.units import GiB, MiB, format_bytes
 
 CSV = Path(__file__).parent / "results" / "stack.csv"

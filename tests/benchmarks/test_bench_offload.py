@@ -185,7 +185,7 @@ def test_a_trace_shows_background_threads(tmp_path):
 
 @pytest.mark.gpu
 def test_a_trace_names_the_streams(tmp_path):
-    from vblackwell.memory.copying import copy_streams
+    from vblackwell.memory.transfer import copy_streams
 
     device = torch.device("cuda", 0)
     a = torch.randn(2048, 2048, device=device)

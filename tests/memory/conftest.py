@@ -12,9 +12,8 @@ import torch
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level, NullLevel
+from vblackwell.memory.level import DeviceLevel, Level, NullLevel
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB
 

@@ -18,8 +18,7 @@ from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
-from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.scratch_file import DiskFull, SystemCalls
+from vblackwell.memory.disk import DiskFull, DiskLevel, SystemCalls
 from vblackwell.units import GiB, KiB, MiB
 
 PIECE = 64 * KiB

@@ -13,8 +13,7 @@ import torch
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory import host as host_module
-from vblackwell.memory.host import HostLevel
-from vblackwell.memory.slab import HUGE_PAGE, map_slab
+from vblackwell.memory.host import HUGE_PAGE, HostLevel, map_slab
 from vblackwell.units import KiB, MiB
 
 

@@ -11,8 +11,7 @@ import torch
 from tests.memory.conftest import PAGE, counts, levels, page
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor
 from vblackwell.memory.level import NullLevel
-from vblackwell.memory.pool import LevelPool
-from vblackwell.memory.statistics import Statistics
+from vblackwell.memory.pool import LevelPool, Statistics
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.units import KiB
 

@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from vblackwell.errors import DiskError, Unsupported
-from vblackwell.memory.copying import copy_pool, copy_streams, start_copy
-from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, set_transfer_delay
+from vblackwell.memory.transfer import (
+    DoneTransfer,
+    FutureTransfer,
+    copy_pool,
+    copy_streams,
+    set_transfer_delay,
+    start_copy,
+)
 from vblackwell.units import MiB
 
 

@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from vblackwell.memory.copying import flat_bytes
-from vblackwell.memory.level import Extent, Level
-from vblackwell.memory.ranges import RangeAllocator
-from vblackwell.memory.transfer import EventTransfer, Transfer
+from vblackwell.memory.level import Extent, Level, RangeAllocator
+from vblackwell.memory.transfer import EventTransfer, Transfer, flat_bytes
 from vblackwell.offload.movement.lane_queues import Copied, HostQueue, Pairs, Queues
 from vblackwell.offload.storage.staging import Continuations
 

@@ -16,9 +16,8 @@ from torch import nn
 from tests.offload.adversary import PAGE, Adversary, LateContinuations, LateDisk, LateQueues
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Transfer
+from vblackwell.memory.level import DeviceLevel, Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.formats import EXACT, Formats
 from vblackwell.offload.layout.groups import Group, moment_ranges

@@ -18,8 +18,7 @@ from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, loss
 from tests.offload.models import CASES, build
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, StepAbandoned
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.scratch_file import SystemCalls
+from vblackwell.memory.disk import DiskLevel, SystemCalls
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release

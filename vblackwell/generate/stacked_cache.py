@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.pool import LevelPool, Reservation
+from vblackwell.memory.transfer import copy_streams
 from vblackwell.offload.layout.generation import CACHE_PLACES, CacheShape
 
 _serial = itertools.count()

@@ -1,25 +1,130 @@
-"""Bytes in host memory, cut from a few large slabs.
+"""Bytes in host memory: extents cut from a few large slabs in huge pages, near the GPU and registered with CUDA.
 
-Slabs are mapped as they are needed, each larger than the last (64 MiB up to 1 GiB), so that a small job does not pay
-for a large cap; an extent of more than a quarter of the next slab gets a slab of exactly its own size, or layer groups
-of 600 MiB would leave 40 % of every slab unused. Inside a slab free ranges are best fit. An
-extent never spans two slabs: CUDA copies refuse ranges that cross two registrations. Extents are 4 KiB aligned, which
-lets `O_DIRECT` read and write straight into them.
-
-A slab that became empty is given up only when its bytes are needed for one of another size. In between it keeps its
-pages, because mapping and pinning are slow (0.35 s a GiB, measured).
+Slabs are mapped as they are needed, each larger than the last, so that a small job does not pay for a large cap; an
+extent of more than a quarter of the next one gets a slab of exactly its size. An extent never spans two slabs: CUDA
+copies refuse ranges that cross two registrations. It is 4 KiB aligned, so `O_DIRECT` reads and writes it in place. An
+empty slab is given up only when its bytes are needed for another: mapping and pinning take 0.35 s a GiB (measured).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import torch
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.machine.facts import memory_facts
-from vblackwell.memory.level import Extent, Level
-from vblackwell.memory.ranges import RangeAllocator
-from vblackwell.memory.slab import map_slab
-from vblackwell.units import GiB, KiB, MiB, format_bytes
+from vblackwell.errors import ConfigurationError, InsufficientMemory
+from vblackwell.machine.facts import memory_facts, numa_node_count, numa_node_cpus
+from vblackwell.memory.level import Extent, Level, RangeAllocator
+from vblackwell.units import GiB, KiB, MiB, align_up, format_bytes
+
+HUGE_PAGE = 2 * MiB
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_FAULT_THREADS = 8
+_FAULT_BYTES = 64 * MiB
+
+
+class _Mapping(mmap.mmap):
+    """Host memory that may be registered with CUDA. A `weakref` finalizer would run after mmap has unmapped it."""
+
+    unregister: Callable[[], Any] | None = None
+
+    def __del__(self) -> None:
+        # At exit CUDA may be gone, and the process's memory goes anyway.
+        if self.unregister is not None and not sys.is_finalizing():
+            self.unregister()
+
+
+def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
+    """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones).
+
+    Args:
+        numa_node: where the pages should lie; None leaves it to the system.
+        pin: register with CUDA; where the system refuses, one warning, and the memory stays pageable.
+
+    Raises:
+        InsufficientMemory: the system gave no memory.
+    """
+    size = align_up(size, mmap.PAGESIZE)
+    padding = HUGE_PAGE if size >= HUGE_PAGE else 0
+    try:
+        mapping = _Mapping(-1, size + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise InsufficientMemory(
+            f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the cpu level's cap",
+            needed_bytes=size,
+            available_bytes=0,
+        ) from error
+    if padding and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE_PAGE if padding else 0
+        slab = whole[start : start + size]
+    _fault_in(slab.data_ptr(), size, numa_node)
+    if pin:
+        _register(mapping, slab.data_ptr(), size)
+    return slab
+
+
+def _fault_in(address: int, size: int, numa_node: int | None) -> None:
+    """Touch every page, from several threads, on the node's cores where there is more than one node."""
+    cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
+    cpus &= os.sched_getaffinity(0)
+    if size <= _FAULT_BYTES and not cpus:
+        _touch(address, size)
+        return
+    starts = iter(range(0, size, _FAULT_BYTES))
+    lock = threading.Lock()
+
+    def work() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread only
+        while True:
+            with lock:
+                start = next(starts, None)
+            if start is None:
+                return
+            _touch(address + start, min(_FAULT_BYTES, size - start))
+
+    count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-size // _FAULT_BYTES))
+    threads = [threading.Thread(target=work, name="vblackwell-fault") for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _touch(address: int, size: int) -> None:
+    libc = ctypes.CDLL(None)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+        ctypes.memset(address, 0, size)  # an older kernel; fresh pages are zero anyway
+
+
+def _register(mapping: _Mapping, address: int, size: int) -> None:
+    cudart: Any = torch.cuda.cudart()
+    refused = int(cudart.cudaHostRegister(address, size, 1))  # portable: pinned for every device
+    if refused:
+        warnings.warn(
+            f"CUDA refused to pin {format_bytes(size)} of host memory (error {refused}): copies to and from the GPU "
+            f"stay correct but run at pageable speed. Check `ulimit -l`, or on WSL2 the memory limit in .wslconfig",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        # CUDA keeps the error, and torch would report it at the next kernel of somebody else.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        return
+    mapping.unregister = functools.partial(cudart.cudaHostUnregister, address)
+
 
 ALIGNMENT = 4 * KiB
 FIRST_SLAB_BYTES = 64 * MiB

@@ -1,36 +1,28 @@
 """What a level is: a place that holds extents of bytes, counts them against a cap, and moves them asynchronously.
 
-A level hands out contiguous extents from a fixed capacity and copies bytes between them and tensors. Reads and writes
-return a `Transfer` at once. Everything else (which key lives where, what is evicted) is the stack's business.
-
 Two rules make asynchrony safe:
 
 1. A transfer starts after everything that was queued, at the time of the call, on the *current* CUDA stream of every
-   CUDA device that takes part. So memory that the caller just allocated, or just finished computing on, may be passed
-   in.
+   device that takes part: memory that the caller just allocated, or just finished computing on, may be passed in.
 2. Nothing may touch the source (write) or the destination (read or write) until the transfer is done: `wait()` for
    the host, `wait_on(stream)` for work that is queued on a CUDA stream afterwards.
 
-The caller orders two transfers on one extent.
-
-Allocation has two halves, `place` (arithmetic, can be taken back) and `materialise` (memory), and so has freeing,
-`displace` and `release`: the stack plans a whole cascade of moves with the arithmetic halves, so that it knows before
-the first byte moves that the last one will find room. Why not a dry run on a copy of the allocators: the plan's
-offsets are the ones that get used, and taking a plan back is the same code as planning.
+The caller orders two transfers on one extent. Allocation has two halves, `place` (arithmetic, can be undone) and
+`materialise` (memory), and so has freeing: the stack plans a whole cascade of moves before the first byte moves.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.copying import COPY_THREADS, copy_pool, flat_bytes, start_copy
-from vblackwell.memory.transfer import DoneTransfer, Transfer
+from vblackwell.memory.transfer import COPY_THREADS, DoneTransfer, Transfer, copy_pool, flat_bytes, start_copy
 from vblackwell.units import align_up, format_bytes
 
 
@@ -243,3 +235,160 @@ class NullLevel(Level):
     def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
         assert flat_bytes(src).nbytes <= extent.num_bytes
         return DoneTransfer()
+
+
+class RangeAllocator:
+    """Free ranges of ``[0, size)``. Not thread-safe, knows no alignment: its level passes multiples only."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
+        self._size_at: dict[int, int] = {}  # start -> size
+        self._start_before: dict[int, int] = {}  # end -> start
+        if size:
+            self._insert(0, size)
+
+    @property
+    def largest(self) -> int:
+        """Size of the largest free range; 0 where there is none."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything is free."""
+        return self.largest == self.size
+
+    def best_fit(self, size: int) -> tuple[int, int] | None:
+        """(size, start) of the free range that `allocate` would cut from; None where nothing fits."""
+        index = bisect_left(self._by_size, (size, 0))
+        return self._by_size[index] if index < len(self._by_size) else None
+
+    def allocate(self, size: int) -> int | None:
+        """Take ``size`` bytes; their offset, or None where no free range is large enough."""
+        found = self.best_fit(size)
+        if found is None:
+            return None
+        self.take(found[1], size)
+        return found[1]
+
+    def take(self, start: int, size: int) -> None:
+        """Take exactly ``[start, start + size)``, which must be free: how a `free` is taken back."""
+        found = start if start in self._size_at else self._containing(start)
+        found_size = self._size_at[found]
+        assert found <= start and start + size <= found + found_size, "the range to take is not free"
+        self._remove(found, found_size)
+        if start > found:
+            self._insert(found, start - found)
+        if start + size < found + found_size:
+            self._insert(start + size, found + found_size - start - size)
+
+    def free(self, start: int, size: int) -> None:
+        """Give ``[start, start + size)`` back, merged with its free neighbours."""
+        end = start + size
+        after = self._size_at.get(end)
+        if after is not None:
+            self._remove(end, after)
+            size += after
+        before = self._start_before.get(start)
+        if before is not None:
+            self._remove(before, start - before)
+            size += start - before
+            start = before
+        self._insert(start, size)
+
+    def _containing(self, start: int) -> int:
+        return max(free for free in self._size_at if free <= start)
+
+    def _insert(self, start: int, size: int) -> None:
+        insort(self._by_size, (size, start))
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._size_at[start]
+        del self._start_before[start + size]
+
+
+ALIGNMENT = 512
+
+
+class _Block:
+    """The allocation of an extent; None until it is materialised and after it was released."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+
+
+class DeviceLevel(Level):
+    """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena."""
+
+    device: torch.device
+
+    def __init__(self, device: torch.device | str, capacity_bytes: int, name: str | None = None) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(name or ("arena" if device.type == "cpu" else str(device)), device, capacity_bytes, ALIGNMENT)
+
+    def _take(self, held_bytes: int) -> tuple[int, _Block]:
+        return 0, _Block()
+
+    def materialise(self, extent: Extent) -> None:
+        if extent.handle.tensor is None:
+            extent.handle.tensor = self._allocate_bytes(extent.num_bytes)
+
+    def _allocate_bytes(self, num_bytes: int) -> torch.Tensor:
+        try:
+            with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
+                if self.device.type != "cpu":
+                    with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+                        return torch.empty(align_up(num_bytes, ALIGNMENT), dtype=torch.uint8, device=self.device)
+                block = torch.empty(align_up(num_bytes, ALIGNMENT) + ALIGNMENT, dtype=torch.uint8, device="cpu")
+                start = -block.data_ptr() % ALIGNMENT
+                return block[start : start + align_up(num_bytes, ALIGNMENT)].detach()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise self._refused(num_bytes) from error
+        except RuntimeError as error:  # torch's CPU allocator raises this, with nothing but a text
+            if "memory" not in str(error):
+                raise
+            raise self._refused(num_bytes) from error
+
+    def _refused(self, num_bytes: int) -> InsufficientMemory:
+        return InsufficientMemory(
+            f"{self.device} gave no {format_bytes(num_bytes)} although {self.name}'s cap of "
+            f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap",
+            needed_bytes=num_bytes,
+            available_bytes=0,
+        )
+
+    def adopt(self, tensor: torch.Tensor) -> Extent | None:
+        """An extent that takes over the contiguous ``tensor``'s own memory, or None where that cannot be done.
+
+        It can where the tensor is on this device, starts its storage and fills it, and the level has room.
+        """
+        flat = flat_bytes(tensor)
+        storage_bytes = tensor.untyped_storage().nbytes()
+        fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
+        if not fits or not 0 < storage_bytes <= align_up(flat.nbytes, ALIGNMENT) or flat.is_inference():
+            return None
+        if not self.can_allocate(flat.nbytes):
+            return None
+        extent = self.place(flat.nbytes)
+        extent.handle.tensor = flat.detach()
+        return extent
+
+    def release(self, extent: Extent) -> None:
+        extent.handle.tensor = None
+
+    def view(self, extent: Extent) -> torch.Tensor:
+        self.materialise(extent)
+        return extent.handle.tensor[: extent.num_bytes].detach()
+
+    def close(self) -> None:
+        live = tuple(self._live)
+        super().close()
+        for extent in live:
+            extent.handle.tensor = None

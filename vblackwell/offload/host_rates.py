@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
-from vblackwell.memory.slab import map_slab
+from vblackwell.memory.host import map_slab
 from vblackwell.offload.movement.update_loop import MIN_PART, MasterLoop, SumLoop, update_threads
 from vblackwell.units import MiB
 

@@ -108,7 +108,7 @@ def _write_shard(
 
 def link_gbps(device: torch.device) -> float:
     """GB/s from registered RAM to the GPU, in copies of 64 MiB."""
-    from vblackwell.memory.slab import map_slab
+    from vblackwell.memory.host import map_slab
 
     host = map_slab(1 << 30, pin=True)
     there, piece = torch.empty(64 << 20, dtype=torch.uint8, device=device), 64 << 20

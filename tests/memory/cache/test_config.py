@@ -11,8 +11,8 @@ from vblackwell.machine.facts import memory_facts
 from vblackwell.memory.cache import config as config_module
 from vblackwell.memory.cache.config import LevelConfig, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
+from vblackwell.memory.level import DeviceLevel
 from vblackwell.units import GiB, KiB, MiB
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vblackwell.memory.copying import copy_streams
+from vblackwell.memory.transfer import copy_streams
 from vblackwell.offload.movement.lane_cuda import CudaQueues, lane_streams
 from vblackwell.units import MiB
 

@@ -26,7 +26,7 @@ import xxhash
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.memory.cache.entry import Layout, layout_of
 from vblackwell.memory.cache.single import VGPULevel
-from vblackwell.memory.copying import flat_bytes
+from vblackwell.memory.transfer import flat_bytes
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.units import MiB
 

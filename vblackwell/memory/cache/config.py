@@ -24,9 +24,8 @@ from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.machine.facts import memory_facts, numa_node_of_cuda, why_no_cuda
 from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.disk import DiskLevel
-from vblackwell.memory.gpu import DeviceLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import Level, NullLevel
+from vblackwell.memory.level import DeviceLevel, Level, NullLevel
 from vblackwell.units import MiB, format_bytes, parse_bytes
 
 GPU_SHARE = 0.8

@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.memory.copying import flat_bytes
 from vblackwell.memory.level import Extent
+from vblackwell.memory.transfer import flat_bytes
 from vblackwell.units import align_up
 
 PART_ALIGNMENT = 64

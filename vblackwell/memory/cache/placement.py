@@ -1,14 +1,11 @@
-"""Entries on levels: admit, promote, move, replace, drop, and ranges that others fill; each done whole or not at all.
+"""Entries on levels: admit, promote, move, replace and drop them, each done whole or not at all.
 
-Every operation is called in a turn (`pool.Turn`), plans under the lock (`plan`), carries the moves out without it, and
-commits them one by one under it. Moves run in the plan's order and each is finished before the next starts, because it
-may write where the one before it read. While an entry moves it is hidden: not resident, no victim. Tables are only read
-or written under the lock, and the place of an entry only changes in a turn; so in a turn an entry's bytes are read
-without the lock.
+Every operation is called in a turn (`pool.Turn`), plans under the lock with the levels' own arithmetic, carries the moves
+out without it, and commits them one by one under it. Moves come out bottom-up and each is finished before the next
+starts, because it may write where the one before it read. While an entry moves it is hidden: not resident, no victim.
 
-An entry whose own place is needed for the victims that make room for it (a stack that is full to the last byte) passes
-through RAM: it is lifted out first, and its bytes are `stray` until they are written again. A disk that fails in
-between leaves them stray: outside all levels, but not lost.
+An entry whose own place is needed for the victims that make room for it (a stack that is full to the last byte) is lifted
+into RAM first: its bytes are `stray` until they are written again, and stay so, not lost, if a disk fails in between.
 """
 
 from __future__ import annotations
@@ -17,17 +14,134 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
-from vblackwell.memory.cache.plan import Move, Plan
 from vblackwell.memory.cache.policy import LRU
-from vblackwell.memory.gpu import DeviceLevel
-from vblackwell.memory.level import Extent, Level
-from vblackwell.memory.pool import does_not_fit
-from vblackwell.memory.statistics import Place, Statistics
+from vblackwell.memory.level import DeviceLevel, Extent, Level
+from vblackwell.memory.pool import Place, Statistics, does_not_fit
+
+MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """``entry`` goes from its extent (None: from RAM) to ``target_extent``; without an entry, the caller fills that."""
+
+    entry: Entry | None
+    source: int
+    source_extent: Extent | None
+    target: int
+    target_extent: Extent
+    evicted: bool
+
+
+class Plan:
+    """Moves in the order in which they are to be carried out. Made and changed under the stack's lock.
+
+    Args:
+        by_order: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
+            priority, and one that cannot sink may rise into free room.
+        spare_expected: leave alone what a prefetch brought up and was not used yet.
+    """
+
+    def __init__(
+        self, levels: Sequence[Level], policy: LRU, *, by_order: bool = False, spare_expected: bool = False
+    ) -> None:
+        self.moves: list[Move] = []
+        self.refusal: Exception | None = None  # the last thing a level said
+        self._levels = levels
+        self._policy = policy
+        self._by_order = by_order
+        self._spare_expected = spare_expected
+        self._moved: set[Entry] = set()
+
+    def make_room(
+        self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
+    ) -> Extent | None:
+        """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink.
+
+        None where that is impossible; the plan is then as before.
+        """
+        extent = self.place(level, num_bytes)
+        if extent is not None or num_bytes > self._levels[level].capacity_bytes:
+            return extent
+        mark, refusals = len(self.moves), 0
+        hopeless = None  # victims of this size and more find no place
+        for victim in self._policy.victims(level, max_priority, than):
+            if self._may_go(victim) and (hopeless is None or victim.num_bytes < hopeless):
+                if self._make_go(victim, may_rise=may_rise and self._by_order):
+                    extent = self.place(level, num_bytes)
+                    if extent is not None:
+                        return extent
+                    continue
+                hopeless = victim.num_bytes
+            refusals += 1
+            if refusals == MAX_REFUSALS and not self._by_order:
+                break
+        self.take_back(mark)
+        return None
+
+    def place(self, level: int, num_bytes: int) -> Extent | None:
+        """An extent in free room of ``level``; None where there is none (`refusal` says why)."""
+        try:
+            return self._levels[level].place(num_bytes)
+        except (InsufficientMemory, DiskError) as error:
+            if not isinstance(self.refusal, DiskError):  # a failing disk explains more than a full level
+                self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
+            return None
+
+    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
+        """Add the move of ``entry``, whose old extent was displaced, to an extent that was placed for it.
+
+        ``from_ram``: its bytes are lifted out before the first move; taking the plan back does not restore its place.
+        """
+        self.moves.append(Move(entry, entry.level, None if from_ram else entry.extent, target, extent, evicted))
+        self._moved.add(entry)
+
+    def fill(self, target: int, extent: Extent) -> None:
+        """Note the extent that the moves make room for and the caller fills: taking the plan back frees it."""
+        self.moves.append(Move(None, target, None, target, extent, False))
+
+    def exclude(self, entry: Entry) -> None:
+        """Never make ``entry`` a victim: the plan is for it."""
+        self._moved.add(entry)
+
+    def take_back(self, mark: int = 0) -> None:
+        """Undo the moves from number ``mark`` on, the last one first."""
+        while len(self.moves) > mark:
+            move = self.moves.pop()
+            self._levels[move.target].free(move.target_extent)
+            if move.source_extent is not None:
+                self._levels[move.source].restore(move.source_extent)
+            if move.entry is not None:
+                self._moved.discard(move.entry)
+
+    def _may_go(self, entry: Entry) -> bool:
+        if entry.extent is None or entry in self._moved or (self._spare_expected and entry.expected):
+            return False
+        return not entry.held()
+
+    def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
+        """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
+        assert victim.extent is not None
+        source = self._levels[victim.level]
+        source.displace(victim.extent)
+        for level in range(victim.level + 1, len(self._levels)):
+            extent = self.make_room(level, victim.num_bytes, victim.priority, victim, may_rise=False)
+            if extent is not None:
+                self.move(victim, level, extent, evicted=True)
+                return True
+        for level in reversed(range(victim.level)) if may_rise else ():
+            extent = self.place(level, victim.num_bytes)
+            if extent is not None:
+                self.move(victim, level, extent)
+                return True
+        source.restore(victim.extent)
+        return False
 
 
 class Placement:

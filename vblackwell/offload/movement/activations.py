@@ -43,8 +43,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
 from vblackwell.offload.movement.room import Stalls

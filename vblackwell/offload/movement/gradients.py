@@ -17,8 +17,8 @@ import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.memory.copying import start_copy
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.group_state import GradientBuffer, GradientState, GroupStates
 from vblackwell.offload.movement.host_gradients import HostGradients, gradient_norm

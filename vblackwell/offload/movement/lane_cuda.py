@@ -13,9 +13,8 @@ import torch
 from vblackwell.kernels.optimizer.adamw import Addresses, adamw_at
 from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.memory.copying import copy_streams
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import EventTransfer, delayed, transfer_delay
+from vblackwell.memory.transfer import EventTransfer, copy_streams, delayed, transfer_delay
 from vblackwell.offload.layout.formats import element_type
 from vblackwell.offload.layout.pieces import parts_of
 from vblackwell.offload.layout.placement import num_buffers

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.memory.copying import copy_pool, start_copy
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import copy_pool, start_copy
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.group_state import GroupStates

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import torch
 
 from vblackwell.errors import VBError
+from vblackwell.memory.host import map_slab
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
-from vblackwell.memory.slab import map_slab
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
