@@ -44,10 +44,10 @@ from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, gpu_rates
-from vblackwell.planner.forecast import Forecast, Machine, plan_of
+from vblackwell.planner.forecast import Forecast, Machine
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Space
-from vblackwell.planner.run import Run
 from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {
@@ -292,7 +292,7 @@ def measure_again(bench: Bench, rows: list[Row]) -> None:
 def main(argv: list[str] | None = None) -> int:
     bench = Bench(parse(argv))
     forecast = Forecast(bench.run(), bench.machine)
-    plan = plan_of(forecast.run, bench.space(), bench.machine, forecast)
+    plan = forecast.plan(bench.space())
     print("\n".join(plan.lines()), flush=True)
     rows = draw(bench.space(), forecast, plan, bench.options.placements, bench.options.seed)
     print(f"rates: {bench.rates.as_dict()}")

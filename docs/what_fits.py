@@ -10,8 +10,9 @@ from pathlib import Path
 
 from vblackwell.machine.gpus import context_bytes, find_gpu
 from vblackwell.machine.rates import assumed_rates
+from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import TASKS, Place, WhatFits
+from vblackwell.planner.what_fits import TASKS, WhatFits
 from vblackwell.tools.what_fits import assumptions, markdown
 from vblackwell.train.auto import HOST_SHARE
 from vblackwell.units import GiB
@@ -30,13 +31,13 @@ MODELS = (
 HEAD = "| | model | parameters | tokens/s | GPU | RAM | disk | |\n|---|---|---:|---:|---:|---:|---:|---|"
 
 
-def place(card: str, ram_gib: int, disk_gib: int) -> Place:
+def place(card: str, ram_gib: int, disk_gib: int) -> Machine:
     """The machine, as fast as data sheets let expect, wherever this runs."""
     known = find_gpu(card)
     bounds = Bounds(
         known.total_bytes - context_bytes(known.capability), int(ram_gib * GiB * HOST_SHARE), disk_gib * GiB
     )
-    return Place(bounds, assumed_rates(known), known.capability)
+    return Machine(bounds, assumed_rates(known), capability=known.capability)
 
 
 def section(answers: WhatFits, card: str, ram_gib: int, disk_gib: int) -> str:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from vblackwell.planner.forecast import Forecast, share_on_host
+from vblackwell.planner.forecast import Forecast
 from vblackwell.planner.placement import Choice, Lacking, Plan, Prediction, Space
 from vblackwell.trace.work import phase_seconds
 from vblackwell.units import GiB, format_bytes
@@ -181,10 +181,10 @@ def least_seconds(forecast: Forecast, choice: Choice) -> float:
     estimate.
     """
     rates = replace(forecast.machine.rates, issue_seconds=NEVER)
-    work = forecast.trace(choice.checkpointing, choice.fp4, choice.batch_size).work
+    work = forecast.trace(choice.checkpointing, choice.batch_size).work
     compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
-    model = forecast.model(choice.checkpointing, choice.fp4)
+    model = forecast.model(choice.checkpointing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # Whole groups go home, maybe a little less than the share.
-    at_home = 0.0 if choice.placement == "resident" else max(0.0, share_on_host(choice) - 0.1)
+    at_home = 0.0 if choice.placement == "resident" else max(0.0, choice.host_share - 0.1)
     return max(compute, at_home * trained / rates.cpu_adamw)

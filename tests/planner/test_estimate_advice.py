@@ -14,10 +14,9 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.planner.estimate.advice import advice_of, fused
 from vblackwell.planner.estimate.command import estimate_command
 from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.memory_estimate import estimate_trace
+from vblackwell.planner.forecast import PLENTY, estimate_offload
+from vblackwell.planner.memory_estimate import Run, estimate_trace
 from vblackwell.planner.model_spec import of_config, of_decoder
-from vblackwell.planner.offload_estimate import PLENTY, estimate_offload
-from vblackwell.planner.run import Run
 from vblackwell.units import GiB, MiB
 
 
@@ -40,10 +39,10 @@ def test_every_line_is_a_difference_between_two_traces():
 def test_a_stack_that_needs_checkpointing_is_advised_with_it():
     run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
     trace = run.trace(16)
-    roomy = estimate_offload(run, trace, GiB << 4, PLENTY, 0)
+    roomy = estimate_offload(run, trace, 16, GiB << 4, PLENTY, 0)
     tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte beside activations
-    stack = estimate_offload(run, trace, tight, PLENTY, 0)
-    assert stack.refused is not None and "level 0 (GPU)" in stack.refused
+    stack = estimate_offload(run, trace, 16, tight, PLENTY, 0)
+    assert stack.refused is not None and "of GPU memory" in stack.refused
     estimated = Estimated(
         "decoder", run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack
     )
@@ -63,7 +62,7 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
     trace = run.trace(8)
     memory = estimate_trace(trace, run.capability)
     half = memory.peak_p50 // 2
-    stack = estimate_offload(run, trace, half, PLENTY, 0)
+    stack = estimate_offload(run, trace, 8, half, PLENTY, 0)
     assert stack.refused is not None
     estimated = Estimated("small", run, 8, trace, memory, None, half, False, stack=stack)
     found = {each.change: each for each in advice_of(estimated)}
@@ -72,7 +71,7 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
     )  # one copy of them in fp32, and more
     streamed = found["an offload stack, vb.accelerate_causal_lm(model) (vb train --vgpu-auto)"]
     assert memory.peak_p50 - streamed.saved_bytes <= half and "of RAM" in streamed.cost
-    fits = replace(estimated, stack=estimate_offload(run, trace, GiB << 4, PLENTY, 0))
+    fits = replace(estimated, stack=estimate_offload(run, trace, 8, GiB << 4, PLENTY, 0))
     assert not any(each.change.startswith("an offload stack, ") for each in advice_of(fits))  # it needs nothing else
 
 

@@ -16,10 +16,8 @@ from vblackwell.planner.estimate import command as estimate
 from vblackwell.planner.estimate import measured as estimate_measured
 from vblackwell.planner.estimate.command import estimate_command
 from vblackwell.planner.estimate.measured import measure_run
-from vblackwell.planner.memory_estimate import estimate_trace, peak_of
+from vblackwell.planner.memory_estimate import NOT_STATE, Run, estimate_trace, peak_of
 from vblackwell.planner.model_spec import find_model
-from vblackwell.planner.offload_estimate import NOT_STATE
-from vblackwell.planner.run import Run
 from vblackwell.trace.trace import Untraceable
 from vblackwell.trace.workspace import CUBLAS_BYTES, CUBLASLT_BYTES
 

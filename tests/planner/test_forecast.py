@@ -16,13 +16,12 @@ from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.layout.forecast import forecast_step
-from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.lanes import simulate
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.planner.forecast import Forecast, Machine, plan_of
+from vblackwell.planner.forecast import Forecast, Machine, Placed
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
-from vblackwell.planner.run import Run
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.prepare import build_stack
@@ -53,7 +52,7 @@ def choice(**changes) -> Choice:
 
 
 def test_resident_takes_sixteen_bytes_a_parameter_and_what_a_step_needs(small):
-    count = sum(p.numel() for p in small.model(False, False).parameters())
+    count = sum(p.numel() for p in small.model(False).parameters())
     found = on(small, bounds=Bounds(GiB, GiB)).predict(choice(placement="resident", activations="level0"))
     assert not isinstance(found, Lacking)
     sized, prediction = found
@@ -66,7 +65,7 @@ def test_resident_takes_sixteen_bytes_a_parameter_and_what_a_step_needs(small):
 
 def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
     def step(which: Choice) -> int:
-        return small._step_bytes(which, small._trace_of(which))
+        return small.step_bytes(which, small.trace(which.checkpointing, which.batch_size))
 
     without, with_it, in_ram = (
         step(choice(checkpointing=False, activations="level0")), step(choice(activations="level0")), step(choice()),
@@ -75,7 +74,7 @@ def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
     inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
     assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
     space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",))
-    plan = plan_of(small.run, space, small.machine, small)
+    plan = small.plan(space)
     assert auto.planned_sizes(plan)["activation_bytes"] == plan.prediction.waiting == 8 * inputs  # set aside in RAM
 
 
@@ -132,9 +131,9 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
     forecast = Forecast(run, Machine(Bounds(*capacities), H200, has_gpu=False))
     found = forecast.predict(Choice("streamed", 2, micro_batches, False, level0_bytes=capacities[0], update="home"))
     assert not isinstance(found, Lacking)
-    lanes = forecast._foreseen(found[0], EXACT, forecast.trace(False, False, 2), {})
-    assert not isinstance(lanes, Lacking)
-    told = [sum(getattr(group, way) for group in lanes[1].lanes.groups) for way in ("disk_read", "disk_write")]
+    placed = forecast.place(found[0])
+    assert isinstance(placed, Placed) and placed.step is not None
+    told = [sum(getattr(group, way) for group in placed.step.lanes.groups) for way in ("disk_read", "disk_write")]
 
     with create_vgpu_stack(*capacities, device="cpu", disk_path=str(tmp_path)) as stack:
         enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home", compute_dtype=dtype)
@@ -165,8 +164,8 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
 
 def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
     def seconds(update: str, **rates) -> float:
-        other = Forecast(small.run, replace(small.machine, rates=replace(H200, issue_seconds=1e-3, **rates)))
-        other.trace = small.trace
+        machine = replace(small.machine, rates=replace(H200, issue_seconds=1e-3, **rates))
+        other = Forecast(small.run, machine, traces=small.traces)
         found = other.predict(choice(update=update))
         assert not isinstance(found, Lacking)
         return found[1].step_seconds
@@ -174,7 +173,7 @@ def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
     assert seconds("level0", busy_issues=2.0) == seconds("level0")
     # The CPU updates all 33 M parameters in 66 ms at the rate below: for half of that the host stands still.
     slow = {"cpu_adamw": 5e8}
-    parameters = sum(p.numel() for p in small.model(True, False).parameters())
+    parameters = sum(p.numel() for p in small.model(True).parameters())
     more = seconds("home", busy_issues=2.0, **slow) - seconds("home", **slow)
     assert more == pytest.approx(0.5 * parameters / 5e8, rel=0.1)
 
@@ -185,28 +184,17 @@ def test_eight_bit_states_take_a_quarter(small):
     assert packed[1].host < 0.6 * exact[1].host and packed[1].step_seconds <= exact[1].step_seconds
 
 
-def test_fp4_weights_are_planned_for_where_they_are_allowed(small):
-    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",), fp4=(False, True))
-    plan = plan_of(small.run, space, small.machine, small)
-    found = small.predict(choice(fp4=True))
-    assert not isinstance(found, Lacking)
-    plain = small.predict(choice())
-    assert not isinstance(plain, Lacking)
-    # Rounding weights in the forward takes time, and changes nothing of what is kept: the plan is made without it.
-    assert found[1].step_seconds >= plain[1].step_seconds and not plan.choice.fp4
-
-
 def test_the_plan_is_the_fastest_of_what_is_predicted(small):
     space = Space(((4, 1),), updates=("level0", 0.2, "home"))
-    plan = plan_of(small.run, space, small.machine, small)
+    plan = small.plan(space)
     every = [found for each in space.choices() if not isinstance(found := small.predict(each), Lacking)]
     assert plan.prediction.step_seconds <= 1.006 * min(prediction.step_seconds for _, prediction in every)
     assert plan.prediction.gpu_p99 <= small.machine.bounds.gpu
     large = on(small, bounds=Bounds(4 * GiB, 8 * GiB))
-    assert plan_of(large.run, space, large.machine, large).choice.placement == "resident"
+    assert large.plan(space).choice.placement == "resident"
     with pytest.raises(InsufficientMemory, match="no plan fits"):
         none = on(small, bounds=Bounds(16 * MiB, 8 * GiB))
-        plan_of(none.run, space, none.machine, none)
+        none.plan(space)
 
 
 def test_batch_size_auto_keeps_the_sequences_of_a_step(small):
@@ -273,7 +261,7 @@ def test_the_turn_comes_before_more_weights(small):
     roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))
     sized, kept = roomier.predict(choice(update=0.3))
     assert 0 < sized.resident_bytes < sized.level0_bytes
-    assert sized.weight_bytes >= 6 * small._groups(sized)[1].num_bytes
+    assert sized.weight_bytes >= 6 * small.groups(sized)[1].num_bytes
     loaded = replace(sized, resident_bytes=0, weight_bytes=sized.weight_bytes + sized.resident_bytes)
     assert kept.step_seconds < roomier.predict(loaded)[1].step_seconds
     sized, _ = on(roomier, undo=True).predict(choice(update=0.3))

@@ -14,9 +14,9 @@ from tests.planner.test_estimate import SMALL
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.planner.estimate.parallel import ParallelPlan
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
 from vblackwell.planner.parallel.layers import Layer, Size, legal_degree, linear_layers, undivided, with_heads
+from vblackwell.planner.parallel.plan import ParallelPlan
 from vblackwell.planner.parallel.strategies import (
     Unit,
     Workload,

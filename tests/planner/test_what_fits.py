@@ -12,9 +12,10 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.planner import what_fits
+from vblackwell.planner.forecast import Machine
 from vblackwell.planner.model_spec import KNOWN_MODELS
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import MIN_SPEED, Place, WhatFits, row_of
+from vblackwell.planner.what_fits import MIN_SPEED, WhatFits, row_of
 from vblackwell.tools import what_fits as what_fits_command
 from vblackwell.units import GiB, MiB
 
@@ -41,8 +42,8 @@ def rates(**more: float) -> Rates:
     return replace(assumed_rates(find_gpu("RTX 3060")), **more)
 
 
-def place(gpu: float, host: float = 8 * GiB, disk: float = 0, **more: float) -> Place:
-    return Place(Bounds(int(gpu), int(host), int(disk)), rates(**more), (8, 6))
+def place(gpu: float, host: float = 8 * GiB, disk: float = 0, **more: float) -> Machine:
+    return Machine(Bounds(int(gpu), int(host), int(disk)), rates(**more), capability=(8, 6))
 
 
 def test_the_largest_and_the_largest_that_stays():

@@ -11,11 +11,11 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.planner.memory_estimate import (
     MemoryEstimate,
+    Run,
     allocatable_bytes,
     estimate_trace,
 )
 from vblackwell.planner.model_spec import check_batch, find_model, of_decoder
-from vblackwell.planner.run import Run
 from vblackwell.units import MiB, format_bytes
 
 ABOVE = 1.02  # of what lies below level 0: places are multiples of pages

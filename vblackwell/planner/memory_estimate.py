@@ -1,25 +1,31 @@
-"""From a trace to numbers a user can act on: peak bytes by category, whether they fit, and the largest batch that does."""
+"""A model and how it is trained, its trace, and from that numbers a user can act on: peak bytes by category, whether
+they fit, and the largest batch that does.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.gpus import context_bytes
-from vblackwell.trace.allocator import Replay, replay
-from vblackwell.trace.trace import CATEGORIES, Trace
+from vblackwell.machine.gpus import NUM_SMS, context_bytes
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.planner.model_spec import ModelSpec
+from vblackwell.trace.allocator import replay
+from vblackwell.trace.causal_lm import language_batch, plain_batches
+from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import MiB
 
-P99_PERCENT = 3
-P99_BYTES = 64 * MiB
-"""What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
-(docs/journal/estimate.md).
-"""
-
+# What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
+# (docs/journal/estimate.md).
+P99_PERCENT, P99_BYTES = 3, 64 * MiB
+PRECISIONS = ("fp32", "bf16", "autocast")
+NOT_STATE = ("activations", "logits_and_loss", "workspace")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -39,6 +45,71 @@ def optimizer_named(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim
     if name not in OPTIMIZERS:
         raise ConfigurationError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
     return OPTIMIZERS[name]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model and how it is trained.
+
+    Args:
+        optimizer: of `OPTIMIZERS`. precision: of `PRECISIONS`.
+        capability: of the GPU. expandable: segments of the allocator. num_sms: multiprocessors of the GPU.
+    """
+
+    spec: ModelSpec
+    seq_length: int
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    checkpointing: bool = False
+    capability: tuple[int, int] = (8, 0)
+    expandable: bool = False
+    num_sms: int = NUM_SMS
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ConfigurationError(
+                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}{nearest(self.precision, PRECISIONS)}"
+            )
+        optimizer_named(self.optimizer)
+
+    def model(self) -> nn.Module:
+        """The module on meta."""
+        return self.prepared(self.spec.build(torch.bfloat16 if self.precision == "bf16" else torch.float32))
+
+    def prepared(self, model: Any) -> nn.Module:
+        """``model`` with its checkpointing switched on, if that is asked for."""
+        if self.checkpointing and isinstance(model, Decoder):
+            model.gradient_checkpointing = True
+        elif self.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # renamed in newer versions of transformers
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        elif self.checkpointing:
+            raise ConfigurationError(f"{self.spec.name} has no switch for gradient checkpointing: leave the flag out")
+        if self.precision == "autocast" and isinstance(model, Decoder):
+            raise ConfigurationError(
+                "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
+            )
+        return model
+
+    def trace(self, batch_size: int) -> Trace:
+        """What two steps with that batch allocate."""
+        batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
+        model = self.model()
+        with plain_batches():
+            return trace_training(
+                model,
+                batch,
+                self.spec.loss,
+                optimizer_named(self.optimizer),
+                autocast=torch.bfloat16 if self.precision == "autocast" else None,
+                capability=self.capability,
+                num_sms=self.num_sms,
+            )
+
+    def largest_batch(self, gpu_bytes: int) -> int:
+        """The largest batch whose replay fits a GPU of that size with P99's margin; 0 where one sequence does not."""
+        return Batches(self.trace).largest(lambda size, trace: fits(trace, gpu_bytes, self.capability, self.expandable))
 
 
 @dataclass(frozen=True)
@@ -81,8 +152,8 @@ def allocatable_bytes(gpu_bytes: int, context: int) -> int:
 
 
 def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
-    """Whether a replay succeeds on a GPU of ``gpu_bytes``, with the margin of P99: free segments are given back where
-    that helps.
+    """Whether a replay succeeds on a GPU of ``gpu_bytes`` with P99's margin: free segments are given back where that
+    helps.
     """
     return replay(trace, allocatable_bytes(gpu_bytes, context_bytes(capability)), expandable).fits
 
@@ -90,44 +161,32 @@ def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
     """The peaks of ``trace`` on a GPU without a limit."""
     found = replay(trace, None, expandable)
-    split = _split_at(trace, found)
-    context = context_bytes(capability)
-    peak = found.peak_reserved + context
-    state = trace.total("weights") + _in_full(trace, "gradients") + _in_full(trace, "optimizer")
-    return MemoryEstimate(
-        parameters=trace.num_parameters,
-        weights=split["weights"],
-        gradients=split["gradients"],
-        optimizer=split["optimizer"],
-        activations=split["activations"],
-        logits_and_loss=split["logits_and_loss"],
-        workspace=split["workspace"],
-        fragmentation=found.peak_reserved - sum(split.values()),
-        context=context,
-        peak_p50=peak,
-        peak_p99=-(-found.peak_reserved * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
-        allocated=found.peak_allocated,
-        reserved=found.peak_reserved,
-        state_bytes=state,
-    )
-
-
-def _split_at(trace: Trace, found: Replay) -> dict[str, int]:
     alive: set[int] = set()
     for event in trace.events[: found.peak_event + 1]:
         if event >= 0:
             alive.add(event)
         else:
             alive.discard(~event)
-    split: dict[str, int] = {category: 0 for category in CATEGORIES}
+    split = {category: 0 for category in CATEGORIES}
     for index in alive:
         split[trace.categories[index]] += trace.sizes[index]
-    return split
+    context = context_bytes(capability)
+    return MemoryEstimate(
+        parameters=trace.num_parameters,
+        **split,
+        fragmentation=found.peak_reserved - sum(split.values()),
+        context=context,
+        peak_p50=found.peak_reserved + context,
+        peak_p99=-(-found.peak_reserved * (100 + P99_PERCENT) // 100) + P99_BYTES + context,
+        allocated=found.peak_allocated,
+        reserved=found.peak_reserved,
+        state_bytes=state_bytes(trace),
+    )
 
 
-def _in_full(trace: Trace, category: str) -> int:
-    """Most bytes of one category at one time."""
-    return peak_of(trace, (category,))
+def state_bytes(trace: Trace) -> int:
+    """Weights, gradients and optimizer states in full."""
+    return trace.total("weights") + peak_of(trace, ["gradients"]) + peak_of(trace, ["optimizer"])
 
 
 def part_of(trace: Trace, categories: Iterable[str], outside: str | None = None) -> Trace:
@@ -151,10 +210,7 @@ class Batches:
 
     Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and
     others follow without running the model again. That is a guess, because some sizes stop growing (chunks) and some
-    operators change with the size, so what `largest` finds is traced for real.
-
-    Args:
-        trace_at: traces the model at a batch size.
+    operators change with the size, so what `largest` finds is traced for real. ``trace_at``: traces a batch size.
     """
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:
@@ -182,8 +238,7 @@ class Batches:
     def largest(self, is_ok: Callable[[int, Trace], bool], at_most: int = 1 << 16) -> int:
         """The largest batch of ``at_most`` sequences that ``is_ok`` with its trace; 0 where one sequence is too many.
 
-        Args:
-            is_ok: of a batch size and its trace; where it is False, it is taken to be False of larger ones.
+        Where ``is_ok`` is False, it is taken to be False of larger ones.
         """
         if not is_ok(1, self.real(1)):
             return 0

@@ -40,8 +40,7 @@ class Space:
     Attributes:
         batches: (sequences in a forward, forwards in a step) that the user's words allow.
         checkpointing, placements, updates, activations: as in `Choice`.
-        states: formats of AdamW's moments that the user allows. fp4: whether linears may compute with weights rounded
-            to FP4.
+        states: formats of AdamW's moments that the user allows.
     """
 
     batches: tuple[tuple[int, int], ...]
@@ -50,16 +49,13 @@ class Space:
     updates: tuple[str | float, ...] = SHARES
     activations: tuple[str, ...] = ("level0", "host")
     states: tuple[str, ...] = ("fp32",)
-    fp4: tuple[bool, ...] = (False,)
 
     def choices(self) -> Iterator[Choice]:
         """Every combination that means something."""
         for batch, count in self.batches:
             for checkpointing in self.checkpointing:
                 for states in self.states:
-                    for fp4 in self.fp4:
-                        one = Choice("resident", batch, count, checkpointing, states=states, fp4=fp4)
-                        yield from self._placed(one)
+                    yield from self._placed(Choice("resident", batch, count, checkpointing, states=states))
 
     def _placed(self, one: Choice) -> Iterator[Choice]:
         if "resident" in self.placements:
@@ -85,7 +81,7 @@ class Choice:
         update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters that is updated on the
             host.
         activations: where checkpoints' inputs wait: 'level0' or 'host'.
-        states: format of AdamW's moments. fp4: linears compute with weights rounded to FP4.
+        states: format of AdamW's moments.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
             there may take of it; decided when the choice is predicted.
     """
@@ -97,17 +93,22 @@ class Choice:
     update: str | float = "level0"
     activations: str = "level0"
     states: str = "fp32"
-    fp4: bool = False
     level0_bytes: int = 0
     weight_bytes: int = 0
     resident_bytes: int = 0
+
+    @property
+    def host_share(self) -> float:
+        """Of the updates."""
+        found = {"level0": 0.0, "home": 1.0}.get(str(self.update), self.update)
+        assert isinstance(found, float)
+        return found
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
         words = [self.placement, f"{self.batch_size}{forwards} sequences"]
         words += ["checkpointing"] if self.checkpointing else []
         words += [f"{self.states} states"] if self.states != "fp32" else []
-        words += ["FP4 weights"] if self.fp4 else []
         if self.placement == "streamed":
             home = {"level0": "AdamW on level 0", "home": "AdamW on the CPU"}
             words.append(home.get(str(self.update), f"{self.update} of AdamW on the CPU"))
@@ -299,7 +300,7 @@ def _different(others: Iterable[tuple[Choice, Prediction]], chosen: Choice) -> l
 
 
 def _kind(choice: Choice) -> tuple[Any, ...]:
-    names = ("placement", "batch_size", "checkpointing", "activations", "states", "fp4")
+    names = ("placement", "batch_size", "checkpointing", "activations", "states")
     return (*(getattr(choice, name) for name in names), choice.update if isinstance(choice.update, str) else "both")
 
 

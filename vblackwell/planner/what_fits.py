@@ -16,6 +16,7 @@ What is slower than `MIN_SPEED` is left out: with a disk, nearly everything fits
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,6 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.machine.rates import Rates
 from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import add_adapters
 from vblackwell.nn.convert.lora_config import Lora
@@ -32,11 +32,11 @@ from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.generation import CacheShape, cache_shape, level0_budget, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.planner.forecast import Forecast, Machine
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
-from vblackwell.planner.placement import Bounds, Plan, Space, make_plan
-from vblackwell.planner.run import Run
+from vblackwell.planner.placement import Plan, Space, make_plan
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
-from vblackwell.trace.trace import Trace, trace_forward, trace_training
+from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
 
@@ -73,16 +73,6 @@ class Fit:
     how: str
 
 
-@dataclass(frozen=True)
-class Place:
-    """A machine that is asked about: what a run may take of it, how fast it is, and its CUDA capability."""
-
-    bounds: Bounds
-    rates: Rates
-    capability: tuple[int, int]
-    has_gpu: bool = True
-
-
 class WhatFits:
     """Answers for any number of machines; what does not depend on the machine is worked out once.
 
@@ -96,14 +86,14 @@ class WhatFits:
     ) -> None:
         self._say = say
         self._names = models
-        self._traces: dict[Any, Trace] = {}
+        self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
         self.parameters = functools.cache(
             lambda name: sum(p.numel() for p in _causal_lm(name, torch.bfloat16).parameters())
         )
         self._packed = functools.cache(_packed_bytes)
         self._decoding = functools.cache(self._decode)
 
-    def largest(self, task: str, place: Place) -> list[Fit]:
+    def largest(self, task: str, place: Machine) -> list[Fit]:
         """The largest model for ``task``, and the largest that stays on the GPU if that is another; [] where none fits."""
         found: list[Fit] = []
         for name in sorted(self._names, key=self.parameters, reverse=True):
@@ -114,7 +104,7 @@ class WhatFits:
                     break
         return found
 
-    def fit(self, task: str, name: str, place: Place, only_resident: bool = False) -> Fit | None:
+    def fit(self, task: str, name: str, place: Machine, only_resident: bool = False) -> Fit | None:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
         bounds = place.bounds
         room = bounds.gpu if only_resident else bounds.gpu + bounds.host + bounds.disk
@@ -133,7 +123,7 @@ class WhatFits:
         rough = self.parameters(name) * MIN_PACKED
         return self._packed(name) if only_resident else rough
 
-    def _most_speed(self, task: str, name: str, place: Place) -> float:
+    def _most_speed(self, task: str, name: str, place: Machine) -> float:
         """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk
         and come back.
         """
@@ -149,12 +139,12 @@ class WhatFits:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def _train(self, task: str, name: str, place: Place, placements: tuple[str, ...]) -> Fit | None:
+    def _train(self, task: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | None:
         spec = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
         if task == "adapters":
             spec = replace(spec, build=functools.partial(_adapted, name, place.has_gpu))
-        run = Run(spec, SEQ_LENGTH, precision="bf16", capability=place.capability, expandable=True)
-        forecast = _SharedTraces(run, Machine(place.bounds, place.rates, place.has_gpu), self._traces)
+        run = Run(spec, SEQ_LENGTH, precision="bf16", capability=TRACED, expandable=True)
+        forecast = Forecast(run, place, traces=self._traces[spec.name], steps=1)  # traces depend on no machine
         for batch in BATCHES:
             for activations in ACTIVATIONS:
                 space = Space(
@@ -169,7 +159,7 @@ class WhatFits:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, place: Place) -> Fit | None:
+    def _run(self, name: str, place: Machine) -> Fit | None:
         shape, sizes, per_token, work = self._decoding(name, place.capability, place.has_gpu)
         bounds, rates = place.bounds, place.rates
         workspace = workspace_bytes(bounds.gpu)
@@ -210,24 +200,6 @@ class WhatFits:
                 capability,
             )
         return shape, sizes, token_bytes(model.config, 2), work
-
-
-class _SharedTraces(Forecast):
-    """A forecast whose traces outlive it: they do not depend on the machine's sizes and speeds."""
-
-    def __init__(self, run: Run, machine: Machine, traces: dict[Any, Trace]) -> None:
-        super().__init__(run, machine)
-        self._traces = traces
-
-    def _trace(self, checkpointing: bool, fp4: bool, batch_size: int) -> Trace:
-        run = self.run
-        key = run.spec.name, checkpointing, fp4, batch_size
-        if key not in self._traces:
-            model = self.model(checkpointing, fp4)  # transformers is there before it is asked about batches
-            batch = language_batch(run.spec.vocab_size, batch_size, run.seq_length)
-            with plain_batches():
-                self._traces[key] = trace_training(model, batch, run.spec.loss, None, capability=TRACED, steps=1)
-        return self._traces[key]
 
 
 def _active(name: str, parameters: int) -> float:

@@ -17,6 +17,7 @@ from vblackwell.machine.rates import assumed_rates, kept_rates, rates_of
 from vblackwell.offload.measure import cpu_rates
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
+from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
 from vblackwell.planner.what_fits import (
     HEADS,
@@ -26,7 +27,6 @@ from vblackwell.planner.what_fits import (
     SEQUENCES,
     TASKS,
     Fit,
-    Place,
     WhatFits,
     row_of,
 )
@@ -59,7 +59,7 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
     return 0
 
 
-def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Place]:
+def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) -> tuple[str, Machine]:
     """The machine in words, and what a run may take of it: of its RAM the share that ``--vgpu-auto`` takes."""
     ram = memory_facts().available_bytes if host_memory is None else some_bytes(host_memory, "--ram")
     host = int(ram * HOST_SHARE)
@@ -67,10 +67,10 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     if gpu is not None:
         card = find_gpu(gpu)
         room = card.total_bytes - context_bytes(card.capability)
-        return card.name, Place(Bounds(room, host, disk), rates_of(card), card.capability)
+        return card.name, Machine(Bounds(room, host, disk), rates_of(card), capability=card.capability)
     if not torch.cuda.is_available():
-        return "this machine, without a GPU", Place(
-            Bounds(int(ram * ARENA_SHARE), host, disk), cpu_rates(), (8, 0), has_gpu=False
+        return "this machine, without a GPU", Machine(
+            Bounds(int(ram * ARENA_SHARE), host, disk), cpu_rates(), has_gpu=False
         )
     name = torch.cuda.get_device_name(0)
     rates, known = kept_rates(name), known_as(name)
@@ -79,10 +79,10 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     if rates is None:
         raise ConfigurationError(f"the speed of {name} is not known yet: run vb doctor first")
     bounds = Bounds(torch.cuda.mem_get_info(0)[0] - LATER_BYTES, host, disk)
-    return name, Place(bounds, rates, torch.cuda.get_device_capability(0))
+    return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0))
 
 
-def lines(name: str, place: Place, found: Sequence[Fit]) -> list[str]:
+def lines(name: str, place: Machine, found: Sequence[Fit]) -> list[str]:
     """For people."""
     bounds = place.bounds
     rows = [HEADS, *map(row_of, found)]
@@ -107,7 +107,7 @@ def _cell(text: str, width: int, column: int) -> str:
     return text.rjust(width) if 2 <= column <= 6 else text.ljust(width)
 
 
-def assumptions(place: Place) -> list[str]:
+def assumptions(place: Machine) -> list[str]:
     """What the table rests on."""
     least = ", ".join(f"{task} {speed:g}" for task, speed in MIN_SPEED.items())
     return [

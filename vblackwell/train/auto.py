@@ -33,12 +33,11 @@ from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
-from vblackwell.planner.forecast import Forecast, Machine, plan_of
-from vblackwell.planner.memory_estimate import Batches
+from vblackwell.planner.forecast import Forecast, Machine, Placed
+from vblackwell.planner.memory_estimate import Batches, Run
 from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
-from vblackwell.planner.run import Run
-from vblackwell.trace.trace import Untraceable, on_meta
+from vblackwell.trace.trace import Trace, Untraceable, on_meta
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import Progress
 
@@ -73,8 +72,7 @@ def make_training_plan(
     run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
-        space = _space(config, model, forecast, has_gpu)
-        return plan_of(run, space, machine, forecast)
+        return forecast.plan(_space(config, model, forecast, has_gpu))
 
 
 def plan_run(
@@ -256,7 +254,9 @@ def largest_forward(choice: Choice, forecast: Forecast) -> tuple[int, Lacking | 
         return 0, first
     if not forecast.machine.has_gpu:  # activations are outside the arena
         return choice.batch_size, None
-    traces = Batches(lambda size: forecast.trace(choice.checkpointing, choice.fp4, size))
-    return traces.largest(
-        lambda size, trace: forecast.fits(replace(choice, batch_size=size), trace), MAX_SEQUENCES
-    ), None
+    traces = Batches(lambda size: forecast.trace(choice.checkpointing, size))
+
+    def fits(size: int, trace: Trace) -> bool:
+        return isinstance(forecast.place(replace(choice, batch_size=size), trace), Placed)
+
+    return traces.largest(fits, MAX_SEQUENCES), None

@@ -12,11 +12,9 @@ from benchmarks.lib.estimate.cases import Case
 from benchmarks.lib.estimate.models import build
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.machine.rates import Rates, rates_of
-from vblackwell.planner.forecast import STREAMED_P99
-from vblackwell.planner.memory_estimate import P99_BYTES, Batches, estimate_trace, fits, optimizer_named
+from vblackwell.planner.forecast import PLENTY, STREAMED_P99, estimate_offload
+from vblackwell.planner.memory_estimate import P99_BYTES, Batches, Run, estimate_trace, fits, optimizer_named
 from vblackwell.planner.model_spec import ModelSpec
-from vblackwell.planner.offload_estimate import PLENTY, estimate_offload
-from vblackwell.planner.run import Run
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace, trace_training
@@ -43,7 +41,7 @@ def chosen_batch(case: Case, capability: tuple[int, int]) -> int:
     def at(batch: int) -> Trace:
         return trace_case(replace(case, batch=batch), capability)
 
-    return Batches(at).largest(lambda trace: fits(trace, case.card_bytes, capability, case.expandable))
+    return Batches(at).largest(lambda size, trace: fits(trace, case.card_bytes, capability, case.expandable))
 
 
 def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
@@ -100,8 +98,9 @@ def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dic
     )
     run = Run(spec, case.seq, case.optimizer, case.precision, case.checkpointing, capability)
     context = context_bytes(capability) + RUNTIME_BYTES
-    bare = estimate_offload(run, trace, PLENTY, PLENTY, 0)
-    stack = estimate_offload(run, trace, case.level0_bytes + context + bare.step, PLENTY, 0)
+    bare = estimate_offload(run, trace, case.batch, PLENTY, PLENTY, 0)
+    room = int((case.level0_bytes + bare.step) * STREAMED_P99) + P99_BYTES + 1
+    stack = estimate_offload(run, trace, case.batch, context + room, PLENTY, 0)
     if stack.refused:
         raise ValueError(f"the stack refuses: {stack.refused}")
     total = stack.level0 + stack.step

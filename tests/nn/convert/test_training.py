@@ -20,9 +20,9 @@ from vblackwell.nn.convert.training import attention_backends, chosen_backend, f
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.forecast import Forecast, Machine
+from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.run import Run
 from vblackwell.train.auto import _copier, _loss
 from vblackwell.units import GiB
 
@@ -92,9 +92,8 @@ def test_a_plan_is_made_for_the_model_that_runs():
     run = Run(ModelSpec("model", _copier(model), VOCABULARY, _loss), 32, precision="bf16", capability=(9, 0))
     machine = Machine(Bounds(8 * GiB, 64 * GiB), H200)
     plain, fused = (Forecast(run, machine, fused=fused) for fused in (False, True))
-    assert not is_accelerated(plain.model(False, False)) and has_fused_loss(fused.model(False, False))
-    assert has_fused_loss(fused.model(False, True))  # FP4 first, then fused
-    assert fused.trace(False, False, 2).work != plain.trace(False, False, 2).work
+    assert not is_accelerated(plain.model(False)) and has_fused_loss(fused.model(False))
+    assert fused.trace(False, 2).work != plain.trace(False, 2).work
 
 
 CPU = torch.device("cpu")

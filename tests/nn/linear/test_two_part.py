@@ -178,9 +178,7 @@ def test_training_follows_plain_training_in_constant_memory():
         gc.collect()
         counts.append((sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()), cached(wrapper)))
     assert counts[1] == counts[2]
-    assert loss == pytest.approx(
-        plain, rel=0.02
-    )  # 60 noisy steps of a tiny model
+    assert loss == pytest.approx(plain, rel=0.02)  # 60 noisy steps of a tiny model
     for row in wrapper.get_all_stats().values():
         assert row["steps"] == 60 and row["renewals"] >= 3  # at least every 20; drift adds to it while weights grow
         assert row["cached_bytes"] <= row["shape"][0] * row["shape"][1] / 16 + 4

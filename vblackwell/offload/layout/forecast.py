@@ -50,6 +50,11 @@ class StepForecast:
         """All of one level; 0 for a level that is not there."""
         return sum(row[level] for row in self.bytes_by_level.values() if level < len(row))
 
+    @property
+    def rollback_bytes(self) -> int:
+        """Host copies for a rollback, which take what is free."""
+        return self.bytes_by_level.get("undo", [0, 0])[1]
+
 
 def forecast_step(
     model: nn.Module,

@@ -18,9 +18,8 @@ from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes
 from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.planner.estimate.result import Advice, Estimated
-from vblackwell.planner.memory_estimate import estimate_trace
-from vblackwell.planner.offload_estimate import PLENTY, OffloadEstimate, estimate_offload
-from vblackwell.planner.run import Run
+from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload
+from vblackwell.planner.memory_estimate import Run, estimate_trace
 from vblackwell.trace.causal_lm import language_loss
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import Work, phase_seconds
@@ -133,8 +132,7 @@ class _Ways:
             change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
             yield from self._traced(change, run, batch_size=smaller)
         if stack is not None and not stack.refused:
-            speed = self.estimated.speed
-            seconds = None if speed is None or speed.streamed is None else 1 / speed.streamed
+            seconds = None if self.estimated.streamed is None else 1 / self.estimated.streamed
             yield self._stacked("an offload stack (vb train --vgpu-auto)", run, stack, seconds)
         elif stack is not None and recomputing is not None:
             change = f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)"
@@ -178,7 +176,7 @@ class _Ways:
         """An offload stack for the step that ``trace`` is of, if it fits."""
         if trace is None or self.estimated.gpu_bytes is None:
             return
-        stack = estimate_offload(run, trace, self.estimated.gpu_bytes, *self.below)
+        stack = estimate_offload(run, trace, self.estimated.batch_size, self.estimated.gpu_bytes, *self.below)
         if not stack.refused:
             yield replace(self._stacked(change, run, stack, None), work=_flops(trace) / self.tokens)
 

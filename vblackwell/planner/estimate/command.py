@@ -9,30 +9,22 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from vblackwell.errors import ConfigurationError, VBError
-from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
+from vblackwell.errors import ConfigurationError
+from vblackwell.machine.gpus import NUM_SMS, KnownGPU, find_gpu
 from vblackwell.machine.rates import rates_of
 from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.planner.estimate.advice import advice_of
 from vblackwell.planner.estimate.measured import measure_run
-from vblackwell.planner.estimate.parallel import parallel_plan
-from vblackwell.planner.estimate.result import Estimated, Speed
-from vblackwell.planner.memory_estimate import estimate_trace
+from vblackwell.planner.estimate.result import Estimated
+from vblackwell.planner.forecast import PLENTY, estimate_offload, minimum_gpu_bytes
+from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
 from vblackwell.planner.model_spec import check_batch, find_model
-from vblackwell.planner.offload_estimate import (
-    PLENTY,
-    OffloadEstimate,
-    estimate_offload,
-    minimum_gpu_bytes,
-    streamed_seconds,
-    streams_on,
-)
+from vblackwell.planner.parallel.plan import parallel_plan
 from vblackwell.planner.parallel.strategies import check_several
-from vblackwell.planner.run import Run
-from vblackwell.trace.trace import Trace, Untraceable
+from vblackwell.trace.trace import Untraceable
 from vblackwell.trace.work import phase_seconds
 from vblackwell.units import MiB, TiB, format_bytes, parse_bytes
 
@@ -84,7 +76,8 @@ def estimate_command(
         ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
-    card, gpu_bytes = card_of(gpu, gpu_memory)
+    card = find_gpu(gpu) if gpu else None
+    gpu_bytes = _gpu_bytes(card, gpu_memory)
     if gpus is not None and card is None:
         raise ConfigurationError(
             "--gpus plans for cards whose speed is known: give --gpu as well, e.g. --gpu 'RTX 3090'"
@@ -92,8 +85,10 @@ def estimate_command(
     if gpus is not None:
         check_several(gpus, topology)
     page = None if html is None else _page_path(html)
-    host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
-    disk = parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
+    below = (
+        PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory"),
+        parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0,
+    )
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
@@ -102,103 +97,60 @@ def estimate_command(
         print(spec.note, file=sys.stderr, flush=True)
     capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
     run = Run(spec, seq_length, optimizer, precision, gradient_checkpointing, capability, expandable_segments, num_sms)
-    wants_stack = bool(host_memory or disk_memory)
-    question = Question(model, run, batch_size, card, gpu_bytes, host, disk, wants_stack, gpus, topology, advice)
     run.model()  # brings the libraries that it needs
     with frozen_objects():
-        estimated = question.answer()
+        least = None if gpu_bytes is None or gpus is not None else minimum_gpu_bytes(run, gpu_bytes)
+        if least is not None:
+            raise ConfigurationError(
+                f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}, about "
+                f"{format_bytes(least[0])} at any batch size: {least[1]}"
+            )
+        found = _traced(model, run, batch_size, card, gpu_bytes, is_traced_alone=gpus is not None)
+        if gpu_bytes is not None:
+            found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
+        if gpus is not None and card is not None and gpu_bytes is not None:
+            several = parallel_plan(run, found.trace, batch_size, card, gpu_bytes, gpus, topology)
+            found = replace(found, parallel=several)
+        elif advice and found.measured is None and (found.fits is False or card is not None):
+            found = replace(found, advice=advice_of(found, below))
     if page is not None:
-        write_page(page, estimated)
-    print(json.dumps(estimated.report(), indent=2) if as_json else estimated.table())
+        _write_page(page, found)
+    print(json.dumps(found.report(), indent=2) if as_json else found.table())
     return 0
 
 
-@dataclass(frozen=True)
-class Question:
-    """A run, and the machine that it is meant for.
+def _traced(
+    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, is_traced_alone: bool
+) -> Estimated:
+    """The run's trace and peak; measured where it cannot be traced, unless ``is_traced_alone``."""
+    measured = None
+    try:
+        trace = run.trace(batch_size)
+    except Untraceable as error:
+        if run.spec.make is None:
+            raise Untraceable(f"{error}; give it as package.module:factory to have two steps of it measured") from error
+        if is_traced_alone:
+            raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
+        print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
+        measured = measure_run(run, batch_size)
+        trace = measured.trace
+    memory = estimate_trace(trace, run.capability, run.expandable)
+    return Estimated(model, run, batch_size, trace, memory, card, gpu_bytes, measured=measured)
 
-    Attributes:
-        model: as the user calls it. card, gpu_bytes: of the GPU; None where none was named.
-        host, disk: bytes that an offload stack may take. wants_stack: it is asked about even if the run fits without.
-        gpus, topology: how many such cards, and how they are joined. advice: whether that is wanted.
-    """
 
-    model: str
-    run: Run
-    batch_size: int
-    card: KnownGPU | None
-    gpu_bytes: int | None
-    host: int
-    disk: int
-    wants_stack: bool
-    gpus: int | None
-    topology: str
-    advice: bool
-
-    def answer(self) -> Estimated:
-        """The estimate.
-
-        Raises:
-            ConfigurationError: a GPU below what the model needs at any batch size.
-        """
-        run, gpu_bytes = self.run, self.gpu_bytes
-        if gpu_bytes is not None and self.gpus is None and not streams_on(run, gpu_bytes):
-            least, why = minimum_gpu_bytes(run)
-            raise ConfigurationError(
-                f"--gpu-memory {format_bytes(gpu_bytes)} is below the minimum for {self.model}, about "
-                f"{format_bytes(least)} at any "
-                f"batch size: {why}"
-            )
-        found = self._estimated()
-        is_asked = self.advice and self.gpus is None and found.measured is None
-        if is_asked and (found.fits is False or self.card is not None):
-            return replace(found, advice=advice_of(found, (self.host, self.disk)))
-        return found
-
-    def _estimated(self) -> Estimated:
-        run, gpu_bytes, measured = self.run, self.gpu_bytes, None
-        try:
-            trace = run.trace(self.batch_size)
-        except Untraceable as error:
-            if run.spec.make is None:
-                raise Untraceable(
-                    f"{error}; give it as package.module:factory to have two steps of it measured"
-                ) from error
-            if self.gpus is not None:
-                raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
-            print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
-            measured = measure_run(run, self.batch_size)
-            trace = measured.trace
-        memory = estimate_trace(trace, run.capability, run.expandable)
-        found = Estimated(self.model, run, self.batch_size, trace, memory, self.card, gpu_bytes, measured=measured)
-        if gpu_bytes is None:
-            return found
-        found = replace(found, fits=run.fits(trace, gpu_bytes))
-        if measured is None:
-            found = replace(found, largest=0 if memory.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes))
-        if not found.fits or self.wants_stack:
-            found = replace(found, stack=estimate_offload(run, trace, gpu_bytes, self.host, self.disk))
-        if self.card is None or measured is not None:
-            return found
-        found = replace(found, speed=self._speed(self.card, gpu_bytes, trace, found.stack))
-        if self.gpus is None:
-            return found
-        several = parallel_plan(run, trace, self.batch_size, self.card, gpu_bytes, self.gpus, self.topology)
-        return replace(found, parallel=several)
-
-    def _speed(self, card: KnownGPU, gpu_bytes: int, trace: Trace, stack: OffloadEstimate | None) -> Speed:
-        """Resident from the trace's work; streamed, if ``stack`` holds the run, from a simulation of the lanes."""
-        run, rates, tokens = self.run, rates_of(card), self.batch_size * self.run.seq_length
-        resident = tokens / sum(phase_seconds(trace.work, rates).values())
-        alone = Speed(resident, None, None, rates.source)
-        if stack is None or stack.refused:
-            return alone
-        left = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES - stack.step
-        try:
-            times = streamed_seconds(run, trace, [left, self.host, *([self.disk] if self.disk else [])], rates)
-        except VBError:  # a share of the updates on the host takes more RAM than all on level 0, which fitted
-            return alone
-        return Speed(resident, tokens / times.step_seconds, times.bottleneck, rates.source)
+def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stack: bool) -> Estimated:
+    """Whether it fits, the largest batch that does, how fast; and an offload stack, where it does not or it is asked for."""
+    run, trace = found.run, found.trace
+    found = replace(found, fits=fits(trace, gpu_bytes, run.capability, run.expandable))
+    rates = None if found.card is None or found.measured is not None else rates_of(found.card)
+    if found.measured is None:
+        found = replace(found, largest=0 if found.memory.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes))
+    if rates is not None:
+        resident = found.batch_size * run.seq_length / sum(phase_seconds(trace.work, rates).values())
+        found = replace(found, resident=resident, rates=rates.source)
+    if not found.fits or wants_stack:
+        found = replace(found, stack=estimate_offload(run, trace, found.batch_size, gpu_bytes, *below, rates))
+    return found
 
 
 def _page_path(html: str) -> Path:
@@ -226,12 +178,7 @@ def some_bytes(text: str, flag: str) -> int:
     return found
 
 
-def write_page(path: Path, estimated: Estimated) -> None:
-    """The page of ``estimated`` in ``path``, which is replaced.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+def _write_page(path: Path, estimated: Estimated) -> None:
     from vblackwell.planner.estimate.page import page_of
 
     try:
@@ -240,20 +187,13 @@ def write_page(path: Path, estimated: Estimated) -> None:
         raise ConfigurationError(f"--html {path}: {error.strerror}; give a file that can be written") from error
 
 
-def card_of(gpu: str | None, gpu_memory: str | None) -> tuple[KnownGPU | None, int | None]:
-    """The card that is meant, and its bytes.
-
-    Raises:
-        ConfigurationError: an unknown card, or a size that no GPU has.
-    """
-    card = find_gpu(gpu) if gpu else None
+def _gpu_bytes(card: KnownGPU | None, gpu_memory: str | None) -> int | None:
     if gpu_memory is None:
-        return card, card.total_bytes if card else None
+        return card.total_bytes if card else None
     num_bytes = parse_bytes(gpu_memory, "--gpu-memory")
     if not MIN_GPU <= num_bytes <= MAX_GPU:
         raise ConfigurationError(
             f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(MIN_GPU)} and {format_bytes(MAX_GPU)}, "
-            "with a unit, "
-            "e.g. 8GiB"
+            "with a unit, e.g. 8GiB"
         )
-    return card, num_bytes
+    return num_bytes

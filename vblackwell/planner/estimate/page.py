@@ -18,7 +18,6 @@ from vblackwell.trace.timeline import Timeline, timeline
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
-NAMES = dict(SHOWN)
 WIDTH, HEIGHT = 1000, 300  # of drawings, in their own units
 MAX_TICKS = 5
 
@@ -60,11 +59,8 @@ def _answer(estimated: Estimated) -> str:
         cards.append(
             (f"{name}, {format_bytes(estimated.gpu_bytes)}", "fits" if estimated.fits else "does not fit", mark)
         )
-    speed = estimated.speed
-    if speed is not None:
-        shown = speed.resident if estimated.fits else speed.streamed
-        if shown is not None:
-            cards.append(("tokens/s" if estimated.fits else "tokens/s, streamed", f"{shown:,.0f}", ""))
+    if (shown := estimated.tokens_per_second) is not None:
+        cards.append(("tokens/s" if estimated.fits else "tokens/s, streamed", f"{shown:,.0f}", ""))
     inner = "".join(
         f'<div class="card {mark}"><span>{escape(label)}</span><b>{escape(value)}</b></div>'
         for label, value, mark in cards
@@ -90,7 +86,7 @@ def _timeline(estimated: Estimated, found: Timeline) -> str:
         if any(layers[name]):
             there, back = _steps(above, scale), _steps(below, scale)
             points = " ".join(there + back[::-1])
-            shapes.append(f'<polygon class="c-{name}" points="{points}"><title>{escape(NAMES[name])}</title></polygon>')
+            shapes.append(f'<polygon class="c-{name}" points="{points}"><title>{escape(SHOWN[name])}</title></polygon>')
         below = above
     lines = [
         f'<line class="phase" x1="{start * WIDTH:.1f}" x2="{start * WIDTH:.1f}" y1="0" y2="{HEIGHT}"/>'
@@ -148,7 +144,7 @@ def _short(num_bytes: float) -> str:
 def _legend() -> str:
     return (
         '<div class="legend">'
-        + "".join(f'<span><i class="c-{name}"></i>{escape(NAMES[name])}</span>' for name in ORDER)
+        + "".join(f'<span><i class="c-{name}"></i>{escape(SHOWN[name])}</span>' for name in ORDER)
         + "</div>"
     )
 
@@ -157,13 +153,13 @@ def _peak(estimated: Estimated) -> str:
     values, peak = estimated.memory.as_dict(), estimated.memory.peak_p50
     whole = max(peak, estimated.gpu_bytes or 0) if (estimated.gpu_bytes or 0) <= 2 * peak else peak
     parts = "".join(
-        f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{escape(NAMES[name])}: '
+        f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{escape(SHOWN[name])}: '
         f'{format_bytes(values[name])}"></div>'
         for name in ORDER
         if values[name]
     )
     rows = "".join(
-        f'<tr><td><i class="c-{name}"></i>{escape(NAMES[name])}</td><td>{format_bytes(values[name])}</td>'
+        f'<tr><td><i class="c-{name}"></i>{escape(SHOWN[name])}</td><td>{format_bytes(values[name])}</td>'
         f"<td>{values[name] / peak:.1%}</td></tr>"
         for name in ORDER
     )

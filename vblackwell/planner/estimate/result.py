@@ -7,39 +7,22 @@ from typing import Any
 
 from vblackwell.machine.gpus import KnownGPU
 from vblackwell.planner.estimate.measured import Measured
-from vblackwell.planner.estimate.parallel import ParallelPlan
-from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate
-from vblackwell.planner.offload_estimate import OffloadEstimate
-from vblackwell.planner.run import Run
+from vblackwell.planner.forecast import OffloadEstimate
+from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate, Run
+from vblackwell.planner.parallel.plan import ParallelPlan
 from vblackwell.trace.trace import Trace
 from vblackwell.units import format_bytes
 
 # Of 21 placements of a small decoder (docs/journal/estimate.md), whose steps waited for the host.
-STREAMED_ERROR = "on an H200 streamed steps with AdamW on the GPU were predicted up to 9 % too fast, and with some of it on the CPU more"
-SHOWN = (
-    ("weights", "weights"), ("gradients", "gradients"), ("optimizer", "optimizer states"), ("activations", "activations"),
-    ("logits_and_loss", "logits and loss"), ("workspace", "workspace"), ("fragmentation", "fragmentation"), ("context", "CUDA context"),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Tokens a second of a run.
-
-    Attributes:
-        resident: with everything on the GPU, whether or not it fits. streamed: through an offload stack; None where
-            none was asked for.
-        bottleneck: the lane that works most of a streamed step. rates: where the card's are from.
-    """
-
-    resident: float
-    streamed: float | None
-    bottleneck: str | None
-    rates: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
+STREAMED_ERROR = (
+    "on an H200 streamed steps with AdamW on the GPU were predicted up to 9 % too fast, and with some of it on the CPU "
+    "more"
+)
+SHOWN = {
+    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer states", "activations": "activations",
+    "logits_and_loss": "logits and loss", "workspace": "workspace", "fragmentation": "fragmentation",
+    "context": "CUDA context",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,10 +48,6 @@ class Advice:
             saved.append(f"{self.saved_time:.0%} of the time")
         return f"{self.change}: saves {' and '.join(saved)}; costs {self.cost}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Estimated:
@@ -77,8 +56,8 @@ class Estimated:
     Attributes:
         trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it
             does, and the largest batch that does; None where no size was given.
-        stack: an offload stack's bytes. speed: by a known card. parallel: on several. advice: what would save memory or
-            time.
+        stack: an offload stack's bytes and speed. resident: tokens/s with everything on the GPU, whether or not it
+            fits, by ``rates`` of a known card. parallel: on several. advice: what would save memory or time.
         measured: the steps that were run, where the model could not be traced.
     """
 
@@ -92,48 +71,54 @@ class Estimated:
     fits: bool | None = None
     largest: int | None = None
     stack: OffloadEstimate | None = None
-    speed: Speed | None = None
+    resident: float | None = None
+    rates: str | None = None
     parallel: ParallelPlan | None = None
     advice: tuple[Advice, ...] = ()
     measured: Measured | None = None
+
+    @property
+    def streamed(self) -> float | None:
+        """Tokens/s through an offload stack, where one was asked for and holds the run."""
+        return None if self.stack is None else self.stack.tokens_per_second
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Resident if it fits, else streamed; None where that is not known."""
+        return self.resident if self.fits else self.streamed
 
     def title(self) -> str:
         """The run in a line."""
         run = self.run
         return (
             f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, "
-            f"{run.precision}, "
-            f"{run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
+            f"{run.precision}, {run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
         )
 
     def assumptions(self) -> list[str]:
         """What the numbers rest on, a line each."""
         run = self.run
+        found = [] if run.spec.note is None else [run.spec.note]
+        if self.measured is not None:
+            found.append(
+                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
+                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known"
+            )
         where = self.card.name if self.card else "a GPU"
         context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
-        found = [
+        found += [
             f"two training steps of {self.batch_size} x {run.seq_length} tokens, {run.precision}, torch's "
-            f"{run.optimizer}, gradients set "
-            "to None",
+            f"{run.optimizer}, gradients set to None",
             f"{where} of compute capability {run.capability[0]}.{run.capability[1]}; its CUDA context is {context}",
             f"P99 adds {P99_PERCENT} % of what is reserved and {format_bytes(P99_BYTES)} for what is not modelled",
         ]
-        if self.measured is not None:
-            found.insert(
-                0,
-                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
-                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known",
-            )
-        if run.spec.note is not None:
-            found.insert(0, run.spec.note)
-        if self.speed is not None:
-            found.append(f"speeds by {self.speed.rates}; {STREAMED_ERROR}")
+        if self.resident is not None:
+            found.append(f"speeds by {self.rates}; {STREAMED_ERROR}")
         if self.parallel is not None:
             heads = any(size.is_heads for size in self.parallel.sizes)
             found.append(
                 "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without "
-                "overlap, its "
-                "activations and operators other than products whole on every GPU"
+                "overlap, its activations and operators other than products whole on every GPU"
                 + ("" if heads else "; attention heads, which are not known here, that divide")
             )
         return found
@@ -143,17 +128,25 @@ class Estimated:
         values = self.memory.as_dict()
         parameters = values.pop("parameters")
         plan: dict[str, Any] = {"largest_batch_size": self.largest}
-        if self.stack is not None:
-            plan["offload"] = {"refused": self.stack.refused} if self.stack.refused else levels_of(self.stack)
-        if self.speed is not None:
-            plan["speed"] = self.speed.as_dict()
+        stack = self.stack
+        if stack is not None and stack.refused:
+            plan["offload"] = {"refused": stack.refused}
+        elif stack is not None:
+            plan["offload"] = {
+                "level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step,
+                "fragmentation": stack.fragmentation,
+            }  # fmt: skip
+        if self.resident is not None:
+            plan["speed"] = {
+                "resident": self.resident, "streamed": self.streamed, "bottleneck": stack.bottleneck if stack else None,
+                "rates": self.rates,
+            }  # fmt: skip
         if self.parallel is not None:
             plan["parallel"] = self.parallel.as_dict()
-        speed = self.speed
-        tokens_per_second = None if speed is None else speed.resident if self.fits else speed.streamed
         return {
-            "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes, "fits": self.fits,
-            "tokens_per_second": tokens_per_second, "plan": plan, "advice": [each.as_dict() for each in self.advice],
+            "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes,
+            "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
+            "advice": [asdict(each) for each in self.advice],
             "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
             "assumptions": self.assumptions(),
         }  # fmt: skip
@@ -166,36 +159,29 @@ class Estimated:
                 f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
                 f"{'not known' if self.measured else self.largest or 'none'}"
             )
-        stack, speed = self.stack, self.speed
+        stack = self.stack
         if stack is not None and stack.refused:
             lines.append(f"with an offload stack it does not fit either: {stack.refused}")
         elif stack is not None:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
             lines.append(
                 f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of "
-                "activations and "
-                f"workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, "
-                f"{format_bytes(stack.host)} of "
-                f"RAM{disk}"
+                f"activations and workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, "
+                f"{format_bytes(stack.host)} of RAM{disk}"
             )
-        if speed is not None and self.fits:
-            lines.append(f"about {speed.resident:,.0f} tokens/s")
-        if speed is not None and speed.streamed is not None:
-            lines.append(f"about {speed.streamed:,.0f} tokens/s streamed; busiest: {speed.bottleneck}")
+        if self.resident is not None and self.fits:
+            lines.append(f"about {self.resident:,.0f} tokens/s")
+        if stack is not None and self.streamed is not None:
+            lines.append(f"about {self.streamed:,.0f} tokens/s streamed; busiest: {stack.bottleneck}")
         return lines
 
     def table(self) -> str:
         """For people."""
         memory, values = self.memory, self.memory.as_dict()
-        lines = [
-            self.title(),
-            "",
-            "  of the peak:",
-            *(f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in SHOWN),
-        ]
+        sizes = [(text, values[name]) for name, text in SHOWN.items()]
+        sizes += [("peak (P50)", memory.peak_p50), ("plan for (P99)", memory.peak_p99)]
+        lines = [self.title(), "", "  of the peak:", *(f"  {text:<18}{format_bytes(size):>12}" for text, size in sizes)]
         lines += [
-            f"  {'peak (P50)':<18}{format_bytes(memory.peak_p50):>12}",
-            f"  {'plan for (P99)':<18}{format_bytes(memory.peak_p99):>12}",
             "",
             f"  weights, gradients and optimizer states in full: {format_bytes(memory.state_bytes)} "
             f"({memory.state_bytes / 1e9:.1f} GB)",
@@ -206,11 +192,3 @@ class Estimated:
         if self.advice:
             lines += ["", "  what would help:", *(f"    {each}" for each in self.advice)]
         return "\n".join([*lines, "", *(f"  assumes {text}" for text in self.assumptions())])
-
-
-def levels_of(stack: OffloadEstimate) -> dict[str, int]:
-    """Bytes by place."""
-    return {
-        "level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step,
-        "fragmentation": stack.fragmentation,
-    }  # fmt: skip

@@ -15,8 +15,7 @@ from vblackwell.machine.gpus import KnownGPU, context_bytes
 from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.groups import find_groups
-from vblackwell.planner.memory_estimate import peak_of
-from vblackwell.planner.offload_estimate import NOT_STATE
+from vblackwell.planner.memory_estimate import NOT_STATE, Run, peak_of
 from vblackwell.planner.parallel.collectives import peer_link
 from vblackwell.planner.parallel.layers import (
     VOCABULARY,
@@ -28,7 +27,6 @@ from vblackwell.planner.parallel.layers import (
     with_heads,
 )
 from vblackwell.planner.parallel.strategies import Strategy, Unit, Workload, strategies
-from vblackwell.planner.run import Run
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds
