@@ -240,7 +240,7 @@ def _train_flags(parser: Any) -> None:
 
 
 def _train(given: dict[str, Any]) -> int:
-    from vblackwell.train.sources import resolve
+    from vblackwell.train.config import resolve
 
     config = resolve(given)
     from vblackwell.train.run import train  # and torch, where the settings are good

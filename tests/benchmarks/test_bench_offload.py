@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -162,13 +163,13 @@ def test_lanes_are_named_by_what_they_do():
 
 
 def traced_names(path: Path, device: torch.device, work) -> list[str]:
-    from vblackwell.train.profile import read_trace, tracing
+    from vblackwell.train.profile import tracing
 
     with tracing(path, device, lambda text: None, skipped_steps=0, traced_steps=2) as step:
         for _ in range(3):
             with step():
                 work()
-    return [e["args"]["name"] for e in read_trace(path)["traceEvents"] if e.get("name") == "thread_name"]
+    return [e["args"]["name"] for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "thread_name"]
 
 
 def test_a_trace_shows_background_threads(tmp_path):
@@ -176,9 +177,7 @@ def test_a_trace_shows_background_threads(tmp_path):
 
     with ThreadPoolExecutor(1, thread_name_prefix="vblackwell-test") as pool:
         values = torch.ones(64)
-        names = traced_names(
-            tmp_path / "t.json.gz", torch.device("cpu"), lambda: pool.submit(values.add_, 1.0).result()
-        )
+        names = traced_names(tmp_path / "t.json", torch.device("cpu"), lambda: pool.submit(values.add_, 1.0).result())
     assert any(name.startswith("vblackwell-test_0 (thread") for name in names), names
     assert threading.main_thread().name in " ".join(names)
 
@@ -199,7 +198,7 @@ def test_a_trace_names_the_streams(tmp_path):
                 target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
 
-    path = tmp_path / "trace.json.gz"
+    path = tmp_path / "trace.json"
     names = traced_names(path, device, work)
     for role in ("compute", "host to GPU", "GPU to host"):
         assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names

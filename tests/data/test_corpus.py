@@ -21,7 +21,7 @@ from vblackwell.data.documents import find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, DiskError, VBError
 from vblackwell.machine.cache import cache_root, cached_folder
-from vblackwell.train.signals import Stopped, StopRequest
+from vblackwell.train.progress import Stopped, StopRequest
 
 LINES = [
     "def first(x):",

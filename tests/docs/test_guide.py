@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vblackwell import cli
-from vblackwell.train.sources import resolve
+from vblackwell.train.config import resolve
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"

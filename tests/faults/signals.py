@@ -87,7 +87,7 @@ def starting(lab: Lab, seed: int) -> Iterator[Try]:
         assert "Traceback" not in done.stderr and "internal error" not in done.stderr, done.stderr
         ends_as_undisturbed(place)
 
-    for name in ("vblackwell/train/sources", "vblackwell/train/run", "vblackwell/train/trainer"):
+    for name in ("vblackwell/train/config", "vblackwell/train/run", "vblackwell/train/trainer"):
         for number in NUMBERS.values():
             yield Try(f"{number.name} at {name}", partial(signalled, name=name, number=int(number)))
 

@@ -25,7 +25,7 @@ from vblackwell.planner.placement import Bounds, Choice, Lacking, Space
 from vblackwell.train import auto
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.prepare import build_stack
-from vblackwell.train.report import compare
+from vblackwell.train.run import compare
 from vblackwell.units import GiB, MiB
 
 SHAPE = DecoderConfig(4096, 512, 1408, 8, 8, max_position=512)

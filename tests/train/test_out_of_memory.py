@@ -20,8 +20,7 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import PlainProgress
-from vblackwell.train.schedule import Schedule
-from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, half_of
+from vblackwell.train.trainer import Hooks, Parts, Schedule, Trainer, TrainerState, half_of
 
 STEPS, SEQUENCES, LENGTH = 4, 6, 8
 

@@ -19,8 +19,7 @@ from vblackwell.offload.state import export_state
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.model import trainable
 from vblackwell.train.prepare import build_stack, decide_steps, prepare
-from vblackwell.train.progress import PlainProgress
-from vblackwell.train.signals import StopRequest
+from vblackwell.train.progress import PlainProgress, StopRequest
 from vblackwell.units import GiB, MiB
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vblackwell.train.report import make_report, report_lines
+from vblackwell.train.run import make_report, report_lines
 from vblackwell.units import GiB, MiB
 
 

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vblackwell.train.schedule import MIN_SCALE, LossScaler, Schedule
+from vblackwell.train.trainer import MIN_SCALE, LossScaler, Schedule
 
 
 # A ratio is 0 or one that a rate survives: below 1e-12 of a small peak, products leave the range of floats.

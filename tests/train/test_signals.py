@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from vblackwell.train.signals import StopRequest
+from vblackwell.train.progress import StopRequest
 
 
 def test_signals_are_noted_and_handlers_put_back():

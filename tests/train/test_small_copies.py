@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vblackwell.train.small_copies import LateScalar, Sent
+from vblackwell.train.trainer import LateScalar, Sent
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

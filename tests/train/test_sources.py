@@ -9,7 +9,7 @@ import pytest
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.presets import PRESETS
-from vblackwell.train.sources import RECIPES, resolve
+from vblackwell.train.config import RECIPES, resolve
 from vblackwell.units import MiB
 
 

@@ -19,8 +19,17 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import PlainProgress
-from vblackwell.train.schedule import LossScaler, Schedule
-from vblackwell.train.trainer import Hooks, Parts, Trainer, TrainerState, TrainingDiverged, capture_rng, restore_rng
+from vblackwell.train.trainer import (
+    Hooks,
+    LossScaler,
+    Parts,
+    Schedule,
+    Trainer,
+    TrainerState,
+    TrainingDiverged,
+    capture_rng,
+    restore_rng,
+)
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,7 @@
 """``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
 
-The model that is about to be trained is copied to the meta device and traced there; the machine is asked what it has
-free; its rates are those that ``vb doctor`` kept, or are measured now, and those of a disk where a choice uses one.
-What the user said explicitly is not chosen again: it bounds the plan.
+The model is traced on the meta device; the machine's free memory and its rates (``vb doctor``'s, or measured now) are
+what it is planned for. What the user said explicitly bounds the plan and is not chosen again.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def make_training_plan(
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
-    # A scaled loss means a factor at the step: nothing is updated before it, so nothing needs a way back.
-    undo = not precision.needs_scaler
+    undo = not precision.needs_scaler  # a scaled loss means a factor at the step: nothing is updated before it
     bounds, disk = bounds_of(config, device), None
     if bounds.disk:
         disk = functools.cache(lambda: _disk_rates(config.disk_path or default_disk_path(), rates, say))
@@ -78,11 +76,10 @@ def make_training_plan(
 def plan_run(
     config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
 ) -> Plan | None:
-    """The plan that ``config`` asks for, said line by line; None if it asks for none, or if the model cannot be traced.
+    """The plan that ``config`` asks for, printed; None if it asks for none, or if the model cannot be traced.
 
     Raises:
-        InsufficientMemory: none fits.
-        Untraceable: the batch was to be planned, and the model cannot be traced.
+        InsufficientMemory, Untraceable: of a batch that was to be planned.
     """
     if not (config.vgpu_auto or config.auto_batch_size):
         return None
@@ -100,7 +97,7 @@ def plan_run(
 
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:
-    """What `enable_vgpu_stack_optimization` takes of the plan beside the settings."""
+    """What `enable_vgpu_stack_optimization` takes of the plan in addition to the settings."""
     choice = plan.choice
     if choice.placement == "resident":
         return {}
@@ -146,16 +143,11 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
         gpu = int(available * ARENA_SHARE)
     disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
     given = (config.fast_memory, config.host_memory, config.disk_memory)
-    gpu, host, disk = (
-        room if asked is None else _asked(asked, room, index == 0 and device.type == "cuda")
-        for index, (asked, room) in enumerate(zip(given, (gpu, int(available * HOST_SHARE), disk), strict=True))
-    )
-    return Bounds(gpu, host, disk)
-
-
-def _asked(asked: int | str, room: int, is_limited: bool) -> int:
-    assert isinstance(asked, int), "TrainConfig has parsed it"
-    return min(asked, room) if is_limited else asked
+    sizes = (gpu, int(available * HOST_SHARE), disk)
+    asked = [size if given is None else int(given) for given, size in zip(given, sizes, strict=True)]
+    if device.type == "cuda":
+        asked[0] = min(asked[0], gpu)
+    return Bounds(*asked)
 
 
 def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
@@ -165,10 +157,8 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
     found = kept_rates(name)
     if found is None:
         in_full = is_measured_in_full(device)
-        say(
-            f"measuring this GPU and its link, "
-            f"{'once (vb doctor does it again)' if in_full else 'within the cap, for this run'}"
-        )
+        how = "once (vb doctor does it again)" if in_full else "within the cap, for this run"
+        say(f"measuring this GPU and its link, {how}")
         found = as_rates(gpu_rates(device))
         if in_full:
             keep_rates(name, found)
@@ -177,7 +167,7 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
 
 
 def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[float, float]:
-    """Bytes/s that the disk at ``path`` reads and writes: kept, or measured now; those of ``rates`` where it refuses."""
+    """Bytes/s that the disk at ``path`` reads and writes: kept, or measured now; of ``rates`` where that fails."""
     found = kept_disk(path)
     if found is None:
         say(f"measuring the disk at {path}, once (vb doctor does it again)")
@@ -225,22 +215,18 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
         return tuple((size, total // size) for size in range(min(total, MAX_SEQUENCES), 0, -1) if total % size == 0)
     sizes: set[int] = set()
     refusals: list[Lacking] = []
-    for choice in {
-        replace(each, update=space.updates[0])
-        for each in space.choices()
-        if each.update in (space.updates[0], "level0")
-    }:
+    first = space.updates[0]
+    tried = {replace(each, update=first) for each in space.choices() if each.update in (first, "level0")}
+    for choice in tried:
         largest, refused = largest_forward(choice, forecast)
         sizes |= {size for size in (largest, largest // 2, largest // 4) if size}
         refusals += [refused] if refused is not None else []
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
+        shorter = "shorten --seq-length, or " if forecast.machine.has_gpu else ""
         raise InsufficientMemory(
             f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the "
-            f"nearest {lacking}; "
-            f"{'shorten --seq-length, or ' if forecast.machine.has_gpu else ''}give more memory (--fast-memory, "
-            "--host-memory, "
-            "--disk-memory)",
+            f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)",
             needed_bytes=lacking.num_bytes if lacking else 0,
             available_bytes=0,
         )

@@ -1,15 +1,12 @@
 """Checkpoints of a run: what is in them, and which one a resumed run goes on from.
 
-    model.safetensors ...        fp32 weights under their own names; with config.json and tokenizer a Hugging Face
-    folder optimizer.safetensors ...    NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
-    trainer.json                 step, data position, generators, loss scale, schedule, settings, placement
-    manifest.json                sizes and hashes (the commit protocol)
+    model.safetensors ...      fp32 weights; with config.json and tokenizer a Hugging Face folder
+    optimizer.safetensors ...  NAME.exp_avg, NAME.exp_avg_sq, NAME.step, as torch.optim.AdamW names them
+    trainer.json               step, data position, generators, loss scale, schedule, settings, placement
+    manifest.json              sizes and hashes (the commit protocol)
 
-With adapters, adapter_model.safetensors and adapter_config.json are in the place of the weights: the base does not
-change, and peft opens a checkpoint as it is.
-
-Weights and states are written as they are read, one parameter at a time, so a checkpoint needs no second copy of the
-model in memory.
+With adapters, peft's adapter_model.safetensors and adapter_config.json are in the place of the weights. Weights and
+states are written one parameter at a time as they are read: there is no second copy of the model in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +45,7 @@ from vblackwell.offload.state import MOMENTS, ParameterState, export_state, impo
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.prepare import Prepared
 from vblackwell.train.runfolder import ADAPTER, CHECKPOINTS, FINAL
-from vblackwell.train.schedule import default_warmup_steps
-from vblackwell.train.trainer import TrainerState
+from vblackwell.train.trainer import TrainerState, default_warmup_steps
 from vblackwell.units import format_bytes
 
 TRAINER = "trainer.json"
@@ -65,11 +62,7 @@ class Checkpoints:
         self._say = say
 
     def write(self, state: TrainerState) -> None:
-        """Commit the run as it is now under the name of ``state.step``; then remove the oldest.
-
-        Raises:
-            DiskError: no space, or the disk failed; earlier checkpoints are untouched.
-        """
+        """Commit the run as it is now; then remove the oldest. Raises DiskError: earlier checkpoints are untouched."""
         needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
         with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
             _write_model(folder, self._prepared, with_states=True)
@@ -80,11 +73,11 @@ class Checkpoints:
             self._say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
     def load_newest(self) -> TrainerState | None:
-        """Weights and states of the newest intact checkpoint into the model; None if there is none yet, which is said.
+        """Load the newest intact checkpoint into the model; None, and a message, if there is none yet.
 
         Raises:
             ConfigurationError: it was written under other settings.
-            CorruptData: there are checkpoints, and all are damaged.
+            CorruptData: all checkpoints are damaged, or of another run.
         """
         if self.parent.is_dir():
             clean_leftovers(self.parent)
@@ -116,32 +109,23 @@ class Checkpoints:
                 "folder that the run was started with"
             )
         state = TrainerState.from_json(stored["state"])
-        with _TensorReader(found, "model" if made is None else ADAPTER_FILE) as read:
-            only = None if made is None else is_adapter
-            import_state(model, self._prepared.parts.optimizer, read.parameter, only=only)
+        with ExitStack() as opened:
+            prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
+            import_state(model, self._prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
         self._say(f"resumed from {found} after step {state.step}")
         before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
-        changed = [
-            f"{name}: {now}, before {before[name]}"
-            for name, now in _arithmetic(self._prepared).items()
-            if before.get(name, now) != now
-        ]
+        arithmetic = _arithmetic(self._prepared).items()
+        changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
         if changed:
             self._say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
-        if stored["max_steps"] != self._prepared.config.max_steps:
-            self._say(
-                f"the run now ends at step {self._prepared.config.max_steps}, before at {stored['max_steps']}: the "
-                "schedule is another"
-            )
+        end = self._prepared.config.max_steps
+        if stored["max_steps"] != end:
+            self._say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
         return state
 
 
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
-    """The trained model as a Hugging Face folder ``parent``/final.
-
-    Raises:
-        DiskError: no space, or the disk failed.
-    """
+    """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
     with CommitFolder(parent, FINAL, _weight_bytes(prepared.parts.model) + METADATA_BYTES) as folder:
         _write_model(folder, prepared, with_states=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
@@ -149,11 +133,7 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
 
 
 def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
-    """The trained adapters as a folder ``parent``/adapter, which peft opens; None if there are none.
-
-    Raises:
-        DiskError: no space, or the disk failed.
-    """
+    """The trained adapters as a folder ``parent``/adapter, which peft opens; None if there are none."""
     if adapted(prepared.parts.model) is None:
         return None
     template = None if prepared.template is None else prepared.template.source
@@ -170,12 +150,8 @@ def finished_step(final: Path) -> int | None:
 
 
 def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, Any]) -> None:
-    """Compare a run's decided settings with those that its checkpoint was written under, which are hashed.
-
-    ``settings.json`` may have been removed, or be of a version that kept no hash of it.
-
-    Raises:
-        ConfigurationError: something that decides the numbers differs.
+    """Raises ConfigurationError where settings that decide the numbers are not those that the checkpoint was written
+    under: ``settings.json`` may have been removed, or keep no hash.
     """
     ends = (config.max_steps, written["max_steps"])
     defaults = [default_warmup_steps(steps) for steps in ends if steps is not None]
@@ -187,11 +163,7 @@ def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, A
 
 
 def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
-    """Look for the space that the rest of the run in ``out`` will take, beyond what it holds on its disk already.
-
-    Raises:
-        DiskError: with what is needed and what is free.
-    """
+    """Raises DiskError unless the disk has the space that the rest of the run in ``out`` will take."""
     assert config.max_steps is not None
     parent = out / CHECKPOINTS
     clean_leftovers(parent)
@@ -220,11 +192,8 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
 def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int) -> int:
     """The most that a run will take beyond what it holds: an older checkpoint goes only when the next one is there.
 
-    Args:
-        held: checkpoints that are there.
-        due: checkpoints that are still to be written.
-        keep: checkpoints that are left after each.
-        checkpoint, final: bytes of a checkpoint, and of what is exported at the end.
+    ``held`` checkpoints are there, ``due`` are to be written, ``keep`` are left after each; ``checkpoint`` and
+    ``final``: bytes of one, and of what is exported at the end.
     """
     most, there = 0, held
     for _ in range(min(due, keep + 1)):
@@ -237,17 +206,17 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Of the final model."""
+    """Bytes of the final model."""
     return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
 
 
 def _final_bytes(model: nn.Module) -> int:
-    """Of the final model, and of the adapters that are exported before it."""
+    """Bytes of the final model, and of the adapters that are exported before it."""
     return _weight_bytes(model) + (0 if adapted(model) is None else _checkpoint_bytes(model) // 3)
 
 
 def _checkpoint_bytes(model: nn.Module) -> int:
-    """Weights and both moments; of adapters alone, where there are some."""
+    """Bytes of weights and both moments; of adapters alone, where there are some."""
     if adapted(model) is not None:
         return 3 * sum(4 * param.numel() for param in model.parameters() if param.requires_grad)
     return 3 * _weight_bytes(model)
@@ -302,8 +271,8 @@ def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool)
 
 
 def generation_settings(prepared: Prepared) -> dict[str, Any]:
-    """The generation_config.json: the trained folder's, or the configuration's tokens; what was learnt to end an answer
-    ends a text.
+    """The generation_config.json: the trained folder's, or the configuration's tokens; the token that was learnt to end
+    an answer ends a text.
     """
     config, source = prepared.model_config, prepared.tokenizer_folder
     given = source / GENERATION if source is not None else None
@@ -326,7 +295,7 @@ def _state_specs(name: str, weight: Tensor) -> list[TensorSpec]:
 
 
 def _state_tensor(state: ParameterState, spec: TensorSpec) -> Tensor:
-    """The state, or zeros for a parameter that was never stepped: AdamW begins with the same."""
+    """The state; zeros for a parameter that was never stepped, with which AdamW begins."""
     found = state.get(spec.name.rpartition(".")[2])
     return torch.zeros(spec.shape, dtype=spec.dtype) if found is None else found.to(spec.dtype)
 
@@ -347,7 +316,7 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
 
 
 def _arithmetic(prepared: Prepared) -> dict[str, Any]:
-    """What a resumed run may change, and what orders or rounds sums otherwise: by the words that say it changed."""
+    """What a resumed run may change, and what orders or rounds sums otherwise, by name for people."""
     config, device = prepared.config, prepared.parts.device
     return {
         "CPU threads": torch.get_num_threads(),
@@ -361,34 +330,17 @@ def _arithmetic(prepared: Prepared) -> dict[str, Any]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _TensorReader:
-    """Opens a checkpoint's weight and optimizer files; gives one parameter at a time."""
+def _open_states(folder: Path, prefix: str, opened: ExitStack) -> Callable[[str], ParameterState]:
+    """What `import_state` reads parameters with, of a checkpoint's weight files (``prefix``) and optimizer files."""
+    files: dict[str, dict[str, Any]] = {prefix: {}, "optimizer": {}}
+    for kind, tensors in files.items():
+        for path in tensor_files(folder, kind):
+            file = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+            tensors |= dict.fromkeys(file.keys(), file)
 
-    def __init__(self, folder: Path, prefix: str = "model") -> None:
-        self._folder, self._prefix = folder, prefix
-        self._files: list[Any] = []
-        self._where: dict[str, dict[str, Any]] = {}
+    def read(name: str) -> ParameterState:
+        stored = {"weight": (prefix, name if prefix == "model" else file_name(name))}
+        stored |= {key: ("optimizer", f"{name}.{key}") for key in (*MOMENTS, "step")}
+        return {key: files[kind][full].get_tensor(full) for key, (kind, full) in stored.items() if full in files[kind]}
 
-    def __enter__(self) -> _TensorReader:
-        for prefix in (self._prefix, "optimizer"):
-            for path in tensor_files(self._folder, prefix):
-                file = safe_open(path, framework="pt", device="cpu").__enter__()
-                self._files.append(file)
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    self._where.setdefault(prefix, {})[name] = file
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self._files:
-            file.__exit__(*exc)
-
-    def parameter(self, name: str) -> ParameterState:
-        """What `import_state` wants of ``name``."""
-        weights, states = self._where[self._prefix], self._where.get("optimizer", {})
-        stored = name if self._prefix == "model" else file_name(name)
-        found = {"weight": weights[stored].get_tensor(stored)} if stored in weights else {}
-        for key in (*MOMENTS, "step"):
-            full = f"{name}.{key}"
-            if full in states:
-                found[key] = states[full].get_tensor(full)
-        return found
+    return read

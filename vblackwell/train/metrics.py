@@ -33,15 +33,13 @@ class StepRecord:
     Attributes:
         step: counted from 1.
         loss: mean over the step's tokens; None if it was not finite.
-        lr: learning rate of the step.
         grad_norm: before clipping; None if it was not finite or not measured.
         tokens_per_second: of this step, validation and checkpoints left out.
         level_bytes: the most that each level held after a forward and at the end of the step, by the level's label.
         link_bytes: bytes that this step moved, by 'source>destination'.
         stall_seconds: time in this step in which the computation waited for bytes.
-        val_loss: validation loss after this step, where it was measured.
-        seconds: length of the step; for progress, not written.
-        skipped: the step changed nothing because something was not finite; for progress, not written.
+        seconds, skipped: the step's length, and whether it changed nothing because something was not finite; for
+            progress, not written.
     """
 
     step: int
@@ -80,12 +78,8 @@ def finite_or_none(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counters of a stack at one moment, or their growth between two.
-
-    Attributes:
-        level_bytes: held now, by level label.
-        link_bytes: moved, by 'source>destination'.
-        stall_seconds: waited.
+    """Counters of a stack at one moment, or their growth between two: bytes held now by level label, bytes moved by
+    'source>destination', seconds waited.
     """
 
     level_bytes: dict[str, int]
@@ -139,11 +133,7 @@ class MetricsLog:
             raise
 
     def write(self, record: StepRecord) -> None:
-        """Add a step.
-
-        Raises:
-            DiskError: the disk refused; the line may be there in part.
-        """
+        """Add a step. Raises DiskError: the line may be there in part."""
         self._lines.write((json.dumps(record.to_json(), allow_nan=False) + "\n").encode())
         if self._events is not None:
             self._events.write(record)
@@ -172,11 +162,7 @@ class _Appended:
 
 
 class _Events:
-    """A file of TensorBoard events.
-
-    Args:
-        first_step: what other files in ``folder`` hold of this step and later ones is not shown any more.
-    """
+    """A file of TensorBoard events, which ends what other files in ``folder`` show of ``first_step`` and later."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -252,12 +238,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Keep the lines up to ``last_step``, atomically.
-
-    Raises:
-        CorruptData: as `read_metrics`.
-        DiskError: the disk refused.
-    """
+    """Keep the lines up to ``last_step``, atomically."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line["step"] <= last_step]

@@ -1,9 +1,8 @@
 """The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder.
 
 A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the
-meta device, and its folder checked whole (configuration, tokenizer, tables of all shards), before the data is looked
-at. Weights are drawn or read when the stack has room for all of the model, one layer group after the other: there is no
-second copy, and a model that does not fit is refused before it takes memory.
+meta device, and its folder checked whole, before the data is read. Weights are drawn or read into the stack one layer
+group after the other: there is no second copy, and a model that does not fit is refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class TrainableModel:
     """A model that is about to be put into a stack and trained.
 
     Attributes:
-        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean cross
-            entropy.
+        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean loss.
         config: the model's Hugging Face config.json.
         heads: query heads, key and value heads, and the width of one.
         initialize: fills the model, which is on the meta device; None for one that has its weights (in plans).
@@ -83,11 +81,8 @@ class ModelSource:
     folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
-        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed when the stack takes
+        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed as the stack loads
         them.
-
-        Raises:
-            ConfigurationError: an unknown architecture key.
         """
         if self.model is not None:
             return self.model
@@ -163,19 +158,16 @@ def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
         corpus.vocab_size, max(config.seq_length, preset.max_position), eos_token_id=corpus.end_of_text_id
     )
     changed: dict[str, Any] = dict(config.architecture or {})
-    known = [
-        field.name for field in dataclasses.fields(DecoderConfig) if field.name not in ("vocab_size", "eos_token_id")
-    ]
+    known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
     for name, value in changed.items():
         if name not in known:
             raise ConfigurationError(
                 f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
             )
-        wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
+        is_real = name in ("rope_theta", "norm_eps", "initializer_range")
+        wanted, kind = (float, "a number") if is_real else (int, "a whole number")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
-            raise ConfigurationError(
-                f"--architecture {name} {value!r} is not {'a number' if wanted is float else 'a whole number'}"
-            )
+            raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
     if "num_heads" in changed or "hidden_size" in changed:
         changed = {"head_dim": None, "num_kv_heads": None} | changed
     return dataclasses.replace(shape, **changed)
@@ -209,11 +201,9 @@ def adapt_model(
     assert made is not None
     trained = [param.numel() for param in model.parameters() if param.requires_grad]
     left = [f"{left} ({reason})" for left, reason in made.packed.items() if reason is not None and ".lora_" not in left]
-    base = (
-        f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
-        if made.packed
-        else "as it is"
-    )
+    base = "as it is"
+    if made.packed:
+        base = f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "
@@ -225,11 +215,12 @@ def adapt_model(
 def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -> None:
     """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
     done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
-    experts = len(done.replaced.get("experts", []))
+    layers = len(done.replaced.get("experts", []))
+    experts = f"and the experts of {layers} layers " if layers else ""
     say(
-        f"--use-fp4: {len(done.replaced.get('linear', []))} linears "
-        f"{f'and the experts of {experts} layers ' if experts else ''}compute with their weights rounded to nvfp4, "
-        f"gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n{done}"
+        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {experts}compute with their weights rounded to "
+        "nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n"
+        f"{done}"
     )
 
 
@@ -277,8 +268,7 @@ def choose_attention(
     elif kind != "sdpa":
         return kind
     elif packs and device.type == "cuda" and (not foreign or why_not_dispatcher(model) is None):
-        # Documents that share rows need a mask, for which SDPA's fastest is nine times slower
-        # (docs/journal/attention.md).
+        # SDPA's fastest with a mask is nine times slower (docs/journal/attention.md).
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"

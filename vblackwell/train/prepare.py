@@ -42,10 +42,8 @@ from vblackwell.train.model import (
     use_assignment,
     use_fp4,
 )
-from vblackwell.train.progress import Progress
-from vblackwell.train.schedule import LossScaler, Schedule, default_warmup_steps
-from vblackwell.train.signals import StopRequest
-from vblackwell.train.trainer import Parts
+from vblackwell.train.progress import Progress, StopRequest
+from vblackwell.train.trainer import LossScaler, Parts, Schedule, default_warmup_steps
 from vblackwell.units import format_bytes
 
 PROBE_TOKENS = 8  # of a document
@@ -86,7 +84,7 @@ def prepare(
 
     Raises:
         Stopped: somebody asked the run to stop while its data was read.
-        VBError: whatever of it cannot be had.
+        VBError: something of it cannot be had.
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
@@ -106,9 +104,8 @@ def prepare(
     refuse_frozen(model)
     fused = fuse(model)
     if fused is not None:
-        progress.say(
-            f"{type(model).__name__} of transformers, fused where that is the same: {fused}".replace("\n", ", ")
-        )
+        text = f"{type(model).__name__} of transformers, fused where that is the same: {fused}"
+        progress.say(text.replace("\n", ", "))
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
@@ -157,11 +154,7 @@ def prepare(
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:
-    """``--inspect-data``: print the first rows as the model would see them.
-
-    Raises:
-        VBError: the model's folder, its tokenizer or the data cannot be used.
-    """
+    """``--inspect-data``: print the first rows as the model would see them."""
     with ExitStack() as opened:
         source = find_model(config, opened)
         data = open_data(config, source.tokenizer_path, progress)
@@ -178,11 +171,7 @@ def place_or_share(text: str) -> str | float:
 
 
 def choose_formats(config: TrainConfig, precision: Precision) -> Formats:
-    """What ``--optimizer-states`` and ``--masters`` mean.
-
-    Raises:
-        Unsupported: the compute type cannot be kept so.
-    """
+    """What ``--optimizer-states`` and ``--masters`` mean; Unsupported where the compute type cannot be kept so."""
     formats = Formats(config.optimizer_states, config.masters, config.seed)
     if not supports(formats, [precision.compute_dtype or torch.float32]):
         flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
@@ -242,11 +231,7 @@ def _close_engine(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokens and what is cut of them.
-
-    Attributes:
-        template: of conversations; None for plain text.
-    """
+    """Tokens and what is cut of them; ``template`` is of conversations, None for plain text."""
 
     corpus: Corpus
     train: Dataset
@@ -260,12 +245,7 @@ class RunData:
 
 
 def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> RunData:
-    """The data of ``--data``; of conversations it is said what they are.
-
-    Raises:
-        ConfigurationError: files that cannot be used, with the place.
-        DiskError: the cache cannot be written.
-    """
+    """The data of ``--data``; of conversations it is said what they are."""
     path = None if config.data is None else Path(config.data)
     source = find_text(path)
     if source.left_out:
@@ -278,19 +258,15 @@ def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progre
         plain = [PackedDataset(corpus, config.seq_length, split, config.seed) for split in splits]
         return RunData(corpus, plain[0], plain[1])
     chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    train, validation = (
-        ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits
-    )
-    _describe(chat, train, validation, progress)
-    return RunData(chat, train, validation, chat.template)
+    rows = [ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits]
+    _describe(chat, rows[0], rows[1], progress)
+    return RunData(chat, rows[0], rows[1], chat.template)
 
 
 def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, progress: Progress) -> None:
-    how = (
-        "several share a row, positions begin again at 0 with each and none sees another"
-        if train.packing
-        else "each has a row of its own"
-    )
+    how = "each has a row of its own"
+    if train.packing:
+        how = "several share a row, positions begin again at 0 with each and none sees another"
     progress.say(
         f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with "
         f"{corpus.template.origin}; learnt are the answers, {train.learnt_share():.0%} of the tokens; "
@@ -299,20 +275,16 @@ def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, p
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
     if cut:
-        progress.say(
-            f"data: {cut} conversations are longer than --seq-length {train.seq_length} and are cut there"
-            + (f"; {left_out} of them have no answer before the cut and are left out" if left_out else "")
-        )
+        lost = f"; {left_out} of them have no answer before the cut and are left out" if left_out else ""
+        limit = f"--seq-length {train.seq_length}"
+        progress.say(f"data: {cut} conversations are longer than {limit} and are cut there{lost}")
 
 
 @torch.no_grad()
 def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> None:
-    """Look whether ``model``, one of transformers', keeps packed documents apart: three short rows through it.
+    """Raises Unsupported unless ``model``, one of transformers', keeps packed documents apart.
 
     Two rows end in the same document after different ones, a third begins with it; its logits must be the same in all.
-
-    Raises:
-        Unsupported: they are not.
     """
     made: Any = model
     generator = torch.Generator().manual_seed(0)
@@ -325,11 +297,8 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
         logits_BSV = made(input_ids=rows.to(device), position_ids=positions.to(device), use_cache=False).logits.float()
     finally:
         model.train(training)
-    after_first, after_other, alone = (
-        logits_BSV[0, PROBE_TOKENS:],
-        logits_BSV[1, PROBE_TOKENS:],
-        logits_BSV[2, :PROBE_TOKENS],
-    )
+    after_first, after_other = logits_BSV[:2, PROBE_TOKENS:]
+    alone = logits_BSV[2, :PROBE_TOKENS]
     # What is masked adds exact zeros; sums of other lengths may round otherwise, by a few units of the compute type.
     tolerance = (2e-2 if next(model.parameters()).dtype != torch.float32 else 1e-4) * float(alone.norm())
     apart = max(float((alone - found).norm()) for found in (after_first, after_other))
@@ -354,29 +323,22 @@ def build_stack(
 
     Raises:
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
-        InsufficientMemory: the disk has less room than ``--disk-memory``, or RAM than the sizes that are RAM.
+        InsufficientMemory: less is free than the sizes need.
     """
     if config.disk_memory:
         _refuse_full_disk(config, state_bytes)
     if device.type == "cpu":
         _refuse_more_than_ram(config, state_bytes)
+    sizes = (config.fast_memory, config.host_memory, config.disk_memory if config.has_disk else 0)
     if plan is not None:
         bounds = plan.bounds
-        level0 = plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu
-        return create_vgpu_stack(level0, bounds.host, bounds.disk, config.disk_path, device=device)
-    return create_vgpu_stack(
-        config.fast_memory,
-        config.host_memory,
-        config.disk_memory if config.has_disk else 0,
-        config.disk_path,
-        device=device,
-    )
+        sizes = (plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu, bounds.host, bounds.disk)
+    return create_vgpu_stack(*sizes, config.disk_path, device=device)
 
 
 def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
-    """Without a GPU level 0 is RAM, as the level below it: a run that fills both would be killed without a word.
-
-    Caps are held against what the machine has; what is free just now need only hold the run's state, if that is less.
+    """Without a GPU levels 0 and 1 are RAM: a run that fills both would be killed without a word. Caps are held against
+    what the machine has; what is free now need only hold the run's state, if that is less.
     """
     asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
     sizes = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
@@ -393,10 +355,7 @@ def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
 
 
 def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
-    """Bytes are reserved when they are first needed; a run is told before it starts.
-
-    It needs no more than its state, whatever the cap.
-    """
+    """A disk's bytes are reserved when they are first needed; a run, which needs at most its state, is told before."""
     assert isinstance(config.disk_memory, int)
     disk = disk_facts(config.disk_path or default_disk_path())
     total = shutil.disk_usage(disk.path).total

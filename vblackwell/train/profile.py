@@ -1,25 +1,19 @@
 """``--profile``: a trace of a few steps that Perfetto and chrome://tracing open.
 
-It shows every GPU stream, named by what it does (compute, host to GPU, GPU to host, updates), and the operators of
-every thread, the background ones too: torch records the calling thread alone unless told otherwise. What is neither an
-operator nor a CUDA call, such as a thread's `preadv`, shows where the code puts `torch.profiler.record_function` around
-it.
-
-torch writes "stream 7" and "thread 4711 (python3)". Which is which can be read off what ran there: a stream whose time
-goes into copies is named by their direction, the one with most kernel time computes, one that mostly runs AdamW
-updates. Threads are known by the number that the system gave them, as long as they live. Names go into the trace as its
-own metadata.
+It shows the operators of every thread and every GPU stream, named in the trace's own metadata. torch writes "stream 7"
+and "thread 4711 (python3)"; which is which is read off what ran there: a stream whose time goes into copies is named
+by their direction, the one with most kernel time computes, one that mostly runs AdamW updates. Threads are known by
+the number that the system gave them, as long as they live.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +35,7 @@ def tracing(
 ) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Inside, the yielded function gives a context for each step; after the traced ones the trace is at ``path``.
 
-    Args:
-        path: ends in ``.json`` or ``.json.gz``.
-        skipped_steps: before the one in which the profiler warms up, which is not traced either.
+    One step more is not traced after the skipped ones: the profiler warms up in it.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -55,9 +47,10 @@ def tracing(
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             raw = Path(folder, "raw.json")
             profiler.export_chrome_trace(str(raw))
-            trace = read_trace(raw)
-        name_lanes(trace, live_threads())
-        write_trace(trace, path)
+            trace = json.loads(raw.read_bytes())
+        threads = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+        name_lanes(trace, threads)
+        path.write_text(json.dumps(trace))
         written = True
         say(f"trace of {traced_steps} steps: {path}")
 
@@ -91,75 +84,42 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 
 
-@dataclass
-class StreamUse:
-    """What a GPU stream did.
-
-    Attributes:
-        kernel_us, update_us: time in kernels, and in those of AdamW. copy_us: time in copies, by direction ('HtoD',
-            ...).
-    """
-
-    kernel_us: float = 0.0
-    update_us: float = 0.0
-    copy_us: dict[str, float] = field(default_factory=dict)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        length, name = float(event.get("dur", 0)), str(event.get("name", ""))
-        if event["cat"] == "gpu_memcpy":
-            direction = direction_of(name)
-            self.copy_us[direction] = self.copy_us.get(direction, 0.0) + length
-        elif event["cat"] == "kernel":
-            self.kernel_us += length
-            self.update_us += length if "adam" in name.lower() else 0.0
-
-
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
 ORDER = (
-    "compute",
-    "host to GPU",
-    "GPU to host",
-    "updates",
-    "kernels",
-    "GPU to GPU",
-    "copies on the GPU",
-    "copies",
-    "idle",
-)
-
-
-def direction_of(name: str) -> str:
-    """'HtoD' of "Memcpy HtoD (Pinned -> Device)"."""
-    return next((direction for direction in COPY_ROLES if direction in name), "other")
+    "compute", "host to GPU", "GPU to host", "updates", "kernels", "GPU to GPU", "copies on the GPU", "copies", "idle",
+)  # fmt: skip
 
 
 def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
     """What each GPU stream of a trace is for, one of ``ORDER``."""
-    uses: dict[Lane, StreamUse] = {}
+    # Microseconds by what was done: kernels, those of AdamW among them, and copies by their role.
+    uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        if event.get("cat") in GPU_CATEGORIES:
-            uses.setdefault((event["pid"], event["tid"]), StreamUse()).add(event)
+        if event.get("cat") not in GPU_CATEGORIES:
+            continue
+        use, length, name = uses[event["pid"], event["tid"]], float(event.get("dur", 0)), str(event.get("name", ""))
+        if event["cat"] == "gpu_memcpy":
+            use[next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")] += length
+        elif event["cat"] == "kernel":
+            use["kernels"] += length
+            use["updates"] += length if "adam" in name.lower() else 0
     computing = {
-        max((lane for lane in uses if lane[0] == device), key=lambda lane: uses[lane].kernel_us)
+        max((lane for lane in uses if lane[0] == device), key=lambda lane: uses[lane]["kernels"])
         for device in {lane[0] for lane in uses}
     }
     return {lane: _role(use, lane in computing) for lane, use in uses.items()}
 
 
-def _role(use: StreamUse, computing: bool) -> str:
-    copying = sum(use.copy_us.values())
-    if computing and use.kernel_us:
+def _role(use: Mapping[str, float], computing: bool) -> str:
+    kernels, updates = use["kernels"], use["updates"]
+    copies = {role: spent for role, spent in use.items() if role not in ("kernels", "updates")}
+    if computing and kernels:
         return "compute"
-    if copying > use.kernel_us:
-        return COPY_ROLES.get(max(use.copy_us, key=lambda direction: use.copy_us[direction]), "copies")
-    if use.update_us > use.kernel_us / 2:
+    if sum(copies.values()) > kernels:
+        return max(copies, key=lambda role: copies[role])
+    if updates > kernels / 2:
         return "updates"
-    return "kernels" if use.kernel_us else "idle"
-
-
-def live_threads() -> dict[int, str]:
-    """Names of this process's Python threads by the system's number."""
-    return {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
+    return "kernels" if kernels else "idle"
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
@@ -178,21 +138,9 @@ def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
     kept = [
         e
         for e in events
-        if not (e.get("ph") == "M" and e.get("name") in told and (e.get("pid"), e.get("tid")) in names)
+        if e.get("ph") != "M" or e.get("name") not in told or (e.get("pid"), e.get("tid")) not in names
     ]
     for (pid, tid), (name, order) in names.items():
         kept.append({"ph": "M", "name": told[0], "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}})
         kept.append({"ph": "M", "name": told[1], "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": order}})
     trace["traceEvents"] = kept
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    """A trace from a ``.json`` or ``.json.gz`` file."""
-    data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-
-
-def write_trace(trace: dict[str, Any], path: Path) -> None:
-    """The trace to a ``.json`` or ``.json.gz`` file; Perfetto opens both."""
-    data = json.dumps(trace).encode()
-    path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)

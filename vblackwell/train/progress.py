@@ -1,13 +1,15 @@
-"""What a run says while it runs: a live line on a terminal, plain lines everywhere else.
-
-Plain lines are rare (one in `PLAIN_SECONDS`, and every validation), so that a log of a week-long run stays readable.
-"""
+"""What a run says while it runs (a live line on a terminal, a few plain lines everywhere else), and requests to stop."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from vblackwell.train.metrics import StepRecord
@@ -137,3 +139,64 @@ def describe(record: StepRecord, val_loss: float | None = None) -> str:
 def open_progress() -> Progress:
     """Rich on a terminal, plain lines otherwise."""
     return RichProgress() if sys.stdout.isatty() else PlainProgress()
+
+
+# -- requests to stop --------------------------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    """A stop request where nothing is lost by leaving; no ``Exception``, so that nothing takes it for an error."""
+
+
+class StopRequest:
+    """Whether the run was asked to stop. Inside ``with``, SIGTERM and SIGINT ask for a checkpoint; a second SIGINT leaves
+    at once.
+
+    A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising would land
+    in the middle of an optimizer step or of a checkpoint. While data is read there is no such state, and it raises.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+        self._interrupts = False
+        self._sigints = 0
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the signal's number, as shells report it: 143 for SIGTERM, 130 for SIGINT."""
+        assert self.signal is not None
+        return 128 + self.signal
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While this lasts a request raises `Stopped`, between two operations of Python's."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._sigints += number == signal.SIGINT
+        if self._sigints == 2:
+            os._exit(128 + number)
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            if self._interrupts:
+                raise Stopped

@@ -6,6 +6,7 @@ The order is chosen so that everything that can be refused is refused before the
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -20,16 +21,16 @@ from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.generate.generate import generate, position_limit
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
+from vblackwell.planner.placement import Plan
 from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
 from vblackwell.train.config import TrainConfig, refuse_changes
-from vblackwell.train.metrics import MetricsLog, StepRecord
+from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
-from vblackwell.train.progress import Progress, open_progress
-from vblackwell.train.report import compare, make_report, report_lines
+from vblackwell.train.progress import Progress, Stopped, StopRequest, open_progress
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
-from vblackwell.train.signals import Stopped, StopRequest
 from vblackwell.train.trainer import Hooks, Trainer
+from vblackwell.units import format_bytes, format_seconds
 
 
 def train(config: TrainConfig) -> int:
@@ -85,11 +86,9 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     refuse_full_disk(folder.path, prepared.parts.model, prepared.config)
     folder.create()
     if stored is None:
-        chosen = prepared.config
-        planned = {
-            name: getattr(chosen, name) for name in ("batch_size", "accumulation_steps", "gradient_checkpointing")
-        }
-        write_settings(folder, replace(config, **planned).to_dict())
+        planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
+        settled = {name: getattr(prepared.config, name) for name in planned}
+        write_settings(folder, replace(config, **settled).to_dict())
     return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
 
 
@@ -99,8 +98,6 @@ def printable(text: str) -> str:
 
 
 class _Run:
-    """A prepared run in its folder."""
-
     def __init__(
         self, prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
     ) -> None:
@@ -156,9 +153,8 @@ class _Run:
         self.cleanup.callback(metrics.close)
         step_context: Callable[[], Any] = nullcontext
         if config.profile:
-            step_context = self.cleanup.enter_context(
-                tracing(self.folder.path / TRACE, parts.device, self.progress.say)
-            )
+            traced = tracing(self.folder.path / TRACE, parts.device, self.progress.say)
+            step_context = self.cleanup.enter_context(traced)
 
         def record(line: StepRecord) -> None:
             metrics.write(line)
@@ -173,9 +169,7 @@ class _Run:
         return Trainer(config, parts, self.progress, self.stop, hooks)
 
     def _sample(self) -> None:
-        """What the model writes now: after ``--sample-prompt``, or of conversations, in answer to one that was held
-        out.
-        """
+        """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
         config, prepared = self.prepared.config, self.prepared
         tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
         prompt, answer, talks = "def " if config.sample_prompt is None else config.sample_prompt, "", False
@@ -192,15 +186,8 @@ class _Run:
         if count <= 0:
             return
         end = prepared.turn_end
-        text = generate(
-            prepared.parts.model,
-            tokenizer,
-            prompt,
-            count,
-            seed=config.seed,
-            ends=() if end is None else (end,),
-            special_tokens=not talks,
-        )
+        options: dict[str, Any] = {"seed": config.seed, "ends": () if end is None else (end,)}
+        text = generate(prepared.parts.model, tokenizer, prompt, count, special_tokens=not talks, **options)
         what = "sample, in answer to a conversation that was held out" if talks else "sample"
         reference = f"\nthe data answers:\n{printable(answer)}" if talks else ""
         self.progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
@@ -227,3 +214,126 @@ class _Run:
             report["plan"] = compare(self.prepared.plan, report, self.speeds)
         self.folder.write_json(REPORT, report)
         self.progress.say("\n".join(report_lines(report)))
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def make_report(
+    stats: dict[str, Any],
+    summary: dict[str, Any],
+    *,
+    run: dict[str, Any],
+    gpu_peak_bytes: dict[str, int] | None,
+    process_peak_bytes: int,
+) -> dict[str, Any]:
+    """The report as plain values, of `VGPUStack.get_stats()` and the offload engine's `summary()`.
+
+    Args:
+        run: what the loop knows: steps, seconds, losses, tokens per second.
+        gpu_peak_bytes: the most that torch allocated and reserved on the GPU; None on the CPU.
+        process_peak_bytes: largest resident set of the process.
+    """
+    labels = level_labels(stats)
+    seconds = max(run["seconds"], 1e-9)
+    kept = ("capacity_bytes", "peak_bytes", "hits", "misses")
+    levels = []
+    for label, level in zip(labels, stats["levels"], strict=True):
+        asked = level["hits"] + level["misses"]
+        rate = level["hits"] / asked if asked else None
+        levels.append({"level": label} | {name: level[name] for name in kept} | {"hit_rate": rate})
+    written = sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd"))
+    return {
+        **run,
+        "placement": summary["placement"],
+        "formats": summary["formats"],
+        "groups": summary["groups"],
+        "bytes_by_kind_and_level": summary["bytes_by_level"],
+        "levels": levels,
+        "links": stats["links"],
+        "stall_seconds": stats["stall_seconds"],
+        "stalled_share": stats["stall_seconds"] / seconds,
+        "ssd_written_bytes": written,
+        "gpu_peak_bytes": gpu_peak_bytes,
+        "process_peak_bytes": process_peak_bytes,
+    }
+
+
+UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
+
+
+def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
+    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have.
+
+    GPU: what torch reserved; without a GPU the arena. Host: what the stack's RAM level held.
+    """
+    said, peak = plan.prediction, report["gpu_peak_bytes"]
+    settled = speeds[UNSETTLED_STEPS:] or speeds
+    level0, *below = report["levels"]
+    host = sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu"))
+    return {
+        "choice": str(plan.choice),
+        "gpu_bytes": {"predicted": said.gpu, "measured": level0["peak_bytes"] if peak is None else peak["reserved"]},
+        "host_bytes": {"predicted": said.host, "measured": host},
+        "tokens_per_second": {
+            "predicted": said.tokens_per_second,
+            "measured": statistics.median(settled) if settled else None,
+        },
+        "clipped_tokens_per_second": None if said.clipped_seconds is None else said.tokens / said.clipped_seconds,
+    }
+
+
+def _plan_lines(found: dict[str, Any]) -> list[str]:
+    rows = [("plan", "predicted", "measured", "off by")]
+    for name, text, show in (
+        ("gpu_bytes", "GPU or arena", format_bytes), ("host_bytes", "RAM level", format_bytes),
+        ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+    ):  # fmt: skip
+        said, was = found[name]["predicted"], found[name]["measured"]
+        off = "-" if not was else f"{said / was - 1:+.1%}"
+        rows.append((text, show(said), "-" if was is None else show(was), off))
+    lines = _columns(rows)
+    clipped = found["clipped_tokens_per_second"]
+    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report as the lines of a table."""
+    rows = [("level", "peak", "capacity", "hits", "misses", "hit rate")]
+    for level in report["levels"]:
+        rate = level["hit_rate"]
+        sizes = (format_bytes(level["peak_bytes"]), format_bytes(level["capacity_bytes"]))
+        counts = (str(level["hits"]), str(level["misses"]), "-" if rate is None else f"{rate:.1%}")
+        rows.append((level["level"], *sizes, *counts))
+    lines = _columns(rows)
+    links = [("link", "bytes", "busy")]
+    for link in report["links"]:
+        name = f"{link['source']} > {link['destination']}"
+        links.append((name, format_bytes(link["bytes"]), format_seconds(link["seconds"])))
+    if len(links) > 1:
+        lines += ["", *_columns(links)]
+    lines += ["", f"placement: {report['placement']}, {report['groups']} layer groups"]
+    formats = report["formats"]
+    lines += [f"AdamW: {formats['states']} states, {formats['masters']} masters"]
+    lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
+    lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
+    peak = report["gpu_peak_bytes"]
+    if peak is not None:
+        lines += [
+            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
+            f"{format_bytes(peak['reserved'])} reserved"
+        ]
+    lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
+    return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as aligned text: the first column to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

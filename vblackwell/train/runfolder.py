@@ -34,14 +34,11 @@ _HASH = "xxh3"  # of the settings, in their own file
 
 
 class RunFolder:
-    """``path``, held by this process if it exists already, and from `create` on otherwise.
-
-    Args:
-        resume: whether the run found there is to be continued.
+    """``path``, locked by this process if it exists already, and from `create` on otherwise.
 
     Raises:
-        ConfigurationError: not a folder, used by another process, or it holds a run and ``resume`` is off; something in
-            it is a file where a run has a folder, or a folder where it has a file.
+        ConfigurationError: no folder, used by another process, with a run that ``resume`` does not ask for, or with a
+            file where a run has a folder or the reverse.
         DiskError: it cannot be locked.
     """
 
@@ -76,7 +73,7 @@ class RunFolder:
         return self.path / FINAL
 
     def create(self) -> None:
-        """Make the folder if need be, and hold it.
+        """Make the folder if need be, and lock it.
 
         Raises:
             ConfigurationError: another process was faster: it holds the folder, or its run is in it.
@@ -98,11 +95,7 @@ class RunFolder:
                 )
 
     def write_json(self, name: str, value: Any) -> None:
-        """``value`` into file ``name``, atomically.
-
-        Raises:
-            DiskError: the disk refused.
-        """
+        """``value`` into file ``name``, atomically. Raises DiskError."""
         path = self.path / name
         fresh = _fresh(path)
         try:
@@ -154,11 +147,7 @@ def _fresh(path: Path) -> Path:
 
 
 def write_settings(folder: RunFolder, settings: dict[str, Any]) -> None:
-    """Keep what the run is started with, and a hash of it.
-
-    Raises:
-        DiskError: the disk refused.
-    """
+    """Keep what the run is started with, and a hash of it."""
     folder.write_json(SETTINGS, settings | {_HASH: _hash_of(settings)})
 
 
@@ -171,8 +160,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
 
     Raises:
         DiskError: the file cannot be read.
-        CorruptData: it is not JSON, or not what was written: a digit of a learning rate would change what a resumed run
-            computes.
+        CorruptData: it is not what was written: a digit of a learning rate would change what a resumed run computes.
     """
     path = folder / SETTINGS
     if not path.is_file():

@@ -1,18 +1,18 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
 The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts
-bytes; where those bytes live is none of its business. It stops only where the state is whole: a step that is
-interrupted half-way is undone (its gradients dropped, data position and generators put back), so a resumed run repeats
-it bit by bit.
+bytes. It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped,
+data position and generators put back), so a resumed run repeats it bit by bit.
 
 A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in
-a forward, at the same sequences a step. That stays so, also in a resumed run. Only forward and backward can be undone:
-once the optimizer has begun to change weights, an error is an error.
+a forward, at the same sequences a step, and so on from there, also in a resumed run. Only forward and backward can be
+undone: once the optimizer has begun to change weights, an error is an error.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import random
 import time
@@ -30,16 +30,11 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.metrics import StepRecord, Traffic, finite_or_none, traffic_of
-from vblackwell.train.progress import Progress
-from vblackwell.train.schedule import LossScaler, Schedule
-from vblackwell.train.signals import StopRequest
-from vblackwell.train.small_copies import LateScalar, Sent
+from vblackwell.train.progress import Progress, StopRequest
 
 
 class TrainingDiverged(VBError):
-    """Too many steps in a row, or all of a run, whose loss or gradients were not finite; the weights are those before
-    the first of them.
-    """
+    """Too many steps in a row, or all of a run, were not finite; the weights are those before the first of them."""
 
 
 @dataclass
@@ -47,11 +42,9 @@ class Parts:
     """What a run is made of.
 
     Attributes:
-        model: what is trained.
         loss: called with what the data gives: input_ids, targets and, for packed documents, positions, all (B, S)
             int64; returns the mean loss. By default the model itself.
-        stream: the training data.
-        validation: the held-out windows.
+        stream, validation: the training data, and the held-out windows.
     """
 
     model: nn.Module
@@ -76,8 +69,7 @@ class TrainerState:
         skipped: steps in all that changed no weight.
         scaler: the loss scaler's state; None where there is none.
         rng: generators, as `capture_rng` returns them.
-        micro_batch: sequences in a forward, less than the settings' where memory did not suffice; None: as the settings
-            say.
+        micro_batch: sequences in a forward; None: as the settings say.
         unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be; else None.
     """
 
@@ -92,17 +84,10 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
-        """The reverse of `dataclasses.asdict`.
-
-        Raises:
-            CorruptData: a key is missing.
-        """
+        """The reverse of `dataclasses.asdict`. Raises CorruptData: a key is missing."""
         try:
-            given = {
-                "micro_batch": None,
-                "skipped": 0,
-                "unrecorded": None,
-            } | found  # which older checkpoints do not have
+            optional = {"micro_batch": None, "skipped": 0, "unrecorded": None}  # older checkpoints do not have these
+            given = optional | found
             return cls(**{name: given[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
@@ -110,13 +95,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop tells others.
-
-    Attributes:
-        record: called with every step's record.
-        checkpoint: called where a checkpoint is due, with the state to store.
-        step_context: wraps every step, for profiling.
-    """
+    """What the loop calls: with every step's record, with the state where a checkpoint is due, and around every step."""
 
     record: Callable[[StepRecord], None]
     checkpoint: Callable[[TrainerState], None]
@@ -181,11 +160,7 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the last step or a stop request. What is due at the last step is done.
-
-        Raises:
-            TrainingDiverged: see there.
-        """
+        """Train until the last step or a stop request. What is due at the last step is done. Raises TrainingDiverged."""
         self._progress.start(self.step, self.total_steps)
         saved_step = self.step
         if self._unrecorded is not None:
@@ -210,9 +185,7 @@ class Trainer:
     def _finish(self, record: StepRecord) -> None:
         """Validate if that is due, and record the step. Where that is interrupted or fails a resumed run does it.
 
-        Raises:
-            DiskError: the record could not be written; that a checkpoint of the step could be is said.
-            TrainingDiverged: see there.
+        Raises DiskError, which says whether a checkpoint of the step could be written, or TrainingDiverged.
         """
         due = self._due(self.config.eval_every) or self.step in (1, self.total_steps)
         if due and record.val_loss is None:
@@ -224,7 +197,11 @@ class Trainer:
         self._progress.step(record)
         interrupted = due and record.val_loss is None and self._stop.wanted
         self._unrecorded = record if interrupted else None
-        self._refuse_divergence(record)
+        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingDiverged(
+                f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
+                "not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
+            )
 
     def _with_checkpoint(self, record: StepRecord, error: DiskError) -> DiskError:
         """``error``, after which the run cannot go on, with what became of its last step."""
@@ -237,13 +214,6 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def _refuse_divergence(self, record: StepRecord) -> None:
-        if self._skipped_in_a_row >= self.config.max_skipped_steps:
-            raise TrainingDiverged(
-                f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
-                "not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
-            )
 
     def _one_step(self) -> StepRecord | None:
         """One optimizer step; None if it was interrupted and undone."""
@@ -347,11 +317,8 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss over the first held-out sequences; None if it was interrupted or is not finite.
-
-        Draws no random numbers.
-
-        The sequences are the same whatever the batch size, or runs of different ones could not be compared.
+        """Mean loss over the first held-out sequences, the same for every batch size; None if it was interrupted or is
+        not finite. Draws no random numbers.
         """
         parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
@@ -372,9 +339,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def half_of(micro_batch: int, sequences: int) -> int:
-    """The most sequences in a forward, at most half of ``micro_batch`` (2 or more), that divide the ``sequences`` of a
-    step.
-    """
+    """The most sequences in a forward, at most half of ``micro_batch``, that divide the ``sequences`` of a step."""
     return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
 
 
@@ -391,10 +356,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
-    """Put generators back.
-
-    A state of a GPU is left out on a machine without one: its numbers cannot be continued there.
-    """
+    """Put generators back; the GPU's not on a machine without one, where its numbers cannot be continued."""
     version, numbers, gauss = captured["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(_decode(captured["torch"]))
@@ -408,3 +370,129 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# -- tokens to the device, losses from it ------------------------------------------------------------------------------
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Sent:
+    """A tensor on its way to ``device`` from now on, past everything else that is being copied; on a CPU it is there.
+
+    A copy that the computing stream waits for holds up all after it, and where weights are streamed the copy engines
+    always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts as soon as the host asks.
+    """
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self._tensor = tensor
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            stream = _side_stream(device)
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            with torch.cuda.stream(stream):
+                self._tensor = pinned.to(device, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def arrived(self) -> torch.Tensor:
+        """The tensor, for what the current stream queues from now on."""
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self._tensor.device)
+            stream.wait_event(self._event)
+            self._tensor.record_stream(stream)
+        return self._tensor
+
+
+class LateScalar:
+    """A one-element tensor on its way to the host from now on, on the stream of `Sent`."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value.detach()
+        self._event: torch.cuda.Event | None = None
+        if value.is_cuda:
+            stream = _side_stream(value.device)
+            stream.wait_stream(torch.cuda.current_stream(value.device))
+            with torch.cuda.stream(stream):
+                self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                self._host.copy_(self._value, non_blocking=True)
+                self._value.record_stream(stream)
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def read(self) -> float:
+        """The number; waits for what computes it, and for nothing that was queued after that."""
+        if self._event is None:
+            return float(self._value)
+        self._event.synchronize()
+        return float(self._host)
+
+
+# -- learning rate and loss scale --------------------------------------------------------------------------------------
+
+
+MIN_SCALE = 1.0
+MAX_SCALE = 2.0**24
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates of a run: up to ``peak`` in ``warmup_steps`` (the first is above zero), down to ``floor``."""
+
+    peak: float
+    floor: float
+    warmup_steps: int
+    total_steps: int
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        falling_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / falling_steps)
+        return self.floor + (self.peak - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def default_warmup_steps(total_steps: int) -> int:
+    """A twentieth of the run, at most 1000."""
+    return min(1000, total_steps // 20)
+
+
+class LossScaler:
+    """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow.
+
+    torch's `GradScaler` reads `p.grad`, whose values have left level 0 while a model is offloaded; here the optimizer
+    divides by the scale and says whether the gradients were finite. Powers of two only, so that scaling is exact.
+    """
+
+    def __init__(self, initial: float = 2.0**16, growth_interval: int = 200) -> None:
+        self.scale = initial
+        self.growth_interval = growth_interval
+        self._finite_steps = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Record how the step went."""
+        if overflowed:
+            self.scale = max(MIN_SCALE, self.scale / 2)
+            self._finite_steps = 0
+            return
+        self._finite_steps += 1
+        if self._finite_steps >= self.growth_interval:
+            self.scale = min(MAX_SCALE, self.scale * 2)
+            self._finite_steps = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether overflow can no longer be blamed on the scale."""
+        return self.scale <= MIN_SCALE
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "growth_interval": self.growth_interval, "finite_steps": self._finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self.growth_interval = int(state["growth_interval"])
+        self._finite_steps = int(state["finite_steps"])

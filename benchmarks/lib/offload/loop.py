@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vblackwell.train.small_copies import Sent
+from vblackwell.train.trainer import Sent
 
 
 class Feed:

@@ -29,7 +29,7 @@ from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
-from vblackwell.train.small_copies import LateScalar
+from vblackwell.train.trainer import LateScalar
 
 
 class HostWatch:
