@@ -26,9 +26,7 @@ def cache_root() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """``content`` appears at ``path`` whole or not at all, also when the power fails; a cache that cannot be written is
-    no error.
-    """
+    """``content`` appears at ``path`` whole or not at all, also when the power fails; failing to write is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -42,10 +40,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of entry ``key``; where there is none, ``build`` is called with an empty folder to fill.
-
-    Raises:
-        DiskError: the cache cannot be written; the message names ``XDG_CACHE_HOME`` as the way out.
+    """The folder of entry ``key``; where there is none, ``build`` fills an empty one. Raises DiskError where it cannot
+    be written.
     """
     parent = cache_root() / kind
     final = parent / key

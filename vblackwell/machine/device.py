@@ -1,8 +1,8 @@
 """Which device a command computes on, in which type, and what stops it before it begins.
 
 A GPU that is there but cannot be used stops the command: training a day on the CPU because of an old driver is a
-surprise nobody wants. What is not used is named. bf16 has fp32's range and needs no loss scaling, so it is taken
-wherever the device multiplies in it; fp16 with a scaler is for GPUs before Ampere.
+surprise nobody wants. bf16 has fp32's range and needs no loss scaling, so it is taken wherever the device multiplies in
+it; fp16 with a scaler is for GPUs before Ampere.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ HIDDEN = ("", "-1")
 
 
 def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
-    """One process per run in this version.
-
-    Raises:
-        Unsupported: a launcher started several.
-    """
+    """Raises Unsupported where a launcher started several processes."""
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
         raise Unsupported(
@@ -34,10 +30,7 @@ def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
-    """The device that ``--device wanted`` means on this machine.
-
-    Args:
-        say: told which GPUs are left unused, and why.
+    """The device that ``--device wanted`` means on this machine; ``say`` is told which GPUs are left unused, and why.
 
     Raises:
         Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
@@ -63,10 +56,8 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
 
 
 def avoid_fragmentation() -> None:
-    """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation.
-
-    Buffers of many sizes come and go in a streamed step: with fixed segments a sixth of what the process reserves lies
-    idle.
+    """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation. In a
+    streamed step a sixth of what is reserved in fixed segments lies idle.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -100,12 +91,7 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class Precision:
-    """The compute type and what follows from it.
-
-    Attributes:
-        compute_dtype: None for the weights' own fp32.
-        needs_scaler: whether small gradients would vanish without loss scaling.
-    """
+    """The compute type (None: the weights' own fp32), and whether small gradients would vanish without loss scaling."""
 
     compute_dtype: torch.dtype | None
     needs_scaler: bool
@@ -116,7 +102,6 @@ class Precision:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether ``device`` computes in bf16 itself (compute capability 8.0; every CPU torch runs on)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -1,8 +1,7 @@
-"""Facts about this machine: memory with its cgroup limits, disks, GPUs and their NUMA nodes, WSL2.
+"""Facts about this machine: memory with its cgroup limits, disks, GPUs and their NUMA nodes, WSL2. Sizes are bytes.
 
-Facts are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context
-and works where torch cannot use them, which is when a list with reasons is needed most. Rates are measured elsewhere
-(`vb doctor`). Sizes are bytes.
+They are read from /proc, /sys, the file system and NVML, which the driver brings: listing GPUs starts no CUDA context
+and works where torch cannot use them, which is when a list with reasons is needed most.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ def settle_cpu_kernels() -> None:
     """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
 
     MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the
-    like: as it was detected, then as its tables count it. torch makes such a call in several threads from 2048 elements
-    on, and a thread that comes between the two stores computes its share by another function, to 11 bits where the CPU
-    has AVX-512. One process in some hundred had cosines of rotary embeddings of that kind, and other last bits than all
-    others.
+    like: as detected, then as its tables count it. A thread that comes between the two stores computes its share by
+    another function, to 11 bits with AVX-512: one process in some hundred had other cosines than all others.
     """
     torch.zeros(1, device="cpu").cos()
 
@@ -126,10 +123,8 @@ def _text(path: Path) -> str | None:
 
 
 def disk_facts(path: str | os.PathLike[str]) -> DiskFacts:
-    """Free space (for this user) and file system of the existing directory or file ``path``.
-
-    Raises:
-        ConfigurationError: ``path`` does not exist or cannot be looked at.
+    """Free space (for this user) and file system of an existing ``path``; raises ConfigurationError where there is
+    none.
     """
     buffer = (ctypes.c_long * 64)()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -181,10 +176,8 @@ def _pci_of_cuda(device: torch.device) -> str:
 
 
 def list_gpus() -> list[GPUFacts]:
-    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them.
-
-    No driver, or one without GPUs, is an empty list. A GPU that the driver shows and cannot describe is left out with a
-    warning.
+    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them; without a
+    driver none. One that it cannot describe is left out with a warning.
     """
     import pynvml as nvml
 
@@ -221,9 +214,7 @@ def list_gpus() -> list[GPUFacts]:
 
 
 def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
-    """``gpus`` with the numbers and in the order that CUDA gives them here; those that CUDA_VISIBLE_DEVICES hides are
-    left out.
-    """
+    """``gpus`` numbered and ordered as CUDA does here; those that CUDA_VISIBLE_DEVICES hides are left out."""
     at = {gpu.pci_bus_id.lower()[-len("0000:18:00.0") :]: gpu for gpu in gpus}
     places = [_pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return [replace(at[place], index=index) for index, place in enumerate(places) if place in at]

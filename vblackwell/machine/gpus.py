@@ -1,6 +1,4 @@
-"""GPUs by name: what `--gpu` knows where there is none. Capacities as the driver reports them are a little below the
-nominal ones here.
-"""
+"""GPUs by name: what `--gpu` knows where there is none. Drivers report a little less than the nominal capacities here."""
 
 from __future__ import annotations
 
@@ -14,14 +12,9 @@ NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
 
 @dataclass(frozen=True)
 class KnownGPU:
-    """A card as its data sheet has it.
-
-    Attributes:
-        total_bytes: nominal memory. capability: of CUDA. num_sms: multiprocessors.
-        half_flops: dense FLOP/s of its matrix units in bf16 (fp16 where there is none), summed in fp32. fp32_flops:
-            outside them.
-        memory_bytes_per_second: of its memory. link_bytes: bytes/s of its PCIe link, each way.
-        nvlink_bytes: of all its NVLinks together, each way; 0 without.
+    """A card as its data sheet has it: nominal memory, CUDA capability, multiprocessors, dense FLOP/s of its matrix
+    units in bf16 (fp16 where there is none) summed in fp32, FLOP/s in fp32 outside them, bytes/s of memory, of its PCIe
+    link each way, and of all its NVLinks together each way (0 without).
     """
 
     name: str
@@ -92,10 +85,8 @@ GPUS: dict[str, KnownGPU] = {gpu.name: gpu for gpu in map(_read, _TABLE.strip().
 
 
 def find_gpu(name: str) -> KnownGPU:
-    """The card called ``name``, whatever its case, spaces and vendor words.
-
-    Raises:
-        ConfigurationError: no such card; the message has the nearest name.
+    """The card called ``name``, whatever its case, spaces and vendor words; else ConfigurationError with the nearest
+    name.
     """
     wanted = _plain(name)
     for gpu in GPUS.values():
@@ -139,10 +130,8 @@ ones 742 to 762.
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
-    """What a CUDA context with torch's and cuBLAS's kernels takes outside the allocator.
-
-    Measured on an H200 (driver 580, CUDA 13.0): 742 MiB with cuBLAS alone, 758 to 762 with attention or convolutions.
-    Older architectures are assumed to be smaller by as much as their kernels' images are: not measured.
+    """What a CUDA context with torch's and cuBLAS's kernels takes outside the allocator: on an H200 (driver 580, CUDA
+    13.0) 758 to 762 MiB; older architectures are assumed to be smaller by as much as their kernels' images are.
     """
     for major, size in ((9, 758), (8, 620)):
         if capability[0] >= major:

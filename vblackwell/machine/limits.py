@@ -20,9 +20,7 @@ DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
 
 
 def disk_thread_bytes() -> int:
-    """RAM that the threads of a disk level take in addition to the levels: a piece each. Eight were seen to take 70
-    MiB.
-    """
+    """RAM that the threads of a disk level take in addition to the levels: a piece each."""
     return DISK_THREADS * DISK_PIECE_BYTES
 
 
@@ -32,11 +30,8 @@ def free_disk_bytes(path: str) -> int:
 
 
 def default_disk_path() -> str:
-    """Where disk levels go when nobody says: ``$VBLACKWELL_DISK_PATH``, else the first of the temporary directory,
-    the cache directory and the current directory that is on a disk.
-
-    Raises:
-        ConfigurationError: none is.
+    """``$VBLACKWELL_DISK_PATH``, else the first of the temporary, cache and current directory that is on a disk; else
+    ConfigurationError.
     """
     given = os.environ.get(DISK_PATH_VARIABLE)
     if given:

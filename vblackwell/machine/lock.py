@@ -21,8 +21,7 @@ class Locked(Exception):
 
 
 def lock_file(path: Path) -> int:
-    """Lock the file ``path``, made if need be, and write this process's number into it; closing the returned descriptor
-    lets go.
+    """Lock the file ``path``, made if need be, and write this process's number into it; closing the descriptor unlocks.
 
     Raises:
         Locked: another process holds it.
@@ -51,11 +50,7 @@ def disk_error(action: str, path: Path, error: OSError) -> DiskError:
 
 
 def make_work_folder(path: Path) -> int:
-    """Creates the empty folder ``path`` and locks it; returns the descriptor that holds the lock.
-
-    Raises:
-        DiskError: it cannot be created, or another process is writing it.
-    """
+    """Creates the empty folder ``path`` and locks it by the returned descriptor; raises DiskError where it cannot."""
     while True:
         try:
             path.mkdir(parents=True)

@@ -1,9 +1,6 @@
-"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a GPU's data
-sheet.
-
-What data sheets say is reached in part: of an H200's, a matrix product of 8192 cubed in bf16 reaches 0.79, one in fp32
-0.75, a copy in its memory 0.89, and copies over its link 0.87 of 63 GB/s alone and 0.79 both ways at once
-(docs/journal/offload.md).
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a data sheet,
+which is reached in part: on an H200 bf16 products to 0.79, fp32 0.75, copies in memory 0.89, over the link 0.87 alone
+and 0.79 both ways at once (docs/journal/offload.md).
 """
 
 from __future__ import annotations
@@ -41,21 +38,17 @@ class Rates:
 
     Attributes:
         matmul_half, matmul_fp32: FLOP/s of large matrix products in bf16 (fp16 where there is none) and in fp32.
-        memory: bytes/s of the GPU's memory, read and written. up, down: of the link to and from it, alone; up_both,
-            down_both: at once.
+        memory: bytes/s of the GPU's memory, read and written.
+        up, down, up_both, down_both: bytes/s of the link to and from it, alone and at once.
         cpu_adamw: parameters/s that the CPU updates while the link is busy.
         issue_seconds: what the host takes to issue one operator.
-        group_issues, home_group_issues: what it does for a layer group that streams, forward, backward and update, in
-            operators; where the group is updated on level 0, and on the host.
-        busy_issues: how many times `issue_seconds` one operator takes while the CPU updates; 1 where that was not
-            measured.
-        loop_issues: how many times it one takes in an optimizer's loop over its parameters; 1 where that was not
-            measured.
-        read_issues: how many times it the host takes to read a number that the GPU has made; 1 where that was not
-            measured.
-        adds_per_update: parameters whose gradients of two micro-batches the CPU adds up while it would update one.
-        disk_read, disk_write: bytes/s of the disk level's disk.
         source: where the numbers are from, for people.
+        disk_read, disk_write: bytes/s of the disk level's disk.
+        group_issues, home_group_issues: what the host does for a streamed layer group's forward, backward and update,
+            in operators; where the group is updated on level 0, and on the host.
+        busy_issues, loop_issues, read_issues: how many times `issue_seconds` one operator takes while the CPU updates,
+            one in an optimizer's loop over its parameters, and reading a number that the GPU has made; 1: not measured.
+        adds_per_update: parameters whose gradients of two micro-batches the CPU adds up while it would update one.
     """
 
     matmul_half: float
@@ -78,7 +71,6 @@ class Rates:
     adds_per_update: float = ADDS_PER_UPDATE
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
         return asdict(self)
 
     def streaming_issues(self, num_groups: int, on_host: float) -> float:
@@ -87,10 +79,8 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:
-        """What `as_dict` gave.
-
-        Raises:
-            ValueError: a rate without a default is missing, or one is not a number above 0.
+        """What `as_dict` gave. Raises ValueError where a rate without a default is missing, or one is not a number
+        above 0.
         """
         names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:

@@ -124,7 +124,6 @@ def format_named(name: str, block_size: int | None = None) -> Format:
 
 
 def check_search(scale_search: str) -> str:
-    """``scale_search`` if it is one; raises ConfigurationError otherwise."""
     if scale_search not in SCALE_SEARCHES:
         raise ConfigurationError(
             f"scale_search {scale_search!r} is not known: choose one of {', '.join(SCALE_SEARCHES)}"

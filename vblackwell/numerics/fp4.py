@@ -1,12 +1,11 @@
 """Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for every faster encoder.
 
-Two ways to choose scales. ``'max'`` is the published rule: the block's largest element becomes the largest code.
-``'mse'`` (default) takes the scale of least squared error, 1 to 2 dB better, and for nvfp4 a power of two as tensor
-scale, which makes ``(code * s) * ts`` exact even in bf16.
+``'max'`` is the published rule for scales: the block's largest element becomes the largest code. ``'mse'`` (default)
+takes the scale of least squared error (``search.py``), 1 to 2 dB better, and for nvfp4 a power of two as tensor scale,
+which makes ``(code * s) * ts`` exact even in bf16. The element rounding is always exact (``rounding.py``).
 
 Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the result
-included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more). The
-element rounding is always exact (``rounding.py``); ``search.py`` finds the scales.
+included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 @dataclass(frozen=True)
 class BlockScale:
-    """What ``FP4Codec.decode`` needs in addition to the codes: block and tensor scales, logical shape and dtype, format."""
+    """What ``FP4Codec.decode`` needs in addition to the codes: scales, logical shape and dtype, format."""
 
     form: Format
     shape: tuple[int, ...]
@@ -101,12 +100,10 @@ def quantize(
     """Packs ``tensor`` (any shape; blocks run along the last dimension).
 
     Args:
-        tensor: float32, bfloat16 or float16; finite; not empty.
+        tensor: float32, bfloat16 or float16; finite; not empty. Errors call it ``name``.
         format, scale_search, block_size: as for ``FP4Codec``.
         tensor_scale: nvfp4's, 0-dimensional fp32, e.g. from ``joint_tensor_scale``; default: the tensor's own.
-        workspace_bytes: GPU memory for temporaries; more is faster. Default: what keeps the whole under 0.35 of the
-            tensor.
-        name: how errors call the tensor.
+        workspace_bytes: GPU memory for temporaries; default: what keeps the whole under 0.35 of the tensor.
         encoder: of the same bits, asked first (kernels/fp4/encode.py).
 
     Raises:
@@ -132,10 +129,7 @@ def joint_tensor_scale(
 ) -> Tensor:
     """One tensor scale for projections that a runtime fuses (query/key/value, gate/up); on the first tensor's device.
 
-    ``names`` are what errors call the tensors.
-
-    Raises:
-        ConfigurationError: as ``quantize``, or no tensors.
+    Raises ConfigurationError as ``quantize``, or for no tensors; ``names`` are what it calls them.
     """
     form = format_named(format)
     if not tensors:
@@ -167,7 +161,7 @@ def _amax(w: Tensor, form: Format, name: str) -> Tensor:
 
 
 def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Tensor:
-    """nvfp4: amax / (6 * 448), or the power of two with headroom for the search. At least 2^-126, so never subnormal."""
+    """nvfp4: amax / (6 * 448), or the power of two with headroom for the search. At least 2^-126: never subnormal."""
     largest = torch.stack(list(amax)).amax()
     if form.name != "nvfp4" or scale_search == "max" or float(largest) == 0:
         return max_tensor_scale(largest, form)

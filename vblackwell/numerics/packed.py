@@ -1,15 +1,11 @@
-"""Codes packed two to a byte, and a tensor that is stored that way.
-
-A matrix (N, K) in a 4-bit format is
+"""Codes packed two to a byte, and a tensor that is stored that way. A matrix (N, K) in a 4-bit format is
 
     codes         uint8 (N, Kp / 2)         element 2j in the low nibble of byte j, 2j + 1 in the high one
     block_scales  (N, Kp / block)           dtype by format (``formats.py``)
     tensor_scale  fp32, 0-dimensional       1 where the format has none
 
-with Kp = K rounded up to the block. This is the published layout of nvfp4 and compressed-tensors files, so reading and
-writing them moves bytes and nothing else; kernels that want another order shuffle it on their side. Tensors of other
-ranks are stored as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is
-never seen.
+with Kp = K rounded up to the block, the layout of nvfp4 and compressed-tensors files. Tensors of other ranks are stored
+as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is never seen.
 """
 
 from __future__ import annotations
@@ -143,7 +139,6 @@ class PackedTensor:
         return {"codes": self.codes, "block_scales": self.block_scales, "tensor_scale": self.tensor_scale}
 
     def meta(self) -> dict[str, Any]:
-        """What to store with the tensors; plain JSON values."""
         return {
             "version": META_VERSION,
             "format": self.form.name,

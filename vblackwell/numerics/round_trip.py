@@ -60,11 +60,7 @@ def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
 
 
 class _Buffers:
-    """Memory for a tile's temporaries, made once: fresh pages cost more than the arithmetic.
-
-    Attributes:
-        u, v, x, y: fp32 (B, E), of the tile at hand.
-    """
+    """A tile's temporaries u, v, x, y, fp32 (B, E), made once: fresh pages cost more than the arithmetic."""
 
     u: Tensor
     v: Tensor
@@ -75,12 +71,11 @@ class _Buffers:
         self._memory = torch.empty(5, elements, dtype=torch.float32, device=device)
 
     def shape(self, blocks: int, block: int) -> None:
-        """Makes the temporaries (``blocks``, ``block``)."""
         size = blocks * block
         self.u, self.v, self.x, self.y = (self._memory[i, :size].view(blocks, block) for i in range(4))
 
     def load(self, tile: Tensor, shape: tuple[int, int]) -> Tensor:
-        """``tile`` as fp32 blocks, padded with zeros to ``shape``; itself where it is that already. Not to be written to."""
+        """``tile`` as fp32 blocks, zero-padded to ``shape``; itself where it is that already. Not to be written to."""
         if tile.dtype == torch.float32 and tile.is_contiguous() and tile.shape == shape:
             return tile.view(self.u.shape)
         padded = self._memory[4, : shape[0] * shape[1]].view(shape)
@@ -125,7 +120,6 @@ def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, buffers: _Bu
 
 
 def _may_look(tensor: Tensor) -> bool:
-    """Whether the host may read values; on a GPU it would wait for them."""
     return tensor.device.type == "cpu"
 
 
@@ -139,7 +133,9 @@ def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
 
 
 def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, buffers: _Buffers) -> Tensor:
-    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``buffers.u``."""
+    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is
+    ``buffers.u``.
+    """
     # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even
     # code.
     step_BE = buffers.y
@@ -169,8 +165,9 @@ def _round_halves(
 
 
 def _positions_of_halves(distance_BE: Tensor) -> Tensor:
-    """Where ``distance_BE``, which is at most 1/2, is 1/2: positions in its memory. Comparing and searching every element would cost
-    more than the rounding, so chunks are narrowed down by their largest."""
+    """Positions of 1/2 in ``distance_BE``, which is at most 1/2; chunks are narrowed down by their largest, because
+    searching every element would cost more than the rounding.
+    """
     pieces, start, size = (
         distance_BE.view(torch.int32).view(1, -1),
         torch.zeros(1, dtype=torch.int64),
@@ -209,7 +206,9 @@ def _nf4_exactly(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
 
 @functools.lru_cache
 def _nf4_cells() -> Tensor:
-    """For each cell of width 1 / _NF4_CELLS from -1 on: the value that all of it rounds to, or NaN where a boundary is in or near it."""
+    """For each cell of width 1 / _NF4_CELLS from -1 on: the value that it rounds to, or NaN where a boundary is near
+    it.
+    """
     values = torch.tensor(NF4_VALUES, dtype=torch.float64)
     boundaries = (values[1:] + values[:-1]) / 2
     start = torch.arange(2 * _NF4_CELLS + 1, dtype=torch.float64) / _NF4_CELLS - 1

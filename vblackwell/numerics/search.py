@@ -95,10 +95,8 @@ class _Best:
 
 
 def best_e4m3(a_EB: Tensor, limit: float | None = None) -> Tensor:
-    """E4M3 codes 1..126 (uint8) of least squared error for blocks of magnitudes ``a`` (in units of the tensor scale).
-
-    Among equals the smallest code wins. ``limit`` is the largest magnitude that may decode to, ``None`` where no code
-    can pass it.
+    """E4M3 codes 1..126 (uint8) of least squared error for blocks of magnitudes ``a`` in units of the tensor scale;
+    among equals the smallest. ``limit``: the largest magnitude that may decode to, None where no code can pass it.
     """
     best = _search_e4m3(a_EB, limit)
     contested = (best.contested & (best.error > 0)).nonzero().squeeze(1)
@@ -142,7 +140,7 @@ def _walk(a_EB: Tensor, amax: Tensor, code: Tensor, step: int, table: Tensor, li
 
 
 def best_e8m0(a_EB: Tensor, limit: float | None = None) -> Tensor:
-    """E8M0 codes (uint8) of least squared error among the floor of the specification, one below and one above (fp64)."""
+    """E8M0 codes (uint8) of least squared error among the specification's floor, one below and one above (fp64)."""
     floor = e8m0_floor(a_EB.amax(0)).to(torch.int64)
     best = _Best.empty(a_EB)
     for offset in (-1, 0, 1):

@@ -69,35 +69,26 @@ class SeparatedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by both parts."""
         return self.coarse.nbytes + self.fine.nbytes
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of ``shape``, each element rounded once to fp32 and then to ``dtype`` (default: that of the tensor)."""
+        """The tensor of ``shape``, each element rounded once to fp32 and then to ``dtype`` (default: the tensor's)."""
         coarse = self.coarse
         tensors = (coarse.codes, self.fine, coarse.block_scales, coarse.tensor_scale)
         return dequantize(*tensors, coarse.n, coarse.k, dtype or self.dtype).view(self.shape)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SeparatedTensor:
-        """The same numbers on ``device``."""
         return SeparatedTensor(self.coarse.to(device, non_blocking), self.fine.to(device, non_blocking=non_blocking))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors to store, by name. With ``meta()`` they are everything."""
         return self.coarse.tensors() | {"fine": self.fine}
 
     def meta(self) -> dict[str, Any]:
-        """What to store with the tensors; plain JSON values."""
         return self.coarse.meta() | {"parts": 2}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> SeparatedTensor:
-        """What ``tensors()`` and ``meta()`` described.
-
-        Raises:
-            Unsupported, ConfigurationError: as `PackedTensor.from_tensors`.
-            CorruptData: tensors or fields that are missing or do not fit each other.
-        """
+        """What ``tensors()`` and ``meta()`` described; raises as `PackedTensor.from_tensors`."""
         if meta.get("parts") != 2 or "fine" not in tensors:
             raise CorruptData("a tensor in two parts without its fine part: the file is incomplete")
         separated = cls(PackedTensor.from_tensors(tensors, meta), tensors["fine"])
@@ -128,12 +119,9 @@ def separate(
 
 
 def fine_part(tensor: Tensor, coarse: PackedTensor) -> Tensor:
-    """The fine codes (N, P / 2) of ``tensor`` for a coarse part that it was, or could have been, rounded to.
-
-    The nearest level within the cell of each coarse code, in fp64; on a tie the upper one.
-
-    Raises:
-        ConfigurationError: the coarse part is not nvfp4, or of another shape.
+    """The fine codes (N, P / 2) of ``tensor`` for a coarse part that it could have been rounded to: the nearest level
+    within the cell of each coarse code, in fp64; on a tie the upper one. Raises ConfigurationError for another format
+    or shape.
     """
     if coarse.format != FORM.name or coarse.shape != tuple(tensor.shape):
         raise ConfigurationError(
@@ -189,12 +177,7 @@ def _value(sixteenths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """What stays from step to step while a weight trains: half a bit a weight.
-
-    Attributes:
-        block: uint8 (N, P / 16), E4M3.
-        tensor: fp32, 0-dimensional.
-    """
+    """What stays from step to step while a weight trains: uint8 (N, P / 16) E4M3, and fp32, 0-dimensional."""
 
     block: Tensor
     tensor: Tensor
@@ -205,16 +188,16 @@ class Scales:
 
 
 def training_scales(w_NK: Tensor) -> Scales:
-    """`max` scales of a weight of any size, without looking at a value from the host; NaN where the weight is not finite."""
+    """`max` scales of a weight, without reading a value on the host; NaN where the weight is not finite."""
     return _scales_of(_block_maxima(w_NK))
 
 
 def renewed_scales(w_NK: Tensor, kept: Scales, threshold: float) -> tuple[Scales, Tensor]:
-    """``kept`` as long as the weight has drifted by at most ``threshold``, else new scales; and the drift, 0-dimensional.
+    """``kept`` as long as the weight has drifted by at most ``threshold``, else new scales; and the drift,
+    0-dimensional.
 
     Drift is how far the blocks' largest magnitudes have moved from where ``kept`` was made for them: ``sum |amax - 6 s|
-    / sum 6 s``. Scales of three mantissa bits leave 0.022 of it right after they were made. A magnitude 10 % above its
-    block's old maximum is the first that saturates. The host reads nothing, so nothing waits for a GPU.
+    / sum 6 s``. Scales of three mantissa bits leave 0.022 of it right after they were made. The host reads nothing.
     """
     amax_NB = _block_maxima(w_NK)
     old_NB = decode_scales(kept.block, FORM).mul_(kept.tensor * FORM.max_value)

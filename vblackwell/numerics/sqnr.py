@@ -13,10 +13,8 @@ _CHUNK = 1 << 20
 
 
 def noise_and_signal(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """(sum (x - y)^2, sum x^2), accumulated in fp64 in chunks; add them up over tensors before taking the ratio.
-
-    Raises:
-        ConfigurationError: the shapes differ.
+    """(sum (x - y)^2, sum x^2) in fp64; add them up over tensors before taking the ratio. Raises ConfigurationError
+    where shapes differ.
     """
     if x.shape != y.shape:
         raise ConfigurationError(f"cannot compare shapes {tuple(x.shape)} and {tuple(y.shape)}")
@@ -36,9 +34,5 @@ def decibels(noise: float, signal: float) -> float:
 
 
 def sqnr(x: Tensor, y: Tensor) -> float:
-    """Decibels by which ``x`` stands above ``x - y``.
-
-    Raises:
-        ConfigurationError: the shapes differ.
-    """
+    """Decibels by which ``x`` stands above ``x - y``; raises ConfigurationError where the shapes differ."""
     return decibels(*noise_and_signal(x, y))

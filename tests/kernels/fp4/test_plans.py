@@ -274,7 +274,7 @@ def test_clusters_begin_with_rows_that_the_head_rounds(m):
         sizes = w4a8.cut(plan, m, n, 4096, clusters)
         pairs = min(sizes.pairs, plan.head_rows // 256)
         ready = pairs * sizes.columns  # tiles: they are dealt out by four pairs
-        assert ready >= min(clusters - w4a8.MAY_WAIT, sizes.pairs * sizes.columns), (n, plan)
+        assert ready >= min(clusters - w4a8.MAX_WAITING, sizes.pairs * sizes.columns), (n, plan)
         assert plan.head_rows < m + w4a8.HEAD_ROWS
 
 

@@ -1,10 +1,9 @@
-"""Backward kernels of op.py: ``query_gradient`` walks over keys, ``key_gradient`` over queries; nothing is added
-atomically.
+"""Backward kernels of op.py: ``query_gradient`` walks over keys, ``key_gradient`` over queries (Dao, arXiv:2307.08691,
+algorithm 2).
 
-Both compute the probabilities anew from the log-sum-exp that the forward kept (seven matrix products where one pass
-with atomic additions needs five), so gradients are the same bits in every run. ``query_gradient`` goes first: it also
-writes what the other's products start at: -delta of each row, delta = sum(out * dout), and -lse in units of the
-products. Formulas: Dao, arXiv:2307.08691, algorithm 2.
+Both compute the probabilities anew from the log-sum-exp (seven matrix products where one pass with atomic additions
+needs five), so gradients are the same bits in every run. ``query_gradient`` goes first: it also writes what the other's
+products start at: -delta of each row, delta = sum(out * dout), and -lse in units of the products.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

@@ -1,12 +1,11 @@
 """Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read
-the mask.
+it.
 
-``pack_bits`` reads a boolean mask once and writes it as words of 64 keys a query and, for the gradients of keys, of 64
-queries a key, so that a thread loads one word for what were 64 bytes; every later step reads the words. ``judge_bits``
-(``judge_values`` of an additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an additive mask is
-zero there) or partial, with causality, window and the end of the keys counted in. ``collect_tiles`` turns each line of
-that into a run of whole tiles, which is walked by counting, and a list of the others, and ``order_lines`` sorts the
-lines, the longest first, so that none starts when the others are done. Broadcast dimensions are never expanded.
+``pack_bits`` writes a boolean mask as words of 64 keys a query and, for the gradients of keys, of 64 queries a key.
+``judge_bits`` (``judge_values`` of an additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an
+additive mask is zero there) or partial, with causality, window and the end of the keys counted in. ``collect_tiles``
+turns each line of that into a run of whole tiles, which is walked by counting, and a list of the others, and
+``order_lines`` sorts the lines, the longest first. Broadcast dimensions are never expanded.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -35,8 +34,8 @@ class MaskBits(NamedTuple):
     """A boolean mask in bits.
 
     Attributes:
-        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; words or queries are 1 where the mask is broadcast
-            along them. Bits beyond the last key are zero unless the mask is broadcast along the keys.
+        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; 1 where the mask is broadcast. Bits beyond the last
+            key are zero unless the mask is broadcast along the keys.
         by_key: (1 or B, 1 or N, words of 64 queries, keys) int64, or None where it was not asked for.
     """
 
@@ -45,15 +44,14 @@ class MaskBits(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Lists of tiles, one a line (batch x head x tile of the walking kernel).
+    """Lists of tiles, one a line; line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles +
+    tile.
 
     Attributes:
-        items: (lines, tiles + 1) int32 tile numbers: first the longest run of whole ones, one after the other, then the
-            others, ascending, which may be whole too; the last entry is spare.
+        items: (lines, tiles + 1) int32 tile numbers: the longest run of whole ones, then the others, ascending, which
+            may be whole too; the last entry is spare.
         counts: (lines, 2) int32, how many are in that run and how many after it.
         order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
-        list_batch, list_head: line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles of the
-            kernel + tile.
     """
 
     items: Tensor
@@ -68,7 +66,7 @@ def pack_bits(
     mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, rows, cols,
     query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of 64 x 64. ``rows`` and ``cols`` are the mask's own sizes; of a dimension of 1, with steps of 0, all 64 are the same."""
+    """A tile of 64 x 64; of a dimension whose own size is 1, with steps of 0, all 64 are the same."""
     which = tl.program_id(2).to(tl.int64)
     row0, col0 = tl.program_id(1) * 64, tl.program_id(0) * 64
     row, col = tl.arange(0, 64), tl.arange(0, 64)
@@ -101,7 +99,9 @@ def pack_quads(
     mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, heads, rows, cols,
     query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """``pack_bits`` of a mask whose keys lie side by side, four of them as one number of 32 bits; strides and ``cols`` count fours."""
+    """``pack_bits`` of a mask of contiguous keys, four of them as one number of 32 bits; strides and ``cols`` count
+    fours.
+    """
     which = tl.program_id(2).to(tl.int64)
     row0, quad0 = tl.program_id(1) * 64, tl.program_id(0) * 16
     row, quad = tl.arange(0, 64), tl.arange(0, 16)
@@ -188,7 +188,7 @@ def _larger(a, b):
 
 @triton.jit
 def collect_tiles(state_ptr, items_ptr, counts_ptr, stride_which, stride_line, stride_tile, tiles, BLOCK: tl.constexpr):
-    """The longest run of whole tiles first (of equals the first), then the partial ones, and with them what is whole elsewhere."""
+    """The longest run of whole tiles first (of equals the first), then the partial ones, and what is whole elsewhere."""
     line, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tile = tl.arange(0, BLOCK)
     state = tl.load(state_ptr + which * stride_which + line * stride_line + tile * stride_tile, tile < tiles, other=0)
@@ -257,9 +257,7 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
 
 
 def in_fours(mask: Tensor) -> Tensor | None:
-    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys do not
-    lie that way.
-    """
+    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys are not contiguous."""
     *strides, step = mask_strides(mask)
     if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
         return None
@@ -272,12 +270,8 @@ def list_tiles(
 ) -> TileLists:  # fmt: skip
     """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile.
 
-    Args:
-        mask: (1 or B, 1 or N, S or 1, T or 1) of any strides; read if it is additive.
-        bits: of a boolean mask.
-        lengths: S and T.
-        tile: queries and keys of a tile, at most 128 keys.
-        offset, left, right: as in attention_device.py.
+    ``mask``: (1 or B, 1 or N, S or 1, T or 1) of any strides, read if it has no ``bits``; ``tile``: queries and at most
+    128 keys; ``offset``, ``left``, ``right``: as in device.py.
     """
     q_tiles, k_tiles = triton.cdiv(lengths[0], tile[0]), triton.cdiv(lengths[1], tile[1])
     batch, heads = mask.shape[:2]

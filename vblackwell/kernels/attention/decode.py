@@ -1,8 +1,7 @@
 """Attention of one new position over a cache whose length only the device knows: what a captured decoding step needs.
 
-The position is read from a tensor, so that a replayed graph goes on where the last replay ended (`store_rotated` of
-kernels/pointwise/rotary.py fills the cache). On CUDA these are Triton kernels: keys are read once, in parts that run
-side by side and are added up in a fixed order. Elsewhere it is torch's expression. It has no gradient.
+The position is read from a tensor, so that a replayed graph goes on where the last replay ended. On CUDA keys are read
+once, in parts that are added up in a fixed order. It has no gradient.
 
 Legend: B rows, N query heads, K key-value heads, H head width, T positions of the cache.
 """
@@ -20,10 +19,8 @@ MAX_QUERIES = 16  # query heads that share a key head
 
 
 def decode_attention(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Tensor) -> Tensor:
-    """What each query gathers from positions 0 to ``position_1``, (B, N, H).
-
-    Raises:
-        ConfigurationError: heads that do not share key heads evenly, or more than 16 a key head.
+    """What each query gathers from positions 0 to ``position_1``, (B, N, H). Raises ConfigurationError for heads that
+    do not share key heads evenly, or more than 16 a key head.
     """
     heads, kv_heads = q_BNH.shape[1], keys_BKTH.shape[1]
     if heads % kv_heads or heads // kv_heads > MAX_QUERIES:

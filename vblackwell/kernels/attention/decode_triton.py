@@ -1,8 +1,7 @@
 """Triton kernels of decode.py: one that attends to a part of the cache, one that joins the parts.
 
-Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows:
-the products are free compared with the bytes. How many parts there are depends on sizes alone, never on the position,
-so a graph holds for every length; parts beyond the position read nothing.
+Keys and values of a few dozen positions go through tensor cores against the queries that share them, padded to 16 rows.
+How many parts there are depends on sizes alone, so a graph holds for every length; parts beyond it read nothing.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -29,7 +28,7 @@ def _attend(
     q_ptr, keys_ptr, values_ptr, position_ptr, sum_ptr, top_ptr, mass_ptr, scale, cache_b, cache_k, cache_t,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the positions for the queries of one key head: their weighted sum of values, greatest score and sum of weights."""
+    """One part of the positions for the queries of one key head: weighted sum of values, top score, sum of weights."""
     b, k, part = tl.program_id(0).to(tl.int64) // K, tl.program_id(0) % K, tl.program_id(1)
     length = tl.load(position_ptr).to(tl.int32) + 1
     blocks = tl.cdiv(tl.cdiv(length, KEYS), PARTS)

@@ -25,7 +25,9 @@ def load_tile(
     source, start, stride, batch, head, length,
     ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, D) rows from ``start`` on; beyond ``length`` (if CHECK) and H zeros. ``source`` is a descriptor or a head's first element."""
+    """(ROWS, D) rows from ``start`` on of a descriptor or from a head's first element; beyond ``length`` (if CHECK) and
+    H zeros.
+    """
     if TMA:
         return source.load([batch, head, start, 0]).reshape(ROWS, D)
     else:
@@ -48,14 +50,16 @@ def store_tile(target, start, stride, length, value, ROWS: tl.constexpr, H: tl.c
 
 @triton.jit
 def load_mask(mask, row0, col0, row, col, stride_row, stride_col, q_len, k_len):
-    """The mask's values of rows and columns (counted from row0 and col0) that broadcast to a tile; zero (hidden, if boolean) outside."""
+    """The mask's values of rows and columns (from row0 and col0) that broadcast to a tile; zero (hidden, if boolean)
+    outside.
+    """
     corner = mask + tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
     return tl.load(corner + (row * stride_row + col * stride_col), (row0 + row < q_len) & (col0 + col < k_len), other=0)
 
 
 @triton.jit
 def widened(values, WIDE: tl.constexpr):
-    """``values`` in the type of scores. Of bf16 written out, two at a time: a shift and a mask, where the compiler takes three steps."""
+    """``values`` in the type of scores. bf16 two at a time: a shift and a mask, where the compiler takes three steps."""
     if INTERPRETED or values.dtype != tl.bfloat16 or tl.float32 != WIDE:
         return values.to(WIDE)
     else:
@@ -78,7 +82,9 @@ def scaled_now(x, factor):
 
 @triton.jit
 def here(x):
-    """``x`` (16-bit), as a value computed at this place: Triton sends a product's operand of registers through shared memory otherwise."""
+    """``x`` (16-bit), as a value computed at this place: Triton sends a product's operand of registers through shared
+    memory otherwise.
+    """
     if INTERPRETED or x.dtype.primitive_bitwidth != 16:
         return x
     else:
@@ -87,9 +93,8 @@ def here(x):
 
 @triton.jit
 def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.constexpr, INNER: tl.constexpr):
-    """Two words of 64 bits (OUTER,) of the lines from ``outer0`` on, for the INNER bits from ``inner0`` on (a multiple of INNER).
-
-    The second is the first where INNER is at most 64.
+    """Two words of 64 bits (OUTER,) of the lines from ``outer0`` on, for the INNER bits from ``inner0`` (a multiple of
+    INNER) on; the second is the first where INNER is at most 64.
     """
     tl.static_assert(INNER <= 128)
     at = bits + tl.cast(inner0 // 64, tl.int64) * stride_word + (outer0 + tl.arange(0, OUTER)) * stride_outer
@@ -107,8 +112,9 @@ def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.conste
 def hide(x, first, second, INNER: tl.constexpr):
     """``x`` (OUTER, INNER), -inf where the bits of ``load_words`` are 0.
 
-    In the layout of a product a thread's columns are 8 j + c with c of the thread, so shifting by c once a word leaves a test of a
-    constant bit for each value. Written out, because the compiler packs comparisons of many values into words again, bit by bit.
+    In the layout of a product a thread's columns are 8 j + c with c of the thread, so shifting by c once a word leaves
+    a test of a constant bit for each value. Written out, because the compiler packs comparisons into words again, bit
+    by bit.
     """
     place = tl.arange(0, INNER)[None, :]
     low = place & 7
@@ -133,8 +139,8 @@ def hide(x, first, second, INNER: tl.constexpr):
 def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr, TOGETHER: tl.constexpr):
     """Which (tile, head of the grid, batch) this program takes: the longest lines first.
 
-    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of TOGETHER lines: those
-    of every head in turn, then the next.
+    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of
+    TOGETHER lines: those of every head in turn, then the next.
     """
     tiles, heads = tl.num_programs(0), tl.num_programs(1)
     of_all = heads * tl.num_programs(2)
@@ -168,9 +174,9 @@ def scores(
 ):  # fmt: skip
     """Products of queries and keys as log2 scores, hidden ones -inf; and the soft cap's derivative.
 
-    ``first``, ``second``: a boolean mask's words; ``values``: an additive one's numbers, which without SCALED are in ``s`` already. Without
-    ENDS a mask leaves nobody beyond the end of the keys to be hidden here. Without SCALED the caller multiplies by scale * log2(e)
-    itself (fused with the subtraction of the maximum).
+    ``first``, ``second``: a boolean mask's words; ``values``: an additive one's numbers, which without SCALED are in
+    ``s`` already. Without ENDS a mask leaves nothing beyond the end of the keys to be hidden here. Without SCALED the
+    caller multiplies by scale * log2(e) itself (fused with the subtraction of the maximum).
     """
     chain = 1.0
     x = s
@@ -194,7 +200,9 @@ def scores(
 
 @triton.jit
 def kept(seed_ptr, head, row, col, dropout):
-    """Whether dropout keeps the probability of (row, col) of a head: Philox (Salmon et al., SC 2011) counted by position."""
+    """Whether dropout keeps the probability of (row, col) of a head: Philox (Salmon et al., SC 2011) counted by
+    position.
+    """
     seed, offset = tl.load(seed_ptr), tl.load(seed_ptr + 1)
     column = (col + row * 0).to(tl.uint32)
     line = (row + col * 0).to(tl.uint32)

@@ -2,8 +2,7 @@
 
 A program takes a tile of queries of one head and walks over the tiles of keys that they see. Tiles that all its rows
 see whole need no comparison; tiles on an edge (diagonal, window, end of the keys) are walked apart. With a mask the
-tiles come from a list (blocks.py) that leaves the empty ones out. With TMA, tiles arrive through Hopper's
-copy engine by descriptors.
+tiles come from a list (blocks.py) that leaves the empty ones out.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -36,7 +35,9 @@ from vblackwell.kernels.attention.device import (
 def _mask_tile(
     mask, row0, start, row, col, stride_row, stride_col, q_len, k_len, MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What ``scores`` wants of a tile of the mask: what is added to scores, and two words of bits; zeros stand for what MASK has not."""
+    """What ``scores`` wants of a tile of the mask: numbers to add, and two words of bits; zeros stand for what MASK has
+    not.
+    """
     values, first, second = 0.0, 0, 0
     if MASK == 1:
         first, second = load_words(mask, row0, start, stride_row, stride_col, ROWS, COLUMNS)
@@ -101,14 +102,14 @@ def _walk_ahead(
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``_walk`` of a mask, over at least one tile: the next tile's scores are computed under the exponentials of this one.
+    """``_walk`` of a mask, over at least one tile: the next tile's scores are computed under the exponentials of this
+    one.
 
-    Triton starts a product without waiting for it only if nothing but the loop's next pass uses its result, and there behind a wait. So
-    each pass begins with the product of values and the last pass's probabilities, which is waited for, and with it this pass's
-    scores. The first such product is of zeros, and the last scores are nobody's.
-
-    Each pass loads three numbers of tiles, those of the next pass, though two are known: where a variable of a loop becomes another one's
-    value, Triton 3.6 gives what it fetches ahead the value from before the loop.
+    Triton starts a product without waiting for it only if nothing but the loop's next pass uses its result, after a
+    wait. So each pass begins with the product of values and the last pass's probabilities, which is waited for, and
+    with it this pass's scores. The first such product is of zeros, and the last scores are unused. Each pass loads
+    three numbers of tiles, those of the next pass, though two are known: where a variable of a loop becomes another
+    one's value, Triton 3.6 gives what it fetches ahead the value from before the loop.
     """
     row = (row0 + tl.arange(0, ROWS))[:, None]
     tile, next_tile = begin, begin + 1

@@ -1,13 +1,10 @@
-"""Forward kernel of op.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive
-masks.
+"""Forward kernel of op.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive masks.
 
-One warp brings tiles of keys, values and of an additive mask through the copy engine into rings of shared memory; two
-groups of four warps, each with 64 queries, compute. While one group is at its exponentials the other has the tensor
-cores (Shah et al., FlashAttention-3, arXiv:2407.08608), and within a group the product of probabilities and values is
-queued after the next scores. Tiles on an edge (diagonal, window, end of the keys, where a mask is neither all seen nor
-empty) come first, then whole ones without a comparison. Triton's own compiler serialises softmax and products in a
-program; Gluon (triton.experimental) lets waits be placed by hand. It has no interpreter: forward.py is what
-the CPU tests.
+One warp brings tiles through the copy engine into rings of shared memory; two groups of four warps, each with 64
+queries, compute. While one group is at its exponentials the other has the tensor cores (Shah et al., FlashAttention-3,
+arXiv:2407.08608), and within a group the product of probabilities and values is queued after the next scores. Tiles on
+an edge come first, then whole ones without a comparison. Triton's own compiler serialises softmax and products in a
+program; Gluon lets waits be placed by hand. It has no interpreter: forward.py is what the CPU tests.
 """
 # What @gluon.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -105,7 +102,7 @@ def _produce(
 
 @gluon.jit
 def _words(mask, row, start, stride_row, stride_col, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Two words of 64 bits of each row of a boolean mask, the second the first again where a tile has 64 columns; else zeros."""
+    """Two words of 64 bits of each row of a boolean mask (of 64 columns the second is the first again); else zeros."""
     first, second = 0, 0
     if MASK == 1:
         at = mask + (start // 64).to(gl.int64) * stride_col + row * stride_row
@@ -118,7 +115,8 @@ def _words(mask, row, start, stride_row, stride_col, MASK: gl.constexpr, COLUMNS
 
 @gluon.jit
 def _hide(s, first, second, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """``hide`` of attention_device.py. A thread's columns are 8 j + c and one more: shifted by c once a word, bits are constant."""
+    """``hide`` of device.py. A thread's columns are 8 j + c and one more: shifted by c once a word, bits are constant.
+    """
     place = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES)), 0)
     low = place & 6
     picked = gl.expand_dims(first.to(gl.int32), 1) >> low
@@ -394,7 +392,6 @@ def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 @functools.lru_cache
 def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(
         [1, 1, rows, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     )
@@ -406,11 +403,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Write ``out`` and the log2-sum-exps; all (B, N, S, H) of strides that the copy engine takes, 16-bit, H up to 256.
 
-    Args:
-        bounds, offset: left and right as in attention_device.py.
-        mask: words of a boolean mask (int64), or an additive one whose strides the copy engine takes.
-        lists: of the mask's tiles.
-        open_ended: a mask's tiles may have visible places beyond the last key.
+    ``mask``: words of a boolean mask (int64), or an additive one, with ``lists`` of its tiles; ``open_ended``: they may
+    have visible places beyond the last key; ``bounds`` (left and right) and ``offset``: as in device.py.
     """
     rows, width = plan.rows // 2, padded_head(q.shape[3])
     left, right = bounds

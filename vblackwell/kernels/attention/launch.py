@@ -57,8 +57,7 @@ class Options:
 def use_plans(**plans: AttentionPlan) -> Iterator[None]:
     """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests.
 
-    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for plans of 'dq'
-    and 'dkv'.
+    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for 'dq' and 'dkv'.
     """
     token = _FORCED.set({**_FORCED.get(), **plans})
     try:
@@ -105,11 +104,7 @@ class _Call:
         return _FORCED.get().get(kernel, found)
 
     def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
-        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one.
-
-        Raises:
-            ConfigurationError: that plan is for Hopper's own forward, which does not compute this.
-        """
+        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
         options, forced = self.options, "forward" in _FORCED.get()
         scored = options.softcap or options.dropout or options.slopes_N is not None
         fits = (
@@ -150,7 +145,6 @@ class _Call:
 
     @property
     def offset(self) -> int:
-        """Where the first query stands among the keys."""
         return self.k_length - self.q_length if self.options.bottom_right else 0
 
     def read_mask(self, by_column: bool) -> Tensor | None:
@@ -162,8 +156,8 @@ class _Call:
         return words.transpose(2, 3)
 
     def describes_mask(self) -> bool:
-        """Whether tiles of an additive mask come through the copy engine: 16 bits wide, not broadcast in a tile, and
-        laid out for it.
+        """Whether tiles of an additive mask come through the copy engine: 16 bits wide, not broadcast in a tile, laid
+        out for it.
         """
         mask = self.mask
         if mask is None or mask.element_size() != 2:

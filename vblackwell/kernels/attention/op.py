@@ -1,13 +1,10 @@
 """Flash Attention (Dao, arXiv:2307.08691) in Triton, forward and backward, with memory in proportion to the sequence.
 
-fp32 sums and online softmax; masks of any broadcastable shape are read as they are, never expanded, and tiles in which
-a mask lets nobody see anybody are skipped. Rows that see nothing give zeros, in the output and in every gradient. The
-forward and the backward give equal bits in every run: there are no atomic additions, so no other, faster mode exists in
-addition to the deterministic one. Dropout is drawn by position from a seed and drawn again in backward. Results keep
-the strides of what came in.
-
-Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA (query i sees keys up to i) unless
-``bottom_right`` (the last query sees the last key), which decoding with a cache wants.
+Masks of any broadcastable shape are never expanded, and tiles in which nothing is seen are skipped. Rows that see
+nothing give zeros, in the output and in every gradient. There are no atomic additions: forward and backward give equal
+bits in every run. Dropout is drawn by position from a seed and drawn again in backward. Results keep the strides of
+what came in. Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA unless ``bottom_right``
+(the last query sees the last key), which decoding with a cache wants.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -27,17 +24,13 @@ LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without
-    waiting for it.
-    """
+    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without waiting for it."""
     return torch.randint(0, 1 << 31, (2,), dtype=torch.int64, device=device)
 
 
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """How many keys a query sees to its left and right, next to its own place; None: all.
-
-    Args:
-        window: keys seen with the own one; without ``causal`` on either side.
+    """How many keys a query sees to its left and right, next to its own place; None: all. ``window`` counts the own
+    one.
     """
     if window is not None and window < 1:
         raise ConfigurationError(f"a window of {window} keys: give at least 1, or None for all")
@@ -96,7 +89,6 @@ def flash_attention_varlen(
     """``flash_attention`` of sequences packed one after the other; returns (S, N, H).
 
     Args:
-        q_SNH, k_TKH, v_TKH: all sequences' rows.
         q_starts, k_starts: (B + 1,) int32 on the device, ascending: where each begins; the last is the number of rows.
         max_q, max_k: the longest sequence, or more.
 
@@ -138,7 +130,6 @@ def _check_grid(batch: int, mask_planes: int) -> None:
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:
-    """Raises ConfigurationError where types, devices or numbers of heads do not belong together."""
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ConfigurationError(
             f"attention of {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: they must match"
@@ -150,7 +141,6 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """Raises ConfigurationError where shapes or types of dense attention do not belong together."""
     if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         raise ConfigurationError(
             f"attention of queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}: "
@@ -177,7 +167,6 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
 def check_options(
     q: Tensor, scale: float | None, softcap: float | None, slopes_N: Tensor | None, dropout: float
 ) -> None:
-    """Raises ConfigurationError for values out of range."""
     if scale is not None and not scale > 0:
         raise ConfigurationError(
             f"an attention scale of {scale}: give a positive one; negate the queries for a negative one"

@@ -1,9 +1,8 @@
 """Tiles, warps and pipeline stages of the attention kernels for a GPU, a type and a head width.
 
 The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared
-memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopper.py), never of a
-measurement. What may be tuned, since it leaves every bit alone, is how many tiles are in flight and whether they come
-through Hopper's copy engine (TMA): measured by ``tune`` when asked, kept per machine and shipped (runtime/tuning.py).
+memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopper.py), never of a measurement. What may
+be tuned, by ``tune`` when asked, leaves every bit alone: how many tiles are in flight and whether they come by TMA.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ class AttentionPlan:
     """How one kernel runs.
 
     Attributes:
-        rows: queries of a tile.
-        columns: keys of a tile.
+        rows, columns: queries and keys of a tile.
         warps: of a program.
         stages: tiles on their way or in use at a time.
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
         specialized: hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
-        together: of a mask, how many lines of a head run side by side and share its keys and values before other heads
-            have their turn.
+        together: of a mask, how many lines of a head run at a time and share its keys and values in the L2.
         ahead: of a mask, the forward computes the next tile's scores under the exponentials of this one.
     """
 
@@ -52,7 +49,6 @@ class AttentionPlan:
 
 
 def class_of(shared_bytes: int) -> int:
-    """The class of a GPU whose blocks may take ``shared_bytes``."""
     return next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL)
 
 
@@ -128,9 +124,7 @@ _SINGLE = {
 
 
 def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
-    """The plan of ``kernel`` ('forward', 'dq' or 'dkv') before tuning; ``kind``: 'none', 'boolean', 'additive' or
-    'scored'.
-    """
+    """The plan of ``kernel`` before tuning; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
     width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
     key = (class_of(shared_bytes), width)
     plans = _SINGLE[width] if itemsize != 2 else _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
@@ -159,7 +153,6 @@ def entry_name(kernel: str, head: int, dtype: torch.dtype, length: int, mask: st
 
 
 def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device) -> AttentionPlan:
-    """The plan for a launch on ``device``."""
     if device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
         return AttentionPlan(32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
@@ -174,9 +167,7 @@ def tune(
     kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device,
     measure_us: Callable[[AttentionPlan], float],
 ) -> AttentionPlan:  # fmt: skip
-    """Measure ``variants`` of a kernel's plan, store the fastest and return it. ``measure_us`` gives inf for one that
-    does not fit.
-    """
+    """Measure ``variants`` of a kernel's plan (inf for one that does not fit), store the fastest and return it."""
     properties = torch.cuda.get_device_properties(device)
     plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
     best = min(variants(plan, properties.major == 9), key=measure_us)

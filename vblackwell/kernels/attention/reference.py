@@ -1,5 +1,4 @@
-"""Attention written out: scores of S x T in memory, every feature of op.py. The oracle of its kernels, and the
-backend 'math'.
+"""Attention written out: scores of S x T in memory. The oracle of op.py's kernels, and the backend 'math'.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -37,11 +36,8 @@ def attention_reference(
 ) -> Tensor:  # fmt: skip
     """softmax(cap(q k^T scale) - slope |i + offset - j| + mask) v in the inputs' type; rows that see nothing are zero.
 
-    Args:
-        keep_BNST: which probabilities dropout keeps; drawn by torch's generator if not given.
-
-    Raises:
-        ConfigurationError: the query heads are no multiple of the key heads.
+    ``keep_BNST``: which probabilities dropout keeps; drawn by torch's generator if not given. Raises ConfigurationError
+    where the query heads are no multiple of the key heads.
     """
     num_heads, kv_heads = q_BNSH.shape[1], k_BKTH.shape[1]
     if num_heads % kv_heads:

@@ -1,9 +1,5 @@
-"""nvfp4 weights packed on a GPU: the bits of the oracle (numerics/search.py) and of layout.py, each in one pass over
-the weight.
-
-The oracle's hundreds of passes over a tile took 25 s for 6.7B weights on an H200, most of it launches, and torch's
-expressions of the tiled layout cost seconds while such a folder is opened. Elsewhere, on the CPU and for other formats,
-those run.
+"""nvfp4 weights packed on a GPU: the bits of the oracles (numerics/search.py, layout.py), each in one pass over the
+weight. On the CPU and for other formats those run.
 """
 
 from __future__ import annotations
@@ -19,11 +15,8 @@ SMALLEST_EXPONENT = -126
 
 
 def nvfp4_encoder(w_NK: Tensor, form: Format, scale_search: str, exponent: int) -> tuple[Tensor, Tensor] | None:
-    """Codes (N, Kp / 2) and block scales (N, Kp / 16) as `quantize` makes them; None where the oracle has to.
-
-    Args:
-        w_NK: finite.
-        exponent: the tensor scale is two to its power.
+    """Codes (N, Kp / 2) and block scales (N, Kp / 16) as `quantize` makes them of finite weights and a tensor scale of
+    two to the power ``exponent``; None where the oracle has to.
     """
     if (form.name, scale_search) != ("nvfp4", "mse") or not SMALLEST_EXPONENT <= exponent <= LARGEST_EXPONENT:
         return None
@@ -35,9 +28,7 @@ def nvfp4_encoder(w_NK: Tensor, form: Format, scale_search: str, exponent: int) 
 
 
 def nvfp4_tiles(packed: PackedTensor) -> tuple[Tensor, Tensor] | None:
-    """Tiled codes and scales of a canonical nvfp4 weight; None where `layout.to_tiled` has to, or has to refuse. Waits
-    for the device.
-    """
+    """Tiled codes and scales of a canonical nvfp4 weight; None where `layout.to_tiled` has to. Waits for the device."""
     if packed.format != "nvfp4" or not runs_triton("nvfp4_tile", packed.tensor_scale, 0):
         return None
     if not bool((packed.block_scales < 0x7F).all()):  # what is NaN or negative the layout refuses

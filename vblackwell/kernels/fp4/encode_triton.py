@@ -1,13 +1,10 @@
 """Triton kernels of encode.py.
 
-``encode`` finds scales of least squared error and codes in one pass over the weight. A program takes a few blocks of
-16. It tries scales in fp32 first, from the largest magnitude over 6 upward and downward as far as numerics/search.py
-proves that a scale may win; how far is known before each loop, for the widest of its blocks. Where two come close, all
-of its blocks are searched again in fp64, with the additions in the oracle's order and without fused multiply-adds: the
-bits are the oracle's. Codes are rounded in fp64, as there.
-
-``tile`` makes the tiled layout (layout.py) from the canonical one in two launches: words of eight codes are gathered
-and their bits moved.
+``encode`` finds scales of least squared error and codes in one pass. A program takes a few blocks of 16. It tries
+scales in fp32 first, from the largest magnitude over 6 upward and downward as far as numerics/search.py proves that a
+scale may win. Where two come close, all of its blocks are searched again in fp64, with the additions in the oracle's
+order and without fused multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layout.py) from the
+canonical one in two launches.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false

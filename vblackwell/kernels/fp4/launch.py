@@ -1,7 +1,5 @@
-"""Launches of the fused FP4 kernels on tiled weights, by the plans of mma_plan.py and wgmma_plan.py.
-
-The sources, with the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in
-features.
+"""Launches of the fused FP4 kernels on tiled weights, by the plans of mma_plan.py and wgmma_plan.py. The sources, with
+the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ class Norm:
 
     Attributes:
         gain: (K,) of the type of x; K is a multiple of 8.
-        eps: added to the mean square, or to the variance.
         gain_sums: (N,) fp32, W times the gain; LayerNorm's own bias times W belongs into the linear's bias.
     """
 
@@ -53,7 +50,6 @@ def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -70,8 +66,8 @@ def run_mma(
     """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. ``norm`` comes before the product.
 
     Raises:
-        ConfigurationError: a LayerNorm, and a plan by which x comes in bulk copies; a norm, and a plan without them
-            that gives a row no power of two of threads.
+        ConfigurationError: a LayerNorm by a plan with bulk copies of x; a norm by a plan without them that gives a row
+            no power of two of threads.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:

@@ -65,11 +65,7 @@ def canonical_name(format: str) -> str:
 
 
 def tiled_name(format: str) -> str:
-    """The tiled layout of ``format``.
-
-    Raises:
-        ConfigurationError: a format whose elements are not E2M1.
-    """
+    """The tiled layout of ``format``; raises ConfigurationError where its elements are not E2M1."""
     if canonical_name(format) not in ("nvfp4", "mxfp4"):
         raise ConfigurationError(f"there is no tiled layout for {format!r}: only nvfp4 and mxfp4 have one")
     return canonical_name(format) + _SUFFIX
@@ -90,9 +86,7 @@ def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _word_bits() -> list[tuple[int, int, int]]:
-    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high
-    half.
-    """
+    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high half."""
     moves = []
     for pair in range(4):
         for half in range(2):
@@ -142,8 +136,7 @@ def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
 
 
 def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
-    """(lowest, highest) E8M0 byte among canonical mxfp4 blocks that hold a value; (127, 127) if none does. Waits for
-    the device.
+    """(lowest, highest) E8M0 byte among mxfp4 blocks that hold a value, (127, 127) if none does. Waits for the device.
 
     Raises:
         Unsupported: NaN scales, or exponents that span more than the tiled layout holds.
@@ -172,10 +165,9 @@ def to_tiled(
     k: int,
     top: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout, on the same device.
+    """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout. Waits for the device.
 
-    Waits for the device: it looks at the scales. Meant for the moment of quantising or loading. ``top`` is for a part
-    of an mxfp4 weight: the whole's highest exponent, from ``live_exponents``, which has refused what does not fit.
+    ``top`` is for a part of an mxfp4 weight: the whole's highest exponent, from ``live_exponents``.
 
     Raises:
         ConfigurationError: a format without a tiled layout, or shapes that do not fit (n, k).
@@ -217,10 +209,8 @@ def to_tiled(
 def from_tiled(
     codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``to_tiled``: canonical (codes, block scales, tensor scale). Blocks of value zero come back as
-    plain zeros.
-
-    mxfp4 comes back with the exponents that make its tensor scale 1, which waits for the device.
+    """The inverse of ``to_tiled``; blocks of value zero become plain zeros. mxfp4 gets the exponents that make its
+    tensor scale 1, which waits for the device.
     """
     name = canonical_name(format)
     bands, steps = tiles(n, k)
@@ -262,9 +252,8 @@ def _unpack_fine(words: Tensor) -> Tensor:
 
 
 def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
-    """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, on the same device. Waits for the device.
-
-    Rows are shuffled in bands, because shuffling takes several bytes a weight while it runs.
+    """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Waits for the
+    device.
 
     Raises:
         ConfigurationError: shapes that do not fit (n, k).

@@ -1,13 +1,9 @@
-"""FP4 linear as a PyTorch op, over whichever backend the registry picks.
-
-``fp4_linear`` multiplies by a packed weight and adds bias and activation in one op; ``fp4_dequantize`` gives the weight
-back. Both take canonical layouts (numerics/formats.py) and tiled ones (layout.py), whose names end in '-tiled'; only
-tiled weights reach the fused kernels. In order of preference: ``mma`` and ``wgmma``, fused kernels on tiled weights;
-``dequantize``, the weight written out once and cuBLAS, which wins for many rows; ``reference``, pure torch.
+"""FP4 linear as a PyTorch op, over the first backend that takes a request: ``mma`` and ``wgmma``, fused kernels on
+tiled weights (layout.py); ``dequantize``, the weight written out once and cuBLAS, which wins for many rows;
+``reference``, pure torch.
 
 The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no gradient for the weight.
-The value before the activation is computed again in backward instead of being kept. `packed_linear` gives w4a8.py and
-two_part.py the same.
+The value before the activation is computed again in backward. `packed_linear` gives w4a8.py and two_part.py the same.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -57,9 +53,7 @@ def run_rows(
     k: int,
     *args: Any,
 ) -> Tensor:
-    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K); it is given the rows and
-    ``args``.
-    """
+    """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K)."""
     rows_MK = x.reshape(-1, k).contiguous()
     if rows_MK.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], n))
@@ -76,8 +70,7 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
     """Make the decorated function an op with gradients in its input and bias.
 
     Args:
-        weight_tensors: how many tensors the weight has. The op takes x, these, the bias or None, a format perhaps,
-            activation, N, K.
+        weight_tensors: the op takes x, so many tensors, the bias or None, a format perhaps, activation, N, K.
         input_gradient: dX (..., K) of dY (..., N), the weight's tensors, the format if there is one, N and K.
     """
 
@@ -135,7 +128,7 @@ def check_weight(
 def check_arguments(
     x: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, activation: str, n: int, k: int
 ) -> None:
-    """Raises ConfigurationError where the arguments of a linear do not belong together, or name what there is not."""
+    """Raises ConfigurationError where the arguments of a linear do not belong together."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
     if x.shape[-1] != k:
         raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
@@ -148,7 +141,6 @@ def check_arguments(
 
 
 def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """``bias`` in the type of ``x``, contiguous."""
     return None if bias is None else bias.to(x.dtype).contiguous()
 
 
@@ -172,7 +164,6 @@ def linear_reasons(request: Request) -> list[str]:
 
 
 def hopper_reasons(request: Request) -> list[str]:
-    """Why ``request`` is not Hopper's, as far as `linear_reasons` does not say it."""
     if request.device.type != "cuda" or request.capability == (9, 0):
         return []
     return [f"compute capability {request.capability[0]}.{request.capability[1]}: it needs 9.0 (Hopper)"]
@@ -277,22 +268,14 @@ def fp4_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(x W^T + bias)`` with a packed ``W``.
+    """``activation(x W^T + bias)`` with a packed ``W``, differentiable in ``x_MK`` and ``bias``.
 
     Args:
-        x_MK: (..., K) activations, bf16, fp16 or fp32; a sum in fp32 is rounded once to this type.
-        codes: element codes in the layout of ``format``.
-        block_scales: block scales in the layout of ``format``.
-        tensor_scale: one fp32 value.
+        x_MK: (..., K) bf16, fp16 or fp32; a sum in fp32 is rounded once to this type (under autocast to its type).
+        codes, block_scales, tensor_scale: in the layout of ``format``; the last one fp32 value.
         bias: (N,) or None.
         format: 'nvfp4', 'mxfp4', 'nf4', 'int4', 'int8', or 'nvfp4-tiled', 'mxfp4-tiled'.
         activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
-        n: out features.
-        k: in features.
-
-    Returns:
-        (..., N) in the type of ``x_MK``, or of autocast, to which ``x_MK`` is then cast. Differentiable in ``x_MK`` and
-        ``bias``.
 
     Raises:
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.

@@ -1,10 +1,8 @@
-"""Plans of ``fp4_mma``, for few rows: how the kernel covers a shape, as pure functions of it (wgmma_plan.py is for more
-rows).
+"""Plans of ``fp4_mma`` (``cuda/fp4_mma.cu``), for few rows: how the kernel covers a shape.
 
-The kernel is ``cuda/fp4_mma.cu``; launch.py launches it. A plan fixes the order in which partial sums are added, and
-depends on the shape alone, never on where it runs or how it was tuned: results repeat bit for bit on one kind of GPU.
-
-``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+A plan fixes the order in which partial sums are added, and depends on the shape alone, never on where it runs or how it
+was tuned: results repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is
+64 columns.
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ def has_clusters(capability: tuple[int, int]) -> bool:
 
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
-    """Shared memory to ask for with clusters: where each of ``blocks`` can have one of ``processors``, so much that no
-    two share one.
+    """Shared memory to ask for with clusters: where each of ``blocks`` can have a multiprocessor, so much that no two
+    share one.
 
-    Blocks of the next product begin while this one's run. Two of them would go to a multiprocessor that is idle, and
-    that product take up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+    Blocks of the next product begin while this one's run. Two of them would go to an idle multiprocessor, and that
+    product take up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
     """
     return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
@@ -64,15 +62,13 @@ class MmaPlan:
 
     Attributes:
         tokens: rows of x a block takes, a power of two.
-        row_warps: warps side by side, 32 weight rows each.
-        k_warps: warps that split K inside a block.
-        splits: blocks of a cluster that split K (1 where there are no clusters).
+        row_warps: warps of 32 weight rows each.
+        k_warps, splits: warps of a block, and blocks of a cluster, that split K (1 where there are no clusters).
         prefetch: windows a warp has in flight.
         min_blocks: blocks the compiler must fit on a multiprocessor.
         x_bytes: of x that a block may hold; more than one chunk takes half of it each.
-        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``; 0: x
-            comes by smaller copies.
-        x_stages: chunks of x in shared memory, with ``chunk``.
+        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``, in
+            ``x_stages`` stages; 0: x comes by smaller copies.
     """
 
     tokens: int
@@ -86,9 +82,8 @@ class MmaPlan:
     x_stages: int = 2
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings.
-
-        Also where the blocks of a cluster would not share the outputs evenly, or more than once.
+        """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings, or the blocks
+        of a cluster would not share the outputs evenly.
         """
         if self.chunk % (self.k_warps * self.prefetch):
             raise ConfigurationError(
@@ -112,7 +107,6 @@ class MmaPlan:
         return macros | {"NORM": norm} if norm else macros
 
     def without_bulk(self) -> MmaPlan:
-        """The same, with x staged by the block's threads, for a K that is no multiple of 64."""
         return replace(self, chunk=0, x_stages=2)
 
     @property
@@ -120,9 +114,7 @@ class MmaPlan:
         return 32 * self.row_warps * self.k_warps
 
     def chunks(self, k: int) -> tuple[int, int]:
-        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory. Bulk copies take ``chunk``
-        instead.
-        """
+        """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory, without bulk copies."""
         share = ceil_div(ceil_div(k, 64), self.splits)
         most = max(1, self.x_bytes // (self.tokens * 128))
         if ceil_div(share, self.k_warps) * self.k_warps <= most:
@@ -154,9 +146,7 @@ def fits_with_norm(plan: MmaPlan, k: int) -> bool:
 
 
 def takes_bulk(k: int) -> bool:
-    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (No plan is made here:
-    compilers trace it.)
-    """
+    """Whether rows of K features may come by bulk copies: whole windows, and not just a few. (Compilers trace this.)"""
     return k % 64 == 0 and k >= 1024
 
 
@@ -169,9 +159,8 @@ def _row_warps(n: int) -> int:
 
 
 def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
-    """(row warps, splits) of blocks that take x in bulk copies: one wave in which a multiprocessor has least to do.
-
-    Of equals those that split K, which halves what a block stages of x; not for one row, where that is little.
+    """(row warps, splits) of blocks that take x in bulk copies: one wave in which a multiprocessor has least to do; of
+    equals those that split K, which halves what a block stages of x, but for one row.
     """
     choices = [
         (row_warps, splits)
@@ -188,9 +177,7 @@ def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
-    """``plan`` with all of a block's x staged at once where it fits, else 24 windows, or a round of the rings, at a
-    time.
-    """
+    """``plan`` with all of a block's x staged at once where it fits, else 24 windows or a round of the rings at a time."""
     turn = plan.k_warps * plan.prefetch
     whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
     parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
@@ -198,8 +185,8 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 
 
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
-    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, of which each has eight windows or more where
-    there are so many.
+    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, each with eight windows or more if there are so
+    many.
 
     Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % slower without
     (docs/journal/fp4.md).
@@ -214,14 +201,12 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 
 @functools.lru_cache(4096)
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
-    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90).
+    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90); ``bulk``: whether x may come by
+    bulk copies, which a LayerNorm on the way does not allow.
 
-    ``bulk``: whether x may come by bulk copies, which a LayerNorm on the way does not allow. It does where
-        `takes_bulk`.
-
-    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves: measured on an H200
-    over six shapes. From three rows on x costs more to stage than a cluster to join, so blocks get taller and split K.
-    Without clusters blocks are smaller, to fit 99 KB of shared memory.
+    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves. From three rows on x
+    costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
+    to fit 99 KB of shared memory.
     """
     tokens = 1
     while tokens < min(m, 16 if clusters else 32):

@@ -1,14 +1,10 @@
 """RMSNorm or LayerNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
 A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
-stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu): decoding a token
-needs no launch for the norm. x times gain is rounded once, as the normalised rows would be. In float16 that product may
-overflow where normalised rows do not, so fp16 and fp32 take two kernels.
-
-LayerNorm's own bias is no argument: times W it is a bias of the linear. There is no backward: with gradients
-norm and linear are called apart.
-
-``M`` rows, ``N`` out features, ``K`` in features.
+stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is
+rounded once, as the normalised rows would be; in float16 it may overflow where normalised rows do not, so fp16 and fp32
+take two kernels. LayerNorm's own bias, times W, is a bias of the linear. There is no backward: with gradients norm and
+linear are called apart.
 """
 
 from __future__ import annotations
@@ -52,8 +48,8 @@ def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = Fal
     """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times
     (docs/journal/fp4.md).
 
-    On Hopper x comes by bulk copies. Every block normalises all of its x again: 16 rows of a large weight cost more
-    than a launch. With a LayerNorm on the way threads stage x, which for more rows costs more than the launch it saves.
+    Every block normalises all of its x again: on Hopper 16 rows of a large weight cost more than a launch, and with a
+    LayerNorm on the way, where threads stage x, fewer do.
     """
     if capability[0] != 9:
         return MAX_ROWS
@@ -78,7 +74,6 @@ def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k)
 
 
 def _aligned(vector: Tensor) -> Tensor:
-    """Contiguous from a multiple of 16 bytes on, as the kernel reads it."""
     vector = vector.contiguous()
     return vector.clone() if vector.data_ptr() % 16 else vector
 
@@ -114,21 +109,11 @@ def fp4_norm_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(norm(x) W^T + bias)`` with a packed ``W``; not differentiable.
+    """``activation(norm(x) W^T + bias)`` with a packed ``W``; not differentiable. The rest is as for ``fp4_linear``.
 
     Args:
-        x_MK: (..., K) bf16, fp16 or fp32.
         gain_K: the norm's weight, of the type of ``x_MK``.
         gain_sums_N: None for RMSNorm; for LayerNorm (N,) fp32, ``W @ gain_K``.
-        eps: of the norm.
-        codes, block_scales, tensor_scale, bias, format, activation, n, k: as for ``fp4_linear``.
-
-    Returns:
-        (..., N) in the type of ``x_MK``.
-
-    Raises:
-        ConfigurationError: tensors that do not belong together, or an unknown format or activation.
-        Unsupported: a backend asked for by name refuses.
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:

@@ -1,8 +1,5 @@
 """Decoding packed weights in pure torch: the oracle of the kernels, and the backend that runs anywhere.
 
-Canonical layouts (numerics/formats.py) decode as ``(value[code] * block_scale) * tensor_scale`` in fp32 and round once.
-Tiled layouts (kernels/fp4/layout.py) are turned back first. Nothing here is fast: the whole weight is materialised.
-
 ``N`` out features, ``K`` in features, ``P`` stored row length (K padded to the block), ``B`` blocks a row.
 """
 

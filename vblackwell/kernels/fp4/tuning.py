@@ -1,9 +1,7 @@
-"""Which of several equal plans is fastest here: measured once, kept on disk, never a matter of the result.
+"""Which of several equal plans is fastest here: measured once by ``tune``, kept on disk, never a matter of the result.
 
-A plan comes from the shape. What may be tuned are the fields that leave the order of additions alone (how many windows
-are in flight, how many blocks share a multiprocessor), so results do not depend on whether or where somebody tuned.
-Entries are looked up by (plan, dtype, rows rounded up to a power of two, N, K); without one the plan stands as it is.
-Nothing is measured unasked: ``tune`` does it.
+What may be tuned are the fields that leave the order of additions alone. Entries are looked up by (plan, dtype, rows
+rounded up to a power of two, N, K); without one the plan stands as it is.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ _KEY_NAMES = {"windows_per_step": "together"}
 
 
 def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k: int) -> str:
-    """The key of a shape bucket; the plan's own fixed fields are part of it, so that an entry never changes an
-    order.
-    """
+    """The key of a shape bucket; the plan's fixed fields are part of it, so that an entry never changes an order."""
     fields = {_KEY_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
     fixed = {name: value for name, value in fields.items() if name not in TUNABLE[type(plan)]}
     if isinstance(plan, WgmmaPlan):
@@ -41,7 +37,6 @@ def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k:
 
 
 def apply(plan: Plan, fields: dict[str, int]) -> Plan:
-    """``plan`` with its tunable fields from ``fields``; anything else in there is ignored."""
     return dataclasses.replace(plan, **{name: fields[name] for name in TUNABLE[type(plan)] if name in fields})
 
 
@@ -63,13 +58,11 @@ def _tuned(plan: Plan, device: torch.device, dtype: torch.dtype, rows: int, n: i
 
 
 def forget() -> None:
-    """Read entries anew from now on: after writing."""
     tuning.entries.cache_clear()
     _tuned.cache_clear()
 
 
 def _fits(plan: MmaPlan | WgmmaPlan, k: int) -> bool:
-    """Whether a block finds the shared memory that it needs for rows of ``k`` features."""
     return plan.fits() if isinstance(plan, WgmmaPlan) else not plan.chunk or fits_with_norm(plan, k)
 
 

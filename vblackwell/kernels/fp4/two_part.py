@@ -1,13 +1,9 @@
 """Linear with a weight in two parts (numerics/separation.py) as a PyTorch op, with its plans and launches.
 
-``two_part_linear`` multiplies by coarse + fine at once. Backends, in order of preference: ``mma``, one kernel for up to
-16 rows of bf16 on tiled parts (``cuda/two_part.cu``); ``dequantize``, the weight written out once and cuBLAS;
-``reference``, pure torch. Without its fine part a weight is an nvfp4 one, for ``fp4_linear``. Gradients reach ``x`` and
-the bias; the weight is packed and has none.
-
-Plans have one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk copies and a cluster of two
-that splits K, as `plan_mma` had it for the coarse part alone when these were timed. Windows hold 2176 bytes instead of
-1152, so x has less room, and weights of 2^25 elements and more are worth what `_of_large_weights` says.
+Backends, in order of preference: ``mma``, one kernel for up to 16 rows of bf16 on tiled parts (``cuda/two_part.cu``);
+``dequantize``, the weight written out once and cuBLAS; ``reference``, pure torch. Without its fine part a weight is an
+nvfp4 one, for ``fp4_linear``. Plans have one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk
+copies and a cluster of two that splits K. Windows hold 2176 bytes instead of 1152, so less of x fits.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -57,12 +53,9 @@ _LARGE = 1 << 25
 
 @dataclass(frozen=True)
 class TwoPartPlan(MmaPlan):
-    """How ``two_part_mma`` covers a shape; fields as of `MmaPlan`, with chunks of any multiple of ``k_warps``
-    windows.
-    """
+    """How ``two_part_mma`` covers a shape; chunks may be any multiple of ``k_warps`` windows."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where a chunk of x would not go to all K warps alike."""
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
 
@@ -75,7 +68,6 @@ class TwoPartPlan(MmaPlan):
         return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
 
     def shared_bytes(self, k: int, norm: int = 0) -> int:
-        """Of a block, for rows of ``k``."""
         windows, count = self.chunks(k)
         staged = windows * self.tokens * 128 * min(2, count)
         if self.chunk:
@@ -107,13 +99,11 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
 
 
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
-    """Plans for weights that take long enough to be worth filling a multiprocessor with care, among
-    the fastest in turns on an H200 (docs/journal/runs.md).
+    """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md).
 
-    Up to 8 rows two blocks of 8 warps: while one ends, and its sums meet, the other or the next layer's first one
-    computes. From 9 on x takes too much of the memory and of the way there for each half to have its own: one block of
-    16 warps, and long chunks of x with as many windows in flight as leave room; where blocks split K, all of their x,
-    so that no warp waits for another to give room back.
+    Up to 8 rows two blocks of 8 warps: while the sums of one meet, the other computes. From 9 on x takes too much
+    memory for that: one block of 16 warps and long chunks of x; where blocks split K all of their x, so that no warp
+    waits for another to free its stage.
     """
     if base.tokens <= 8:
         fitting = [
@@ -261,18 +251,9 @@ def two_part_linear(
     x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, bias: Tensor | None,
     format: str, activation: str, n: int, k: int,
 ) -> Tensor:  # fmt: skip
-    """``activation(x W^T + bias)`` with ``W`` the sum of its parts.
-
-    Args:
-        x_MK: (..., K) bf16, fp16 or fp32; a sum in fp32 is rounded once to this type.
-        codes, fine, block_scales, tensor_scale: of a `SeparatedTensor`, or of ``layout.parts_to_tiled``.
-        bias: (N,) or None.
-        format: 'nvfp4' or 'nvfp4-tiled', the layout of the parts.
-        activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
-        n, k: out and in features.
-
-    Returns:
-        (..., N) in the type of ``x_MK``, or of autocast. Differentiable in ``x_MK`` and ``bias``.
+    """``activation(x W^T + bias)`` with ``W`` the sum of its parts: ``codes``, ``fine``, ``block_scales`` and
+    ``tensor_scale`` of a `SeparatedTensor` (format 'nvfp4') or of ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest
+    as for ``fp4_linear``.
 
     Raises:
         ConfigurationError: tensors that do not belong together, an unknown layout or activation.

@@ -1,9 +1,8 @@
-"""Weights rounded to two parts on kept scales, straight through: what a forward multiplies by while the weight trains.
+"""Weights rounded to two parts on kept scales, straight through (Bengio et al. 2013): what a forward multiplies by
+while the weight trains. A custom op: no second copy is kept, and torch.compile sees one node.
 
-A custom op, for the reasons of nn/linear/rounded.py: no second copy is kept, and under torch.compile it is one
-node of the graph. The gradient passes unchanged (Bengio et al. 2013). Backends: ``cuda`` (``cuda/two_part_round.cu``);
-``torch``, the oracle, elsewhere. Kernels are launched by address: a model's step rounds hundreds of weights, and looks
-at each for drift, and an ordinary launch costs the host more than most of them cost the GPU.
+Backends: ``cuda`` (``cuda/two_part_round.cu``), launched by address because a step rounds hundreds of weights;
+``torch``, the oracle, elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ MAX_CTAS = 264  # that measure drift: two a multiprocessor of an H200, on every 
 
 
 def macros(source: torch.dtype, target: torch.dtype) -> dict[str, int]:
-    """What the source is compiled with."""
     return {"FP16": 0, "IN": OUT_TYPES[source], "OUT": OUT_TYPES[target]}
 
 
@@ -69,12 +67,7 @@ class Rounder:
     """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of
     zeros.
 
-    What a launch needs in addition to addresses is looked up once: a layer that keeps this saves the host as much at
-    each step as the launch takes.
-
-    Args:
-        w_NK: a weight, on CUDA; nothing of it is kept.
-        dtype: of results.
+    What a launch needs in addition to addresses is looked up once; nothing of ``w_NK`` is kept.
     """
 
     def __init__(self, w_NK: Tensor, dtype: torch.dtype) -> None:
@@ -187,9 +180,7 @@ _RENEWALS = (Backend("cuda", _cuda_reasons, run_renewed_scales), Backend("torch"
 
 
 def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
-    """`separation.renewed_scales`, or without ``kept`` `separation.training_scales`; and the drift. No gradients,
-    nothing waits.
-    """
+    """`run_renewed_scales`, or its oracle where the kernel cannot run. No gradients, nothing waits."""
     # In a trace, or a DTensor: torch has its rules for them, or its own error.
     if not computes_at_once() or not w_NK.data_ptr():
         return _torch_renewed(w_NK, kept, threshold)
@@ -213,12 +204,8 @@ def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
 
 @register_op(_fake, save=_save, backward=_backward)
 def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``w_NK`` rounded to both parts and back, as ``dtype``; the gradient passes unchanged.
-
-    Args:
-        w_NK: (N, K) float32, bfloat16 or float16.
-        block_scales, tensor_scale: of `separation.Scales`; not differentiable.
-        dtype: of the result.
+    """``w_NK`` (N, K), float32, bfloat16 or float16, rounded to both parts of `separation.Scales` and back, as
+    ``dtype``; the gradient passes unchanged.
     """
     refuse_forward_mode("two_part_round_trip")
     return rounded(w_NK, block_scales, tensor_scale, dtype)
@@ -233,11 +220,7 @@ def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: tor
 def rounded_again(
     rounder: Rounder | None, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype
 ) -> tuple[Rounder | None, Tensor]:
-    """`rounded`, for a weight that is rounded at every step: (what to come back with, the rounded weight).
-
-    Args:
-        rounder: what the last call for a weight of this shape gave, or None.
-    """
+    """`rounded` for a weight that is rounded at every step: (rounder to pass the next time, the rounded weight)."""
     if not w_NK.is_cuda or chosen(OP) is not None or dtype not in DTYPES:
         return None, rounded(w_NK, block_scales, tensor_scale, dtype)
     if rounder is None or not rounder.takes(w_NK, dtype):

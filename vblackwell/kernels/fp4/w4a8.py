@@ -2,10 +2,10 @@
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs
 two significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when
-the layer is packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows, the
-price of the option. It pays from about a thousand rows on. On Hopper one kernel decodes weights and rounds rows while
-it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many rows of large weights, the product is PyTorch's
-row-scaled FP8 matmul, without fast accumulation, of both operands written out by one launch (``cuda/fp4_e4m3.cu``).
+the layer is packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows. On
+Hopper one kernel decodes weights and rounds rows while it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many
+rows of large weights, it is PyTorch's row-scaled FP8 matmul, without fast accumulation, of operands written out by one
+launch (``cuda/fp4_e4m3.cu``).
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
 
@@ -54,7 +54,7 @@ FIRST_COUNTER = 32  # the queue has a cache line to itself
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
 STAGES = {256: 3, 224: 4, 192: 4}
 HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
-MAY_WAIT = 4  # clusters whose first rows the product's own warps round, after the weight
+MAX_WAITING = 4  # clusters whose first rows the product's own warps round, after the weight
 LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the rows of a second round of tiles as well
 
 
@@ -62,10 +62,9 @@ LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the 
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(E4M3 rows, (M, 1) fp32 scales): x is about rows * scales.
+    """(E4M3 rows, (M, 1) fp32 scales amax / 448), amax at least 2^-100: x is about rows * scales.
 
-    Scales are amax / 448 and rows x * (448 / amax), each operation rounded once to fp32, then to the nearest E4M3, ties
-    to even; amax is taken to be 2^-100 at least.
+    Each operation is rounded once to fp32, then ``x * (448 / amax)`` to the nearest E4M3, ties to even.
     """
     values = x_MK.to(torch.float32)
     amax = values.abs().amax(1, keepdim=True).clamp(min=MIN_TOP)
@@ -75,7 +74,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
-    """That a weight of this format and shape (N, K) may compute by w4a8; raises ConfigurationError otherwise."""
+    """Raises ConfigurationError where a weight of this format and shape (N, K) cannot compute by w4a8."""
     if format != "mxfp4":
         raise ConfigurationError(f"{name} is {format}: w4a8 takes mxfp4, whose scales are powers of two")
     if n % MULTIPLE or k % MULTIPLE:
@@ -83,11 +82,7 @@ def check_shape(format: str, n: int, k: int, name: str = "the weight") -> None:
 
 
 def check_device(device: torch.device, name: str = "the weight") -> None:
-    """That ``device`` can multiply by w4a8: a GPU with FP8 tensor cores, or the CPU by its reference.
-
-    Raises:
-        Unsupported: a GPU before compute capability 8.9.
-    """
+    """Raises Unsupported where ``device`` is a GPU without FP8 tensor cores (before compute capability 8.9)."""
     found = capability(device)
     if (0, 0) < found < FP8_CAPABILITY:
         raise Unsupported(
@@ -97,13 +92,11 @@ def check_device(device: torch.device, name: str = "the weight") -> None:
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
-    """That w4a8 can multiply by a canonical mxfp4 matrix where it is: its rows become E4M3 without loss. Waits for the
-    device.
+    """That the rows of a canonical mxfp4 matrix become E4M3 without loss where it is. Waits for the device.
 
     Raises:
         ConfigurationError: another format, or sizes that the FP8 matmul does not take.
-        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or those of all rows more than tiles
-            hold.
+        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or all rows' more than tiles hold.
     """
     check_shape(packed.format, packed.n, packed.k, name)
     check_device(packed.device, name)
@@ -165,12 +158,10 @@ class W4A8Plan:
     head_rows: int = HEAD_ROWS
 
     def shared_bytes(self) -> int:
-        """Of a block, as the source lays them out."""
         outputs, units = 8 * 16 * 144, 2 * (self.features // 2 * 16 + 128 * 4)  # of eight warps; of two tiles
         return self.stages * (128 + self.features) * 128 + outputs + units + 16 * self.stages + 16
 
     def macros(self, fp16: bool, k: int) -> dict[str, int]:
-        """What the source is compiled with for rows of ``k`` columns, ``fp16`` or bf16."""
         return {
             "FP16": 0, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024)), "ROUND_WARPS": 4, "TOKENS": 0,
             "COLUMNS": self.features // 2, "STAGES": self.stages, "SPLITS": CLUSTER, "HEAD_ROWS": self.head_rows,
@@ -179,35 +170,27 @@ class W4A8Plan:
 
 
 def of_width(features: int) -> W4A8Plan:
-    """The plan of tiles of these many features."""
     return W4A8Plan(features, STAGES[features])
 
 
 def plan_w4a8(m: int, n: int, k: int, multiprocessors: int) -> W4A8Plan:
-    """The tile by which a GPU of so many multiprocessors is done first: whole rounds of tiles, each of which takes its
-    width's cycles.
+    """The tile by which a GPU of so many multiprocessors is done first, in whole rounds of tiles.
 
-    The head rounds the rows that all clusters but ``MAY_WAIT`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless
-    the first four pairs' tiles fill a round and a half.
+    The head rounds the rows that all clusters but ``MAX_WAITING`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least,
+    unless the first four pairs' tiles fill a round and a half.
     """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), multiprocessors // CLUSTER
     width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
     four = 4 * ceil_div(n, width)  # tiles
     late = n * k > LARGE_WEIGHT and 2 * four < 3 * clusters
-    fours = max(1 + late, ceil_div(clusters - MAY_WAIT, four))
+    fours = max(1 + late, ceil_div(clusters - MAX_WAITING, four))
     return replace(of_width(width), head_rows=HEAD_ROWS * min(fours, ceil_div(m, HEAD_ROWS)))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Sizes of a product (M, N, K) by a plan on so many clusters.
-
-    Attributes:
-        pairs: of token tiles.
-        columns: of tiles.
-        steps: of K.
-        chunk: columns of tiles that the clusters are at work on at a time; their weights are decoded first.
-        head_blocks: of ``w4a8_head``.
+    """Sizes of a product (M, N, K): pairs of token tiles, columns of tiles, steps of K, ``chunk`` columns that the
+    clusters are at work on at a time (whose weights are decoded first), and blocks of ``w4a8_head``.
     """
 
     pairs: int
@@ -232,9 +215,8 @@ def cut(plan: W4A8Plan, m: int, n: int, k: int, clusters: int) -> Cut:
 def run_w4a8(
     plan: W4A8Plan, x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int
 ) -> Tensor:
-    """``activation(x W^T + bias)`` (M, N), of the type of x and bias: bf16 or fp16; N and K are multiples of 16.
-
-    ``weight``: with the rows' largest scales, `row_tops_for_w4a8`, as fourth.
+    """``activation(x W^T + bias)`` (M, N) in bf16 or fp16; N and K are multiples of 16, ``weight`` ends with
+    `row_tops_for_w4a8`.
     """
     codes, block_scales, tensor_scale, row_top = weight
     m, device = x_MK.shape[0], x_MK.device
@@ -261,17 +243,13 @@ def run_w4a8(
 
 
 def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
-    """Of ``prepare_e4m3`` for rows of ``k`` columns, ``fp16`` or bf16."""
     return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048))}
 
 
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One launch that makes both operands of an FP8 matmul; K is a multiple of 16.
-
-    Returns:
-        x as E4M3 rows (M, K) and their (M, 1) fp32 scales, as of `quantize_rows`; the weight (N, K) as E4M3, each row
-        relative to its largest scale (E5M3 bytes, the fourth tensor of ``weight``), which becomes 2^6, and its (1, N)
-        fp32 scales.
+    """Both operands of an FP8 matmul in one launch: `quantize_rows` of x; the weight (N, K) as E4M3, each row relative
+    to its largest scale (the fourth tensor of ``weight``), which becomes 2^6, and its (1, N) fp32 scales. K is a
+    multiple of 16.
     """
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
@@ -300,7 +278,7 @@ def _fp8_reasons(request: Request) -> list[str]:
 
 
 def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor) -> Tensor:
-    """(M, N) bf16 product of E4M3 operands and their rows' scales, as of `run_prepare_e4m3`; sums in fp32."""
+    """(M, N) bf16 product of what `run_prepare_e4m3` makes; sums in fp32."""
     return torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
@@ -375,19 +353,13 @@ def fp4_linear_w4a8(
 
     Args:
         x_MK: (..., K) bf16 or fp16 (fp32 on the CPU's reference path).
-        codes: codes of an 'mxfp4-tiled' weight.
-        block_scales: its scales.
-        tensor_scale: its fp32 tensor scale.
+        codes, block_scales, tensor_scale: of an 'mxfp4-tiled' weight.
         row_top: from ``row_tops_for_w4a8``.
-        bias: (N,) or None.
-        activation: 'none', 'relu', 'gelu' or 'silu'.
-        n: out features.
-        k: in features.
+        bias, activation: as for ``fp4_linear``.
 
     Raises:
         ConfigurationError: an input with another number of features.
-        Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for by name
-            refuses.
+        Unsupported: a GPU without FP8 tensor cores, fp32 activations on a GPU, or the backend asked for refuses.
     """
     if x_MK.shape[-1] != k:
         raise ConfigurationError(f"the input has {x_MK.shape[-1]} features, the weight takes {k}")

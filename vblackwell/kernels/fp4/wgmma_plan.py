@@ -1,20 +1,12 @@
-"""Plans of ``fp4_wgmma``, for tens to hundreds of rows: how the kernel covers a shape, as pure functions of it; which
-kernel takes which.
+"""Plans of ``fp4_wgmma`` (``cuda/fp4_wgmma.cu``), for tens to hundreds of rows; mma_plan.py says what a plan is.
 
-Few rows are ``fp4_mma``'s (mma_plan.py, which says what a plan is). The kernel is ``cuda/fp4_wgmma.cu``; launch.py
-launches it.
-
-How long a plan takes is arithmetic about an H200. A block walks its share of windows. For a window a warpgroup issues
-its decode and waits for its products. Alone on a multiprocessor it also waits for its own latencies in a row; several
-take turns. Measured, the issue of one warpgroup adds whole to the tensor cores' time of the others, so what counts is
-work a multiprocessor and rounds of blocks, not tensor cores alone.
-
-The terms have reasons, their constants are those of a regression that ranks plans: a product of 64 rows by 64 columns
-takes the tensor cores 2 cycles a token, not `_TENSOR`, and 256 rows are predicted 6 to 19 % too short. It is of 329
-plans in 18 cells (64 to 256 rows, benchmarks/results/tune): the plan of least predicted time is on
-average 1.9 %, at most 11.4 %, slower than the fastest of its cell; cells where it is 2 % or more slower are in
-`_TIMED`. 17 to 32 rows were timed with the kernels of a day before only. What it says of a cluster in grids of many
-rounds is too little, so `many_rows_us` compares the plans for more rows.
+How long a plan takes is arithmetic about an H200. For a window a warpgroup issues its decode and waits for its
+products; alone on a multiprocessor it also waits for its own latencies, several take turns. The issue of one warpgroup
+adds whole to the tensor cores' time of the others, so work a multiprocessor and rounds of blocks count. The constants
+are those of a regression that ranks plans (a product of 64 rows by 64 columns takes the tensor cores 2 cycles a token,
+not `_TENSOR`) over 329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): the plan of least predicted time
+is on average 1.9 %, at most 11.4 %, slower than the fastest of its cell; cells where it is 2 % or more slower are in
+`_TIMED`. It tells too little of a cluster in grids of many rounds, so `many_rows_us` compares plans for more rows.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -79,8 +71,8 @@ _FUSED = {(4096, 28672, 8192)}
 
 
 def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
-    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, with room for
-    two turns each.
+    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, two turns
+    each.
     """
     return k_groups * windows_per_step == 1 or (
         stages % (k_groups * windows_per_step) == 0 and stages >= 2 * k_groups * windows_per_step
@@ -95,11 +87,10 @@ class WgmmaPlan:
         tokens: rows of x a block takes (wgmma's n).
         groups: warpgroups, 64 weight rows each.
         splits: blocks of a cluster that split K, and share the tokens by eights.
-        stages: windows of x in shared memory, at least 2; a multiple of ``k_groups * windows_per_step``, and at least
-            twice that.
+        stages: windows of x in shared memory, as `goes_round` asks.
         prefetch: windows of weights a warp has in flight, an even number.
-        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. In a grid of one wave only one
-            is there (`launch_bytes`); 2 was faster than 1 all the same for some plans of two K groups.
+        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. 2 was faster than 1 for some
+            plans of two K groups even in a grid of one wave.
         k_groups: sets of ``groups`` warpgroups that take turns at the windows.
         windows_per_step: windows that a warpgroup multiplies at a time, 1 or 2.
     """
@@ -118,7 +109,7 @@ class WgmmaPlan:
         itself.
 
         A group that comes to a stage by which another one still awaits the window before would take the barrier's last
-        phase for its own: copies need not land in order. It would multiply what is not there yet, or wait for ever.
+        phase for its own: it would multiply what is not there yet, or wait for ever.
         """
         if not goes_round(self.stages, self.k_groups, self.windows_per_step):
             raise ConfigurationError(
@@ -135,16 +126,14 @@ class WgmmaPlan:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
         return self.groups * self.k_groups
 
     @property
     def fragments(self) -> int:
         """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds.
 
-        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens. On an
-        H200 it takes 0.77 to 1.01 of the time with three K groups, 1.00 with two warpgroups, 1.05 to 1.3 with one, 1.02
-        to 1.06 with three tiles of rows (docs/journal/fp4.md).
+        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens (times:
+        docs/journal/fp4.md).
         """
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
@@ -152,16 +141,14 @@ class WgmmaPlan:
     def launch_registers(self) -> int:
         """Registers of every thread of a block when it starts.
 
-        A quarter of a multiprocessor has 16384; 1024 stay for a block of ``swizzle_x``, the next product's, which
-        waits while this kernel runs.
+        A quarter of a multiprocessor has 16384; 1024 stay for a block of the next product's ``swizzle_x``.
         """
         return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
 
     @property
     def registers(self) -> int:
-        """Of a consumer thread: its share of what the block gets at launch when the copying warpgroup keeps its own.
-
-        Asking for more than the block was given would wait for ever.
+        """Of a consumer thread, when the copying warpgroup keeps its own; asking for more than the block has would wait
+        for ever.
         """
         return min(240, (self.launch_registers * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
 
@@ -186,18 +173,14 @@ class WgmmaPlan:
         return max(main, sums) + mail + barriers
 
     def fits(self) -> bool:
-        """Whether ``min_blocks`` blocks find the registers and the shared memory that they need on a multiprocessor of
-        Hopper.
-        """
+        """Whether ``min_blocks`` blocks find their registers and shared memory on a multiprocessor of Hopper."""
         needed = self.tokens // 2 + 16 * self.fragments * self.windows_per_step + 28  # sums, fragments, addresses
         return self.registers >= needed and self.shared_bytes() <= SHARED_BYTES // self.min_blocks - 1024
 
 
 @functools.lru_cache
 def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
-    """Plans that may be best for some shape: those that fit registers and shared memory, with the deepest ring of x up
-    to 6 stages.
-    """
+    """Plans that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
     found = []
     for tokens, groups, k_groups, splits, most in itertools.product(
         (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
@@ -238,9 +221,7 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
 
 def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
     """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not
-    split K.
-
-    With a last round of blocks of half the height where `launches` makes one.
+    split K, with a last round of blocks of half the height where `launches` makes one.
     """
     m, n, k = shape
     tokens, groups, k_groups = blocks
@@ -254,7 +235,7 @@ def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> f
 
 def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
     """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two,
-    exceed one round.
+    exceed one.
     """
     whole = rows * columns // processors * processors // columns
     return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows
@@ -262,9 +243,7 @@ def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESS
 
 @functools.lru_cache(4096)
 def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
-    """The plan of ``fp4_wgmma`` for a shape: as it was timed (`_TIMED`), or what is expected to end first on an
-    H200.
-    """
+    """The plan of ``fp4_wgmma`` for a shape: as it was timed, or what is expected to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
     if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
@@ -300,8 +279,8 @@ def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS)
     """A product's launches, one or two.
 
     Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as
-    many blocks of half the height, whose sums two K groups share. What is tuned of a plan has no say in it, since it
-    decides the order of additions.
+    many blocks of half the height, whose sums two K groups share. Tuned fields have no say, since this decides the
+    order of additions.
     """
     rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
     if (plan.tokens, plan.groups, plan.k_groups, plan.splits) != (256, 2, 1, 1):

@@ -1,20 +1,16 @@
 """One AdamW for CPU and GPU: a piece of a parameter is updated where its tensors are, to the same bits on both.
 
-``torch._fused_adamw_`` on fp32 CPU tensors says what the bits are; ``cuda/adamw.cu`` computes the same on a GPU, bound
-by memory. An update may therefore move between host and GPU from one step to the next, and a streamed run equals one
-that never left the CPU.
-
-torch's kernel works in fp32, with scalars derived in double (`AdamWStep`), on vectors of 4 to 16 elements and then one
-by one on the rest of the tensor. Its C++ leaves it to the compiler which sums become fused multiply-adds: builds of
-torch, instruction sets, and the vector and scalar loops of one build do differ. `torch_order` therefore asks the torch
-at hand, once, and the CUDA kernel is compiled for the answer.
+``torch._fused_adamw_`` on fp32 CPU tensors says what the bits are; ``cuda/adamw.cu`` computes the same, so an update
+may move between host and GPU from one step to the next. torch's kernel works in fp32, with scalars derived in double
+(`AdamWStep`), on vectors of 4 to 16 elements and then one by one on the rest. Its C++ leaves it to the compiler which
+sums become fused multiply-adds, and builds of torch, instruction sets, and the two loops of one build differ.
+`torch_order` therefore asks the torch at hand, once, and the CUDA kernel is compiled for the answer.
 
 A piece is flat and contiguous, starts at a multiple of 4096 elements from its parameter's start, and only a parameter's
 last piece may have a length that is not such a multiple, because of the scalar loop at the end.
 
 A *split master* is an fp32 number kept as a bf16 and a signed 16-bit remainder: bits(master) = (bits(bf16) << 16) +
-remainder, where the bf16 is the master rounded to nearest, ties away from zero. Both are cheaper to make than the
-master is to keep twice.
+remainder, where the bf16 is the master rounded to nearest, ties away from zero.
 """
 
 from __future__ import annotations
@@ -44,9 +40,7 @@ PREVIOUS = {None: 0, torch.bfloat16: 1, torch.float32: 2}
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """AdamW's numbers for one parameter at one step; ``step`` is 1 at the first update. Derived numbers are torch's, in
-    double.
-    """
+    """AdamW's numbers for one parameter at one step, from 1 on; derived numbers are torch's, in double."""
 
     lr: float
     beta1: float
@@ -115,10 +109,8 @@ def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 
 @functools.cache
 def torch_order() -> Order:
-    """Ask torch: 256 random elements, each in all 31 places of a tensor that has vectors and a rest.
-
-    Raises:
-        Unsupported: torch rounds in a way the kernels do not know.
+    """Ask torch: 256 random elements, each in all 31 places of a tensor that has vectors and a rest. Raises Unsupported
+    where torch rounds in a way the kernels do not know.
     """
     generator = torch.Generator().manual_seed(0)
     g, m, v = (torch.rand(256, 1, generator=generator) + 1 for _ in range(3))
@@ -162,8 +154,7 @@ def join(weight: Tensor, remainder: Tensor, bits: Tensor) -> Tensor:
 
 
 def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> None:
-    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder; ``scratch`` is int32 of the same
-    length.
+    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder.
 
     The remainder is the low half read as signed: where it is negative, rounding has carried one into the high half.
     """
@@ -173,18 +164,14 @@ def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> N
 
 
 def keep_nan(bits: Tensor, weight: Tensor) -> None:
-    """Where the int32 ``bits`` of masters are NaN, so be the bf16 ``weight``: one with a full low half rounds up to a
-    zero.
-    """
+    """Where the int32 ``bits`` of masters are NaN, so be ``weight``: one with a full low half rounds up to a zero."""
     wrong = bits.view(torch.float32).isnan()
     if bool(wrong.any()):
         weight.masked_fill_(wrong, math.nan)
 
 
 def block_sums(values: Tensor, out: Tensor) -> None:
-    """``out`` = the sum of squares of each 4096 of the fp32 ``values``, added as `cuda/adamw.cu` does, to the same
-    bits.
-    """
+    """``out`` = the sum of squares of each 4096 of the fp32 ``values``, to the bits of `cuda/adamw.cu`."""
     whole = len(values) // BLOCK
     if whole:
         out[:whole] = _sums_of_whole_blocks(values[: whole * BLOCK])
@@ -248,7 +235,6 @@ def _piece_cpu(
     factor: Tensor | None,
     sums: Tensor | None,
 ) -> None:
-    """`adamw_piece` on CPU tensors: torch's own kernel, chunk by chunk."""
     size = min(CHUNK, len(weight))
     scratch = torch.empty(size)
     bits, rounded = (torch.empty(size if remainder is not None else 0, dtype=torch.int32) for _ in range(2))
@@ -309,7 +295,6 @@ def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | No
 
 
 def check_factor(factor: Tensor | None, device: torch.device) -> None:
-    """Raises ValueError unless ``factor`` is None or one fp32 number on ``device``."""
     if factor is not None and (factor.numel() != 1 or factor.dtype != torch.float32 or factor.device != device):
         raise ValueError(
             f"factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; it must be one fp32 number on {device}"
@@ -346,14 +331,12 @@ def adamw_piece(
     Args:
         weight: (n,) bf16, or fp32 that is its own master.
         remainder: (n,) int16, with ``weight`` the split master of a bf16 weight; None for fp32.
-        exp_avg: (n,) fp32.
-        exp_avg_sq: (n,) fp32.
+        exp_avg, exp_avg_sq: (n,) fp32.
         gradient: (n,) bf16, fp32 or fp16.
         numbers: with ``step`` already counted up.
         previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.
-        square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares of previous + gradient, before
-            ``factor``.
+        square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares before ``factor``.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.
@@ -402,12 +385,8 @@ def adamw_at(
     at: Addresses, num_elements: int, numbers: AdamWStep, gradient: torch.dtype, previous: torch.dtype | None,
     stream: torch.cuda.Stream,
 ) -> None:  # fmt: skip
-    """`adamw_piece` for a caller that queues hundreds of pieces a step: by address, nothing checked, on ``stream`` of
-    the current device.
-
-    Args:
-        num_elements: of the piece, at least one.
-        gradient, previous: their types; ``previous`` is None where there is none.
+    """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
+    caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None.
     """
     itemsizes = (
         4 if at.remainder == 0 else 2,
@@ -431,17 +410,7 @@ def _launcher(weight: int, gradient: torch.dtype, previous: torch.dtype | None, 
 
 
 def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None) -> None:
-    """The sums of squares that `adamw_piece` gives, to the same bits, without an update.
-
-    Args:
-        gradient: (n,) bf16, fp32 or fp16.
-        out: (ceil(n / 4096),) fp32, written.
-        previous: (n,) bf16 or fp32, added to the gradient in fp32 first.
-
-    Raises:
-        ValueError: a tensor of another shape, dtype, layout or device.
-        Unsupported: as `adamw_piece`.
-    """
+    """The sums of squares that `adamw_piece` gives, written to ``out`` to the same bits, without an update."""
     check_gradients(gradient, previous, out)
     if gradient.device.type != "cuda":
         _square_sums_cpu(gradient, out, previous)
@@ -457,13 +426,8 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
 
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
-    """A parameter's gradient norm from its pieces' block sums, however it was cut, to the same bits on CPU and GPU.
-
-    Args:
-        square_sums_list: fp32 vectors on one device, in the order of the parameter's elements.
-
-    Returns:
-        fp32 scalar there: the square root of the sum, both in double. No synchronisation.
+    """A parameter's gradient norm, an fp32 scalar, from its pieces' block sums in order, to the same bits on CPU and
+    GPU and however it was cut: the root of the sum, both in double. No synchronisation.
     """
     sums = square_sums_list[0] if len(square_sums_list) == 1 else torch.cat(list(square_sums_list))
     if sums.device.type != "cuda":

@@ -1,25 +1,20 @@
 """AdamW with moments of 8 bits, for links too slow for exact ones: 2 bytes an element and two scales per 256 instead of
-8.
-
-A stated choice, never a silent default: results differ from exact AdamW. With a remainder the master is exact in fp32;
-without one the bf16 weight is all there is, rounded at random. The CPU (plain torch) and the GPU (``cuda/adamw8.cu``)
+8. A stated choice, never a silent default: results differ from exact AdamW. With a remainder the master is exact in
+fp32; without one the bf16 weight is all there is, rounded at random. CPU (plain torch) and GPU (``cuda/adamw8.cu``)
 give the same bits.
 
 A block of 256 elements shares an fp32 scale, its largest value over the largest code. Codes are small floating-point
 numbers, because moments of one block spread over decades and their relative error is what an update sees:
 
-- m: a sign, three exponent and four mantissa bits, nearest step 2^-4, largest over smallest 1984. Below that a moment
-  is zero now and then.
-- sqrt(v), not v: half the exponent range for the same numbers, and the divisor is what is kept. Three exponent and five
-  mantissa bits, step 2^-5, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small
-  would be an update too large, one too large is an update too small.
+- m: a sign, three exponent and four mantissa bits, largest over smallest 1984. Below that a moment is zero now and
+then. - sqrt(v), not v: half the exponent range for the same numbers, and the divisor is what is kept. Three exponent
+and five mantissa bits, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small would be
+an update too large, one too large is an update too small.
 
-Both are rounded at random, with a probability that makes the mean right. A moving average with beta2 = 0.999 moves by a
-few parts in ten thousand a step: rounded to nearest, steps of three per cent would hold it where it is for ever.
-
-The random bits are a function of seed, step and the element's index (Philox 2x32, seven rounds; Salmon et al., Parallel
-random numbers: as easy as 1, 2, 3, SC 2011): cutting a parameter into pieces, or updating it on another device, changes
-nothing.
+Both are rounded at random, with a probability that makes the mean right: a moving average with beta2 = 0.999 moves by a
+few parts in ten thousand a step, and rounded to nearest it would stay where it is for ever. The random bits are a
+function of seed, step and the element's index (Philox 2x32, seven rounds; Salmon et al., SC 2011): cutting a parameter
+into pieces, or updating it on another device, changes nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +138,6 @@ def _piece_cpu(
     counter: tuple[int, int],
     offset: int,
 ) -> None:
-    """`adamw8_piece` on CPU tensors; ``counter`` is what `counter_words` gives."""
     for start in range(0, len(weight), _CHUNK):
         part = slice(start, start + _CHUNK)
         blocks = slice(start // SCALE_BLOCK, (start + _CHUNK) // SCALE_BLOCK)
@@ -169,9 +163,7 @@ def _update(
     counter: tuple[int, int],
     first: int,
 ) -> None:
-    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch does not
-    reorder them.
-    """
+    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch does not reorder them."""
     n = len(weight)
     decay, weight1, beta2, weight2, root, eps, minus_step_size = torch.tensor(numbers.words, dtype=torch.int32).view(
         torch.float32
@@ -236,23 +228,14 @@ def adamw8_piece(
     seed: int,
     offset: int,
 ) -> None:
-    """One AdamW step in place on the first six; on a GPU, enqueued on the current stream. Pieces are cut as for
-    `adamw_piece`.
-
-    All codes and scales zero are zero moments, the states to start from.
+    """One AdamW step in place on the first six; on a GPU, enqueued on the current stream. Pieces, and arguments not
+    named here, are those of `adamw_piece`. All codes and scales zero are zero moments, the states to start from.
 
     Args:
         weight: (n,) bf16, or fp32 with ``remainder`` None.
         remainder: (n,) int16, with a bf16 ``weight`` its split master; None rounds a bf16 weight at random.
-        exp_avg_codes: (n,) uint8.
-        exp_avg_scales: (ceil(n / 256),) fp32.
-        exp_avg_sq_codes: (n,) uint8, of the square root.
-        exp_avg_sq_scales: (ceil(n / 256),) fp32.
-        gradient: (n,) bf16, fp32 or fp16.
-        numbers: with ``step`` already counted up.
-        previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
-        factor: fp32 scalar on the same device, what clipping multiplies gradients by.
-        square_sums: (ceil(n / 4096),) fp32; receives what `adamw.square_sums` gives.
+        exp_avg_codes, exp_avg_sq_codes: (n,) uint8; the second of the square root.
+        exp_avg_scales, exp_avg_sq_scales: (ceil(n / 256),) fp32.
         seed: of the random bits, 64 bits, another one for each parameter.
         offset: the piece's first element within its parameter.
 

@@ -2,26 +2,18 @@
 
 Tokens are taken a chunk at a time: logits in the type of ``hidden`` (as the unfused linear has them), loss with the
 log-sum-exp in fp32, logits overwritten by their gradient, and with it at once the gradients of hidden states and
-weight. So logits are computed once, and backward only multiplies what was saved (one tensor like ``hidden`` and one
-like ``weight``) by the incoming gradient. The weight itself is not saved.
+weight. So logits are computed once, and backward only multiplies what was saved by the incoming gradient.
 
-The gradients of chunks add up in the weight's type: n chunks round n times, so in bf16 its error is at most n * 2^-8 of
-the largest partial sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4
-bytes a weight. All sums are in a fixed order: equal calls give equal bits.
-
-Sums over tokens exist before backward divides them by their number and multiplies them by a loss scale. In fp16 they
-would be infinite, and their terms divided beforehand would vanish (a probability of 2^-12 is less than fp16's least
-number by 4096 tokens). Both factors at once would neither overflow nor vanish, but the scale arrives with backward,
-when the logits are gone: computing them again is a third more work. So sums of fp16 stay fp32 until backward has
-multiplied them.
+The gradients of n chunks add up in the weight's type, so in bf16 the error is at most n * 2^-8 of the largest partial
+sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight. All
+sums are in a fixed order: equal calls give equal bits. Sums of fp16 stay fp32 until backward has divided them by the
+number of tokens and multiplied them by a loss scale: they would be infinite, and terms divided beforehand would vanish.
 
 16k tokens, width 2560, bf16, H200, forward and backward against the unfused expression: 32,000 words 12.2 ms and 486 MB
-(16.7 ms, 6.0 GB), 128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB), of which the gradients are 236 and 705 MB. fp32
-sums cost 5 to 11 % more time.
+(16.7 ms, 6.0 GB), 128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB).
 
-``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). Tokens of ``ignore_index`` count
-nowhere; if none counts, the mean is 0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary
-makes the loss NaN.
+``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). If no token counts, the mean is
+0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary makes the loss NaN.
 
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
@@ -62,10 +54,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., D); under autocast it and the weight are cast as by a linear layer.
-        weight_VD: of the same type as ``hidden``.
-        targets: (...) integers, one for each row of ``hidden``.
-        bias_V: or None.
-        ignore_index: target of tokens that do not count.
+        weight_VD, bias_V: of the same type as ``hidden``; the bias may be None.
+        targets: (...) integers, one for each row of ``hidden``; tokens of ``ignore_index`` do not count.
         reduction: 'mean' over the tokens that count, or 'sum'.
         z_loss: factor of the squared log-sum-exp.
         chunk_tokens: tokens whose logits exist at a time; default: what 256 MiB hold.
@@ -161,9 +151,7 @@ def _linear_cross_entropy(
     with_weight: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where
-    not wanted.
-    """
+    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where not wanted."""
     refuse_forward_mode("linear_cross_entropy")
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return _chunked(
@@ -270,7 +258,6 @@ def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
 
 @torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
 def _scale_by_(x: Tensor, factor: Tensor) -> None:
-    """`_scale_by` in place."""
     if runs_triton("cross_entropy", x, 0):
         from vblackwell.kernels.pointwise import cross_entropy_triton
 

@@ -1,7 +1,4 @@
-"""Triton kernels of cross_entropy.py: a program reads its row of logits twice and writes it once.
-
-The second reading mostly hits the L2: a row of 32,000 words is 64 KB, and a few hundred rows are in flight.
-"""
+"""Triton kernels of cross_entropy.py: a program reads its row of logits twice (mostly from the L2) and writes it once."""
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -77,8 +74,8 @@ def loss_and_gradient_(
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x * factor`` with one rounding, into ``out`` if given; contiguous tensors, ``factor`` has one element on the
-    same device.
+    """``x * factor`` with one rounding, into ``out`` if given; contiguous, ``factor`` of one element on the same
+    device.
     """
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out

@@ -31,13 +31,12 @@ ROW_STEP = 256  # chunks are multiples of the matrix kernels' tiles
 def feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool = True
 ) -> Tensor:
-    """``x`` (..., D) plus its feed-forward, (..., D). Differentiable in all five tensors; saves them and nothing else.
-    Triton only.
+    """``x`` (..., D) plus its feed-forward, (..., D). Differentiable in all five tensors; saves them alone. Triton
+    only.
 
     Args:
         norm_D, eps: of the RMSNorm before the products.
-        wanted: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads
-            and nothing else.
+        wanted: False leaves the result unwritten, as for `swiglu_linear`.
 
     Raises:
         ConfigurationError: shapes or types do not fit.
@@ -112,9 +111,7 @@ def _fake_feed_forward_block_backward(dy, x, norm_D, eps, gate_ID, up_ID, down_D
 def _feed_forward_block_backward(
     dy: Tensor, x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, needed: list[bool]
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x, the norm's weight, gate, up and down; but for x's, which is always there, empty where they are
-    not ``needed``.
-    """
+    """Gradients of x, the norm's weight, gate, up and down; empty where not ``needed``, but for x's."""
     from vblackwell.kernels.pointwise import rms_norm_triton, swiglu_triton
 
     weights = (norm_D, gate_ID, up_ID, down_DI)

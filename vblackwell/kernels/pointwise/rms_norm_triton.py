@@ -1,9 +1,8 @@
 """Triton kernels of rms_norm.py. Import it only where they run: triton takes half a second.
 
-A program normalises a few whole rows at a time, held in registers, and goes on to others, of which the next are on
-their way to shared memory, so that the HBM never waits for a reduction. Bytes a row of D in type of size e: forward 2 D
-e (with a residual 4 D e), backward 3 D e (4 D e), which HBM alone should bound. Rows of more than 8192 elements spill
-some registers in backward.
+A program normalises a few whole rows at a time, held in registers, while the next are on their way to shared memory, so
+that the HBM never waits for a reduction. Bytes a row of D in type of size e: forward 2 D e (with a residual 4 D e),
+backward 3 D e (4 D e). Rows of more than 8192 elements spill some registers in backward.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -100,9 +99,7 @@ def _sum(partial_ptr, out_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 def tiles_of(tiles: int, most: int) -> tuple[int, int]:
-    """(tiles a program takes, programs): at most ``most`` programs, and few different counts, as each is
-    compiled anew.
-    """
+    """(tiles a program takes, programs): at most ``most`` programs, and few different counts, as each is compiled anew."""
     each = max(1, -(-tiles // most))
     step = 1 << max(0, each.bit_length() - 3)
     each = -(-each // step) * step
@@ -111,9 +108,7 @@ def tiles_of(tiles: int, most: int) -> tuple[int, int]:
 
 def stages_of(row_bytes: int, most: int, programs: int, shared_bytes: int) -> int:
     """Pipeline stages of loops whose tiles take ``row_bytes``, if ``programs`` share a multiprocessor's
-    ``shared_bytes``.
-
-    At least two sets of rows on their way, or no pipeline: one set would wait in registers.
+    ``shared_bytes``: at least two sets of rows on their way, or no pipeline, as one set would wait in registers.
     """
     sets = next((sets for sets in range(most - 1, 1, -1) if programs * sets * row_bytes <= shared_bytes), None)
     if sets is None and 2 * row_bytes <= shared_bytes:
@@ -123,27 +118,21 @@ def stages_of(row_bytes: int, most: int, programs: int, shared_bytes: int) -> in
 
 @functools.lru_cache
 def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that programs on a multiprocessor of ``device`` may take; without a GPU that of a small one, an RTX
-    3070.
-    """
+    """Shared memory that programs on a multiprocessor may take; without a GPU that of a small one, an RTX 3070."""
     if device.type != "cuda":
         return 96 << 10
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - (3 << 10)
 
 
 def forward_stages(width: int, x_bytes: int, weight_bytes: int, has_residual: bool, shared_bytes: int) -> int:
-    """Pipeline stages of the forward; ``x_bytes``, ``weight_bytes``: of an element. A weight that is not kept is
-    fetched ahead as well.
-    """
+    """Pipeline stages of the forward, of elements' bytes. A weight that is not kept is fetched ahead as well."""
     rows, block, _ = tile_of(width)
     weights = block * weight_bytes if block > WEIGHT_KEPT.value else 0
     return stages_of((2 if has_residual else 1) * rows * block * x_bytes + weights, FORWARD_STAGES, 4, shared_bytes)
 
 
 def backward_stages(width: int, x_bytes: int, has_dtotal: bool, shared_bytes: int) -> int:
-    """The same of the backward. Scales of very many short rows count; others' are within what
-    `shared_bytes_of` leaves.
-    """
+    """The same of the backward. Scales of very many short rows count; others' are within what `shared_bytes_of` leaves."""
     rows, block, _ = tile_of(width)
     scales = 4 * rows if rows > 128 else 0
     return stages_of((3 if has_dtotal else 2) * rows * block * x_bytes + scales, BACKWARD_STAGES, 2, shared_bytes)
@@ -186,9 +175,7 @@ def backward(
     with_weight: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``, the first ``out``, contiguous, if that
-    is given.
-    """
+    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``, the first ``out`` (contiguous) if given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     at_once, block, warps = tile_of(width)

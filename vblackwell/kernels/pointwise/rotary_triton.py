@@ -1,5 +1,4 @@
-"""Triton kernels of rotary.py: ``_rotate`` turns all query and key heads of a position, so the tables are read once;
-``_store`` turns one head of the newest position, or copies a value, into the cache."""
+"""Triton kernels of rotary.py."""
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -98,9 +97,7 @@ def _store(
 
 
 def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    """Queries and keys rotated (``inverse``: by the transposed matrices), in the strides of the inputs where those are
-    dense.
-    """
+    """Queries and keys rotated (``inverse``: by the transposed matrices), in the inputs' strides where those are dense."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSH, k_BKSH))
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     q_out, k_out = empty_of(q), empty_of(k)

@@ -64,9 +64,7 @@ def gumbel(seeds_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def exponential(u: Tensor) -> Tensor:
-    """``-log(1 - u)``; small u, which win, keep all their digits: below 1/32 a series of five terms, 5e-9 from the
-    value.
-    """
+    """``-log(1 - u)``; below 1/32, where draws are won, by a series of five terms, 5e-9 from the value."""
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return torch.where(u < 2.0**-5, series, -(1.0 - u).log())
 

@@ -2,11 +2,10 @@
 row, ``_first`` in all of it.
 
 No row is sorted. Logits become integers of the same order (``ordered``). One pass over the row keeps the four largest
-of every lane's words, `CUT_LANES` lanes wide. The least key that stays is then found by bisection over these, in
-registers, counting (top_k) or adding probabilities (top_p). That is exact as long as no lane's fourth lies above the
-answer, since what a lane has dropped is not larger than its fourth: 16,384 kept words nearly always hold the few
-hundred that count. Where they might not, the bisection goes on over the whole row, some 30 passes of it. Sums are in a
-fixed order.
+of every lane's words, `CUT_LANES` lanes wide. The least key that stays is found by bisection over these, in registers,
+counting (top_k) or adding probabilities (top_p). That is exact as long as no lane's fourth lies above the answer, since
+what a lane has dropped is not larger than its fourth. Where one does, the bisection goes on over the whole row, some 30
+passes of it. Sums are in a fixed order.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -161,9 +160,7 @@ def _least_key(
 def least_keys(
     logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
 ) -> Tensor:  # fmt: skip
-    """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; a row's words lie side by
-    side.
-    """
+    """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; words are contiguous."""
     rows, words = logits_BV.shape
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     lanes = min(CUT_LANES, triton.next_power_of_2(words))

@@ -97,9 +97,7 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[
 
 
 def backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written, by the
-    same thread.
-    """
+    """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written."""
     count = dy.numel()
     if count:
         grid = (triton.cdiv(count, BLOCK), 1)

@@ -1,12 +1,8 @@
 """Counters in global memory that are zero when a kernel begins, without a launch that clears them.
 
 A stream has two sets, used in turn: what counts in one clears the other, once the launch before, which has counted
-there, has ended.
-
-A captured CUDA graph has separate sets, since graphs may run at the same time, and clears them first whenever it is
-replayed.
-
-The memory is the driver's, and lives as long as the process: PyTorch may be about to capture, or be capturing, in a
+there, has ended. A captured CUDA graph has separate sets, since graphs may run at the same time, and clears them first
+whenever it is replayed. The memory is the driver's, and lives as long as the process: PyTorch may be capturing in a
 pool in which its compiler allows no memory but that of tensors which it knows.
 """
 
@@ -29,9 +25,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 @dataclass
 class _Pair:
-    """Attributes: sets (2, counters); the capture that they belong to; which the next launch counts in; what the last
-    one used.
-    """
+    """sets (2, counters); the capture that they belong to; which the next launch counts in; what the last one used."""
 
     sets: Tensor
     capture: int
@@ -48,8 +42,8 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the
     current stream.
 
-    Kernels may touch them once what was in the stream has ended. They belong within the context, so that launches of
-    threads that share a stream come in the order of their sets; if one fails, these counters are not used again.
+    Launches that use them belong within the context, so that threads that share a stream come in the order of their
+    sets; if one fails, these counters are not used again.
     """
     stream, capture = _place(device)
     key = (device, stream, capture != 0)
@@ -64,9 +58,7 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
 
 
 def _place(device: torch.device) -> tuple[int, int]:
-    """The current stream, and the number of the capture that it belongs to, which no other has in this process; 0: of
-    none.
-    """
+    """The current stream, and the unique number of the capture that it belongs to; 0: of none."""
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):
         if not torch.cuda.is_current_stream_capturing():

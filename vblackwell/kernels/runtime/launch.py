@@ -1,20 +1,18 @@
 """Kernels loaded and launched through the CUDA driver: the one way that work of our own gets into a stream.
 
-`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive, so
-its callers own what they name until the stream has passed it. `Kernel.launch` takes tensors, looks up stream, context
-and shared memory, and ends in one.
+`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive.
+`Kernel.launch` takes tensors, looks up stream, context and shared memory, and ends in one.
 
 A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load
-their weights before they wait for the kernel ahead (`wait_for_previous` in cuda/ptx.cuh), because nobody writes
-weights: except a packing, or a copy in place. So the first launch that reads a weight as it is now goes without the
-overlap: it begins when all that is ahead of it in the stream, the writing kernel among them, has ended and is seen.
-Every later launch comes after that one, and so after the write. Copies from other streams are no concern of this: a
-stream waits for their events before a launch, overlapped or not.
+their weights before they wait for it (`wait_for_previous` in cuda/ptx.cuh), because nobody writes weights: except a
+packing, or a copy in place. So the first launch that reads a weight as it is now goes without the overlap: it begins
+when all ahead of it in the stream, the writing kernel among them, has ended and is seen. Every later launch comes after
+that one, and so after the write. Copies from other streams are no concern of this: a stream waits for their events
+before a launch, overlapped or not.
 
-A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all that is
-ahead of it in the stream has ended, so a captured launch must mind only what is written in the same graph: that changed
-the weight when it was captured. A weight that no launch has read before a capture is read without overlap in each
-replay.
+A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all ahead of
+it in the stream has ended, so a captured launch must mind only what is written in the same graph: that changed the
+weight when it was captured. A weight that no launch has read before a capture is read without overlap in each replay.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ _STATIC_SHARED_BYTES = 48 * 1024  # more must be asked for
 
 @functools.lru_cache
 def driver() -> ctypes.PyDLL:
-    """The CUDA driver's own interface, for calls that end at once: the interpreter's lock is held.
-
-    Giving the lock up a hundred times in a row would mean waiting for other threads a hundred times.
+    """The CUDA driver for calls that end at once: the interpreter's lock is held, instead of waiting for it a hundred
+    times.
     """
     found = ctypes.PyDLL("libcuda.so.1")
     found.cuMemcpyAsync.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -77,8 +74,8 @@ def check_driver(result: int, what: str) -> None:
 def in_context(device: torch.device, call: Callable[[], int]) -> int:
     """The result of a driver's ``call``, made once more where this thread has no context yet.
 
-    CUDA's runtime gives a thread the device's primary context with its first call that needs one. PyTorch's allocator
-    may hand out memory without such a call, so in a thread that has just begun ours can be the first.
+    CUDA's runtime gives a thread the primary context with its first call that needs one; PyTorch's allocator may hand
+    out memory without such a call, so in a new thread ours can be the first.
     """
     result = call()
     if result == _INVALID_CONTEXT:
@@ -92,11 +89,8 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def outside_capture(device: torch.device, what: str) -> Iterator[None]:
-    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise: nothing of it
-    is captured.
-
-    Args:
-        what: this is for, of errors.
+    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise; ``what`` names
+    it in errors.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = lambda: driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # noqa: E731
@@ -108,15 +102,7 @@ def outside_capture(device: torch.device, what: str) -> Iterator[None]:
 
 
 def copy_async(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Queue a copy between any two of pinned host memory and device memory. The device's context must be the thread's.
-
-    Args:
-        target, source: addresses.
-        stream: a stream's handle (`torch.cuda.Stream.cuda_stream`).
-
-    Raises:
-        KernelError: the driver's word.
-    """
+    """Queue a copy between addresses of pinned host and device memory; the device's context must be the thread's."""
     result = driver().cuMemcpyAsync(target, source, num_bytes, stream)
     if result:
         check_driver(result, f"copying {num_bytes} bytes from {source:#x} to {target:#x}")
@@ -147,14 +133,7 @@ _OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (c
 
 
 class Kernel:
-    """One entry point with fixed macros, loaded on one device.
-
-    Args:
-        files: sources in order (nvrtc.py); the last one has the entry point.
-        entry: its name.
-        macros: what the source is compiled with.
-        device: CUDA device it is loaded on.
-    """
+    """One entry point (of the last of ``files``) with fixed macros, loaded on one CUDA device."""
 
     def __init__(self, files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
@@ -176,7 +155,6 @@ class Kernel:
                 check_driver(found, f"loading {self.name}")
 
     def allow_shared(self, shared_bytes: int) -> None:
-        """See to it that blocks may have so much dynamic shared memory."""
         if shared_bytes > self._shared_bytes:
             allow = lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)  # noqa: E731
             with outside_capture(self.device, f"setting up {self.name}"):
@@ -190,8 +168,7 @@ class Kernel:
     ) -> None:  # fmt: skip
         """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits.
 
-        Args:
-            weight: those of ``args`` that the kernel reads before it waits for the one ahead of it.
+        ``weight``: those of ``args`` that the kernel reads before it waits for the one ahead of it.
         """
         key = (threads, shared_bytes, len(args))
         launcher = self._launchers.get(key)
@@ -205,15 +182,12 @@ class Kernel:
 
 
 def float_bits(value: float) -> int:
-    """The 32 bits of ``value`` as fp32, as a parameter of a kernel."""
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
 class Launcher:
-    """A kernel with a fixed block, launched by addresses. From any thread.
-
-    Args:
-        num_parameters: how many the kernel takes, each of 4 or 8 bytes.
+    """A kernel with a fixed block and ``num_parameters`` parameters of 4 or 8 bytes, launched by addresses. From any
+    thread.
     """
 
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
@@ -226,14 +200,8 @@ class Launcher:
         self._lock = threading.Lock()
 
     def __call__(self, grid: tuple[int, int, int], values: Sequence[int], stream: int, overlap: bool = True) -> None:
-        """Queue a launch on ``stream`` of the current device; parameters are copied by the driver.
-
-        Args:
-            values: addresses and 32-bit integers, in the kernel's order.
-            overlap: whether it may begin before the kernel ahead of it has ended, on GPUs that can.
-
-        Raises:
-            KernelError: the driver's word.
+        """Queue a launch of ``values`` (addresses and 32-bit integers) on ``stream`` of the current device;
+        ``overlap``: whether it may begin before the kernel ahead of it has ended, on GPUs that can.
         """
         launch, kernel = self._launch, self.kernel
         with self._lock:
@@ -276,10 +244,9 @@ _read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
-    """Whether a launch on the current device that loads the tensors of ``weight`` early may overlap the kernel ahead;
-    the next one may.
+    """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may.
 
-    Tensors made under ``inference_mode`` do not tell whether they were written: never, for these.
+    Never for tensors made under ``inference_mode``, which do not tell whether they were written.
     """
     key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
     known = _read.get(key)

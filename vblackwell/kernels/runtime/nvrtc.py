@@ -1,12 +1,8 @@
-"""CUDA C++ kernels of this package, compiled for the GPU at hand on first use.
+"""CUDA C++ kernels of this package, compiled for the GPU at hand on first use by the NVRTC of PyTorch's CUDA wheels.
 
-NVRTC comes with PyTorch's CUDA wheels, so that users need no toolkit and the package ships no binaries. Triton is the
-first choice elsewhere in this package; these kernels fix which register holds which weight, which its language does not
-let one say. Compiled code is kept under ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target
-and compiler.
-
-A source is a list of files that are joined: headers of ``runtime/cuda`` by their bare names, a package's own by
-``package/name``.
+These kernels fix which register holds which weight, which Triton does not let one say. Compiled code is kept under
+``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target and compiler. A source is a list of
+files that are joined: headers of ``runtime/cuda`` by their bare names, a package's own by ``package/name``.
 """
 
 from __future__ import annotations
@@ -33,11 +29,7 @@ class KernelError(VBError):
 
 @functools.lru_cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, of the CUDA version that PyTorch was built with where it was built with one.
-
-    Raises:
-        Unsupported: there is none.
-    """
+    """NVRTC, of the CUDA version that PyTorch was built with where it was built with one; raises Unsupported without."""
     major = (torch.version.cuda or "13").split(".")[0]
     names = [f"libnvrtc.so.{major}"]
     spec = importlib.util.find_spec("nvidia")
@@ -64,9 +56,6 @@ def why_not() -> tuple[str, ...]:
 
 
 def path_of(name: str) -> Path:
-    """Where a source lies: 'ptx.cuh' in ``runtime/cuda``, 'fp4/fp4_mma.cu' in ``fp4/cuda``; absolute paths are
-    themselves.
-    """
     folder, _, file = name.rpartition("/")
     return Path(name) if folder.startswith("/") else KERNELS / (folder or "runtime") / "cuda" / file
 
@@ -88,12 +77,7 @@ def _options(macros: dict[str, int], arch: str) -> list[str]:
 
 
 def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
-    """Machine code for ``arch`` ('sm_90a'). Needs no GPU.
-
-    Raises:
-        KernelError: the compiler's log.
-        Unsupported: NVRTC is not installed.
-    """
+    """Machine code for ``arch`` ('sm_90a'). Needs no GPU. Raises KernelError with the compiler's log."""
     nvrtc = _nvrtc()
     text = source(files).encode()
     options = _options(macros, arch)

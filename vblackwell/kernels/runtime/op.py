@@ -1,10 +1,8 @@
 """How a function becomes a PyTorch op of ours: forward, fake, backward and the rule of autocast, registered once.
 
-What autocast means for an op of ours: its input is cast to autocast's dtype, nothing else is, and inside there is no
-autocast. torch's own `register_autocast` casts every floating tensor to one dtype fixed when the op is registered:
-block scales, tensor scales and biases would lose bits, and ``torch.autocast(dtype=...)`` would not be heard. Without
-any rule the products inside a pure torch backend would be cast, because autocast reaches through an op into its
-implementation.
+Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
+`register_autocast` casts every floating tensor to one dtype fixed when the op is registered: scales and biases would
+lose bits. Without any rule autocast would reach through an op into its implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function the op ``vblackwell::<its name>``, without underscores before the name, which mutates
+    """Make the decorated function the op ``vblackwell::<its name>``, without leading underscores, which mutates
     nothing.
 
     Args:

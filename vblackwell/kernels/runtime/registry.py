@@ -1,13 +1,10 @@
 """Which backend runs an op, and why the others do not: the one registry of all kernels.
 
 An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is
-faster; the first without a reason runs. Asking for a backend by name (``use_backend``, or ``name`` of `choose`) runs
-that one, fast or not, or raises with its reasons: nothing falls back silently. A request is any value that the backends
-of one table understand: nothing in it needs the device.
-
-Row-wise ops (rms_norm, swiglu, rotary, ...) have two backends, whose choice `runs_triton` makes: ``triton`` on CUDA,
-``torch`` everywhere else, where it is the plain expression with autograd's own backward, so that a model on the CPU
-keeps its bits.
+faster; the first without a reason runs. Asking for one by name (``use_backend``) runs that one or raises with its
+reasons: nothing falls back silently. Row-wise ops have two backends, whose choice `runs_triton` makes: ``triton`` on
+CUDA, ``torch`` everywhere else, where it is the plain expression with autograd's own backward, so that a model on the
+CPU keeps its bits.
 """
 
 from __future__ import annotations
@@ -42,13 +39,10 @@ class Request:
     """What the backends of a product or of a row-wise op may look at.
 
     Attributes:
-        device: of the activations.
+        device, dtype: of the activations.
         capability: CUDA compute capability, (0, 0) without one.
-        dtype: of the activations.
         format: layout and format of the weight, for example 'nvfp4-tiled'; the op's name where there is none.
-        m: rows of activations.
-        n: out features, or elements of a row.
-        k: in features.
+        m, n, k: rows of activations; out features, or elements of a row; in features.
     """
 
     device: torch.device
@@ -73,10 +67,8 @@ class Backend(Generic[AnyRequest, Run]):
         name: what ``use_backend`` calls it.
         reasons: maps a request to the reasons against it; empty means it runs.
         run: the implementation.
-        forward_mode: torch can differentiate it forward (`torch.func.jvp`), because it is made of torch's own
-            operators.
-        slower: maps a request to the reasons why a later backend is faster; a caller who asks for this one by name gets
-            it all the same.
+        forward_mode: torch can differentiate it forward (`torch.func.jvp`): it is made of torch's own operators.
+        slower: maps a request to the reasons why a later backend is faster; asked for by name it runs all the same.
     """
 
     name: str
@@ -86,7 +78,6 @@ class Backend(Generic[AnyRequest, Run]):
     slower: Callable[[AnyRequest], list[str]] = accept
 
     def refusals(self, request: AnyRequest) -> list[str]:
-        """All reasons why it cannot run ``request`` here and now."""
         reasons = self.reasons(request)
         if differentiating_forward() and not self.forward_mode:
             reasons = [*reasons, NO_FORWARD_MODE]
@@ -99,12 +90,8 @@ class Backend(Generic[AnyRequest, Run]):
 def choose(
     op: str, table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest, name: str | None = None
 ) -> Backend[AnyRequest, Run]:
-    """The backend that runs ``request``.
-
-    Args:
-        table: in order of preference.
-        name: the backend asked for; None: what `use_backend` says, which is not heard under ``torch.compile``, because
-            context variables cannot be read while tracing.
+    """The first backend of ``table`` that takes ``request``; or ``name``; or what `use_backend` says, which is not
+    heard under ``torch.compile``, because context variables cannot be read while tracing.
 
     Raises:
         ConfigurationError: the name asked for is not a backend of this op.
@@ -143,7 +130,6 @@ def use_backend(op: str, name: str) -> Iterator[None]:
 
 
 def chosen(op: str) -> str | None:
-    """The backend that `use_backend` asks for here, if any."""
     return _CHOSEN.get().get(op)
 
 
@@ -165,24 +151,20 @@ def request_of(x_MK: Tensor, format: str, n: int, k: int) -> Request:
 
 
 def capability_reasons(found: tuple[int, int]) -> list[str]:
-    """Why a GPU of this compute capability is too old for our kernels."""
     return [f"compute capability {found[0]}.{found[1]} is below 8.0"] if found < (8, 0) else []
 
 
 def cuda_reasons(request: Request) -> list[str]:
-    """Why ``request`` is not a GPU's."""
     return [] if request.device.type == "cuda" else [f"the tensors are on {request.device}: it needs a CUDA GPU"]
 
 
 def device_reasons(request: Request) -> list[str]:
-    """Why kernels compiled here cannot run where ``request`` is."""
     if request.device.type != "cuda":
         return cuda_reasons(request)
     return capability_reasons(request.capability)
 
 
 def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str = "the tensors are") -> list[str]:
-    """Why an op of the types ``accepted`` does not take ``found``."""
     if found in accepted:
         return []
     names = [str(dtype).removeprefix("torch.") for dtype in accepted]
@@ -190,8 +172,8 @@ def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str
 
 
 def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[str]:
-    """Why Triton's kernels cannot run on ``device`` of compute capability ``found``; on the CPU they run in Triton's
-    interpreter alone.
+    """Why Triton's kernels cannot run on ``device`` of capability ``found``; on the CPU they run in Triton's
+    interpreter.
     """
     kind = device if isinstance(device, str) else device.type
     reasons = capability_reasons(found) if kind == "cuda" else []
@@ -203,27 +185,21 @@ def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[s
 
 
 def computes_at_once() -> bool:
-    """Whether tensors are numbers now: nothing traces or transforms (torch.func), which must see ops and knows the
-    rules of those alone.
-    """
+    """Whether nothing traces or transforms (torch.func), which must see ops and knows the rules of those alone."""
     if is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def differentiating_forward() -> bool:
-    """Whether forward-mode differentiation is on. What no rule covers gets no tangent there, which reads as a
-    derivative of zero.
+    """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a derivative of
+    zero.
     """
     return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
 
 
 def refuse_forward_mode(op: str) -> None:
-    """What an op without a choice of backends says where `choose` would refuse.
-
-    Raises:
-        Unsupported: forward-mode differentiation is on.
-    """
+    """Raises Unsupported in forward-mode differentiation, for an op without a choice of backends."""
     if differentiating_forward():
         raise Unsupported(f"{op}: {NO_FORWARD_MODE}")
 
@@ -247,10 +223,8 @@ _ROW_TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
 def runs_triton(op: str, x: Tensor, row: int) -> bool:
     """Whether ``op`` on ``x``, which holds ``row`` elements of a row at once (0: any number), runs as a Triton kernel.
 
-    Under ``torch.compile`` the device and dtype alone decide.
-
-    Raises:
-        Unsupported: ``use_backend`` asked for one that refuses; the message has its reasons.
+    Under ``torch.compile`` the device and dtype alone decide. Raises Unsupported where ``use_backend`` asked for one
+    that refuses.
     """
     if is_compiling():
         return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
@@ -259,9 +233,7 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported), as
-    tests have it.
-    """
+    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

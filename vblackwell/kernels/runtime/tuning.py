@@ -1,9 +1,8 @@
 """What was measured on this machine and never changes a result: the one cache of tuned settings and times.
 
 Entries are found first in the cache of this very GPU, driver, torch and triton version under
-``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name. Nothing is measured unasked.
-Files are replaced as a whole and a torn or foreign one is ignored. Each kind of kernel ('fp4', 'attention') has its own
-file and says itself what its entries are called and mean.
+``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name. Files are replaced as a whole and
+a torn or foreign one is ignored. Each kind of kernel ('fp4', 'attention') has its own file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _VERSION = 1
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a measurement belongs to."""
     import triton
 
     properties = torch.cuda.get_device_properties(device)
@@ -38,7 +36,6 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def bucket(length: int) -> int:
-    """The power of two that stands for ``length``: the next one."""
     return 1 << max(0, length - 1).bit_length()
 
 
@@ -48,13 +45,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def cache_path(kind: str, parts: dict[str, str]) -> Path:
-    """The file of the machine described by ``parts``."""
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     return cache_root() / "autotune" / f"{kind}-{digest}.json"
 
 
 def shipped_path(kind: str, gpu: str) -> Path:
-    """The table that comes with the package for GPUs of this name; it may not exist."""
     return SHIPPED / f"{kind}-{gpu.lower().replace(' ', '-')}.json"
 
 
@@ -68,7 +63,6 @@ def entries(kind: str, device: torch.device) -> Entries:
 
 
 def store(kind: str, device: torch.device, found: Entries) -> None:
-    """Keep measurements of this machine."""
     parts = machine(device)
     write_entries(cache_path(kind, parts), parts, found)
     entries.cache_clear()
