@@ -1,10 +1,12 @@
 """Where there is no GPU, Triton's kernels run in its interpreter: it must be on before anything (transformers, say) imports triton."""
 
+import collections
 import gc
 import importlib.util
+import itertools
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,37 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def showing(rows: Sequence[Mapping[str, int]], columns: int) -> set[int]:
+    """Places of rows, few, that show every combination of values that any ``columns`` columns have in ``rows``."""
+    shown = [set(itertools.combinations(row.items(), columns)) for row in rows]
+    missing, used, chosen = set().union(*shown), collections.Counter(), set()
+    while missing:
+        best = max(
+            range(len(rows)),
+            key=lambda place: (len(shown[place] & missing), -sum(used[value] for value in rows[place].items())),
+        )
+        chosen.add(best)
+        missing -= shown[best]
+        used.update(rows[best].items())
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What `each_value` and `each_pair` leave out is slow."""
+    for name, columns in (("each_value", 1), ("each_pair", 2)):
+        tests = collections.defaultdict(list)
+        for item in items:
+            if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+                tests[item.nodeid.partition("[")[0]].append(item)
+        for same in tests.values():
+            rows = [{name: id(value) for name, value in item.callspec.params.items()} for item in same]
+            chosen = showing(rows, columns)
+            for place, item in enumerate(same):
+                if place not in chosen:
+                    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

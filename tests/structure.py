@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import json
 import os
@@ -68,6 +69,7 @@ def folder_sizes(paths: Iterable[Path]) -> dict[Path, int]:
     return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
 
 
+@functools.cache
 def imported_modules(path: Path) -> list[tuple[int, int, str, tuple[str, ...]]]:
     """(line, dots, module, names) of every import in a file: at its top, in a function or under TYPE_CHECKING."""
     found: list[tuple[int, int, str, tuple[str, ...]]] = []

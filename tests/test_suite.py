@@ -24,6 +24,9 @@ def test_the_package_neither_forks_nor_unpickles():
     root = Path(__file__).parents[1]
     modules, calls = {"pickle", "dill", "cloudpickle", "multiprocessing"}, {"os.fork", "os.forkpty", "torch.load"}
     for path in sources(root, PACKAGE, ".py"):
+        text = (root / path).read_text(encoding="utf-8")
+        if not any(word in text for word in (*modules, "fork", "torch.load")):  # parsing every file takes seconds
+            continue
         assert not modules & {module.split(".")[0] for _, _, module, _ in imported_modules(root / path)}, path
-        tree = ast.walk(ast.parse((root / path).read_text(encoding="utf-8")))
+        tree = ast.walk(ast.parse(text))
         assert not calls & {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}, path

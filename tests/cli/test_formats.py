@@ -19,7 +19,7 @@ RESIDENT = ["--fast-memory", "16MiB", "--host-memory", "8MiB", "--placement", "r
 )
 def test_a_killed_run_ends_elsewhere_with_the_same_weights(place, flags):
     words = place.train_words(
-        "--optimizer-states", "8bit", *flags, "--max-steps", "8", "--checkpoint-every", "4", "--eval-every", "0",
+        "--optimizer-states", "8bit", *flags, "--max-steps", "4", "--checkpoint-every", "2", "--eval-every", "0",
         "--sample-tokens", "0",
     )  # fmt: skip
     place.vb(*words, *STREAMED, "--out", "whole")

@@ -162,8 +162,8 @@ def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
     ("kind", "form"),
     [
         ("qwen3", "nvfp4"),
-        ("qwen2", "mxfp4"),
-        ("opt", "nf4"),
+        pytest.param("qwen2", "mxfp4", marks=pytest.mark.slow),
+        pytest.param("opt", "nf4", marks=pytest.mark.slow),
         ("mixtral", "int4"),
         ("llama", "int8"),
         ("qwen3", "two parts"),

@@ -81,6 +81,7 @@ def tight_level0(model: nn.Module) -> int:
     return 3 * max(group.num_bytes for group in groups) + (16 << 10)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("update", ["home", "level0"])
 @pytest.mark.parametrize("update_in_backward", [False, True], ids=["at-step", "in-backward"])
 @pytest.mark.parametrize("use_checkpoint", [False, True], ids=["saved", "recomputed"])

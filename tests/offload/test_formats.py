@@ -55,6 +55,7 @@ def resident_run(form: Form) -> tuple[list[tuple[float, ...]], dict[str, Paramet
     return seen, states
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", ["tight", "roomy", "disk", "kept"])
 @each_form
 def test_streamed_is_resident(form: Form, where: str, make_stack: MakeStack):
@@ -71,6 +72,7 @@ def test_streamed_is_resident(form: Form, where: str, make_stack: MakeStack):
         assert sum(kinds[kind][2] for kind in kinds) > 0, kinds
 
 
+@pytest.mark.each_value
 @packed_form
 @pytest.mark.parametrize(
     "more", [{"update_in_backward": False}, {}, {"accumulation_steps": 2}, {"undo": False}], ids=str

@@ -104,6 +104,7 @@ def test_it_trains_as_one_that_was_built_with_the_values(name, where, dtype, mak
     assert_same_states(found[0][1], found[1][1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "form", [Form("8bit", "exact", BF16), Form("8bit", "stochastic", BF16), Form("8bit", "exact", None)]
 )

@@ -61,6 +61,7 @@ def reference_step(
     return norm.item()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("where", ["tight", "roomy", "resident"])
 def test_masters_are_the_truth(dtype: torch.dtype, where: str, make_stack: MakeStack):

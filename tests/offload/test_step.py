@@ -221,6 +221,7 @@ def test_only_the_chosen_groups_move(make_stack: MakeStack, update: str):
     assert equal(model, plain)
 
 
+@pytest.mark.each_pair
 @UPDATES
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -330,6 +331,7 @@ def delays() -> Iterator[Callable[..., None]]:
     set_worker_delay(None)
 
 
+@pytest.mark.each_value
 @UPDATES
 @pytest.mark.parametrize("update_in_backward", [False, True])
 def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_stack: MakeStack, update: str):

@@ -16,7 +16,7 @@ from tests.kernels.attention.compile import SHARED_BYTES
 SPILLED_BYTES = 160
 QUICK = {  # the least shared memory, and the newest
     86: ("dkv,128,none",),
-    90: ("forward,128,boolean", "specialized,128,none"),
+    90: ("specialized,128,none",),
 }
 OTHERS = {
     80: ("forward,128,none", "dq,128,none", "dkv,128,none"),
@@ -25,6 +25,7 @@ OTHERS = {
     90: (
         "forward,128,none",
         "dq,128,none",
+        "forward,128,boolean",
         "dkv,128,none",
         "dkv,256,none",
         "dkv,128,boolean",

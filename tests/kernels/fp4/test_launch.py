@@ -128,6 +128,7 @@ def test_one_hot_rows_return_exact_columns(plan):
     assert torch.equal(y_MN, exact[:, columns].t())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 @pytest.mark.parametrize(
     "plan", [MmaPlan(8, 2, 2, 1, 2), WgmmaPlan(32, 1, 1, 2, 2), WgmmaPlan(32, 1, 2, 2, 2)], ids=str
@@ -174,6 +175,7 @@ def test_odd_k_is_padded():
     assert emulation.error_over_bound(y_MN, x_MK, w_NK) <= 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("format", "n", "k"), [("nvfp4", 40, 136), ("nvfp4", 33, 77), ("mxfp4", 70, 600)])
 def test_dequantize_is_the_reference_rounded_once(format, n, k, dtype):
@@ -212,6 +214,7 @@ NORMS = [  # few and many threads a token, several windows, splits, chunks, bloc
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 @pytest.mark.parametrize("kind", [1, 2])
 @pytest.mark.parametrize(("plan", "m", "n", "k"), NORMS, ids=str)

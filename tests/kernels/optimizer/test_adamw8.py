@@ -235,7 +235,7 @@ def test_moving_averages_follow_in_the_mean():
         assert abs(m[half::2].mean() / gradient[half] - 1) < 0.01
 
 
-def train(kind: str, steps: int = 400) -> float:
+def train(kind: str, steps: int = 200) -> float:
     """Mean loss of the last 20 steps of a small network that learns a fixed random one, weights in bf16 where computed
     with.
     """

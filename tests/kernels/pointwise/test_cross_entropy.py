@@ -34,6 +34,7 @@ def plain(hidden, weight, targets, bias=None, *, reduction="mean", z_loss=0.0, i
     return loss / (targets != ignore_index).sum() if reduction == "mean" else loss
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("bias", "z_loss", "reduction"), [(False, 0.0, "mean"), (True, 0.02, "sum")])

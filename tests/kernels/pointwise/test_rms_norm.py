@@ -16,6 +16,7 @@ SHAPES = [(1, 3), (3, 7, 37), (5, 128), (2, 4096), (33, 100), (0, 16)]
 DTYPES = list(TOLERANCE)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(shape, dtype):
@@ -31,6 +32,7 @@ def test_against_float64_at_full_size(shape, dtype):
     test_sum_against_float64(shape, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sum_against_float64(shape, dtype):

@@ -24,6 +24,7 @@ def turned(q, k, cos, sin):
     return rotary(q.transpose(1, 2), k.transpose(1, 2), cos.detach(), sin.detach())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(shape, dtype):

@@ -112,6 +112,7 @@ def test_draws_over_a_large_vocabulary_are_not_drawn_to_one_end():
     assert tokens.unique().numel() > 380  # 4 expected to be equal to another
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 7, 1000, 2 * GROUP + 77])
 def test_the_kernels_draw_what_the_reference_draws(vocabulary, options):

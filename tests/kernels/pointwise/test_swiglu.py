@@ -13,6 +13,7 @@ from vblackwell.kernels.runtime.registry import use_backend
 SHAPES = [(1,), (3, 7, 37), (2, 4099), (0, 5)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(shape, dtype):

@@ -507,7 +507,7 @@ if sys.argv[2] == "closed":
 """
 
 
-@pytest.mark.parametrize("how", ["closed", "open"])
+@pytest.mark.parametrize("how", [pytest.param("closed", marks=pytest.mark.slow), "open"])
 def test_the_interpreter_exits_cleanly(disk_path: str, how: str):
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", EXITS, disk_path, how]
     result = subprocess.run(command, capture_output=True, text=True)

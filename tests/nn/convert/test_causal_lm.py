@@ -117,7 +117,10 @@ def test_same_loss_gradients_and_names(name):
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("Llama", marks=pytest.mark.slow), "Qwen3", "Phi3", pytest.param("Mixtral", marks=pytest.mark.slow)],
+)
 def test_the_kernels_do_the_same(name):
     """The Triton kernels inside the models, in the interpreter where there is no GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -219,6 +222,7 @@ def test_copies_are_plain(copied):
     assert model(**batch()).logits is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral", "GPT2"])
 def test_streamed_training_is_that_of_the_resident_model(name, checkpointing, make_stack):  # noqa: F811

@@ -115,6 +115,7 @@ def train(case: Case, model: nn.Module, store: ActivationStore | None, steps: in
     return losses
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CHECKPOINTING, ids=lambda case: case.name)
 def test_training_is_bitwise_the_same(case: Case, dtype: torch.dtype, stack: VGPUStack, store: ActivationStore):

@@ -79,6 +79,7 @@ def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(form: Form, make_stack
         assert_same_states(dict(export_state(other, resumed)), final)
 
 
+@pytest.mark.each_value
 @packed_form
 @pytest.mark.parametrize("where", ["resident", "tight"])
 def test_the_state_dict_is_torchs(form: Form, where: str, make_stack: MakeStack):
