@@ -303,7 +303,7 @@ def test_a_return_is_a_stay_in_a_file_that_was_left():
     [
         ("offload/api", "nn/linear/rounded", True),
         ("nn/linear/rounded", "offload/api", False),
-        ("planner/placement", "offload/layout/order", True),
+        ("planner/placement", "offload/layout/groups", True),
         ("planner/placement", "offload/engine", False),
         ("kernels/fp4/linear", "kernels/pointwise/swiglu", False),
         ("offload/storage/masters", "offload/layout/groups", True),

@@ -19,9 +19,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel, Transfer
 from vblackwell.memory.transfer import EventTransfer
-from vblackwell.offload.layout.formats import EXACT, Formats
-from vblackwell.offload.layout.groups import Group, moment_ranges
-from vblackwell.offload.layout.pieces import Piece, num_elements, smallest_buffer
+from vblackwell.offload.layout.groups import EXACT, Formats, Group, Piece, moment_ranges, num_elements, smallest_buffer
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.worker import Worker

@@ -34,7 +34,7 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.layout.formats import PACKED_MOMENTS, Formats
+from vblackwell.offload.layout.groups import PACKED_MOMENTS, Formats
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.state import ParameterState, export_state

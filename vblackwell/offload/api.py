@@ -20,8 +20,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.host_rates import rates_together
-from vblackwell.offload.layout.formats import EXACT, Formats, range_bytes
-from vblackwell.offload.layout.groups import Group, Slot, compute_dtype_of
+from vblackwell.offload.layout.groups import EXACT, Formats, Group, Slot, compute_dtype_of, range_bytes
 from vblackwell.offload.layout.placement import (
     CUDA_ACTIVATION_SHARE,
     StreamingOptions,

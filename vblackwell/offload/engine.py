@@ -20,9 +20,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.offload.hooks import SiteHook, gradient_hook, handing_on, prefetcher_of
-from vblackwell.offload.layout.formats import of_all
-from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges
-from vblackwell.offload.layout.pieces import smallest_buffer
+from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges, of_all, smallest_buffer
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector

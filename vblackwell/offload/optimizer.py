@@ -19,8 +19,7 @@ import torch
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.hooks import group_key
-from vblackwell.offload.layout.formats import MOMENTS
-from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.layout.groups import MOMENTS, Slot
 from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import norm_of_norms
 from vblackwell.offload.parameters import engine_and_slot

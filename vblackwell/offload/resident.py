@@ -18,8 +18,7 @@ from torch import nn
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.hooks import UncachedForward
-from vblackwell.offload.layout.formats import EXACT, MOMENTS, Formats, of_all
-from vblackwell.offload.layout.groups import Group, Slot, find_groups, moment_ranges
+from vblackwell.offload.layout.groups import EXACT, MOMENTS, Formats, Group, Slot, find_groups, moment_ranges, of_all
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import gradient_norm

@@ -16,8 +16,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.layout.formats import MOMENTS
-from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.resident import plain_state, truth_of, updates_here, write_param, write_state
 from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, write_truth
 from vblackwell.offload.storage.moments import moment_parts, read_moments, write_moments

@@ -20,10 +20,8 @@ from vblackwell.machine.limits import disk_thread_bytes
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step
-from vblackwell.offload.layout.formats import Formats, range_bytes, supports
-from vblackwell.offload.layout.groups import Group, find_groups
+from vblackwell.offload.layout.groups import Formats, Group, find_groups, num_elements, range_bytes, supports
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
-from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import (
     AHEAD,
     CUDA_GROUPS,

@@ -28,9 +28,8 @@ from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import add_adapters
 from vblackwell.nn.convert.lora_config import Lora
-from vblackwell.offload.layout.formats import EXACT
 from vblackwell.offload.layout.generation import CacheShape, cache_shape, level0_budget, token_bytes, workspace_bytes
-from vblackwell.offload.layout.groups import find_groups
+from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config

@@ -28,7 +28,7 @@ from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
 from vblackwell.nn.convert.training import fuse
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
-from vblackwell.offload.layout.formats import Formats, supports
+from vblackwell.offload.layout.groups import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import refuse_frozen

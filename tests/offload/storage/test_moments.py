@@ -26,7 +26,7 @@ from tests.offload.format_cases import (
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, decode_moments
 from vblackwell.offload.api import offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.layout.formats import PACKED_MOMENTS
+from vblackwell.offload.layout.groups import PACKED_MOMENTS
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.state import export_state, import_state

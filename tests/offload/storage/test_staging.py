@@ -16,7 +16,7 @@ from tests.offload.adversary import Adversary, LateChain, LateQueues
 from tests.offload.lane_world import Setting, World
 from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
-from vblackwell.offload.layout.formats import EXACT, Formats
+from vblackwell.offload.layout.groups import EXACT, Formats
 from vblackwell.offload.movement import lane_cuda
 from vblackwell.offload.movement.lane import Lane
 from vblackwell.offload.movement.lane_cuda import CudaLane

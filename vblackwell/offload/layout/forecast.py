@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from vblackwell.machine.rates import Rates
-from vblackwell.offload.layout.formats import GRADIENTS, KINDS, PARAMETER_KINDS
-from vblackwell.offload.layout.groups import find_groups, moment_ranges
+from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, find_groups, moment_ranges, num_elements
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.pieces import num_elements
 from vblackwell.offload.layout.placement import (
     StreamedPlacement,
     StreamingOptions,

@@ -1,4 +1,4 @@
-"""Which parameters stream together, and at which modules they are needed. Structure only: no bytes, no devices.
+"""Which parameters stream together, what AdamW keeps of them, where they may be cut, and in which order they are used.
 
 A *layer group* is what moves as one flat range: each child of an outermost `nn.ModuleList` (a transformer block), and
 each remaining module that owns parameters directly (an embedding, a head, a final norm). A parameter that several
@@ -10,6 +10,8 @@ matrix kernels choose the same path for a view as for a separate tensor, and vec
 
 from __future__ import annotations
 
+import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,16 +21,24 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.offload.layout.formats import (
-    EXACT,
-    MOMENTS,
-    NARROW_KINDS,
-    PACKED_MOMENTS,
-    Formats,
-    range_bytes,
-    supports,
-)
+from vblackwell.kernels.optimizer.adamw import BLOCK
+from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK
 from vblackwell.units import align_up
+
+STATES = ("fp32", "8bit")
+MASTERS = ("exact", "stochastic")
+
+# Kinds of range. ``weight``: compute weights; ``master``: the whole fp32 truth; ``remainder``: what a bf16 weight
+# leaves out of it; ``accumulated``: the fp32 sum of narrower gradients.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+PACKED_MOMENTS = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
+STATE_KINDS = ("remainder", *MOMENTS, *PACKED_MOMENTS)  # what an update on level 0 brings up next to the weight
+PARAMETER_KINDS = ("weight", "master", *STATE_KINDS)  # what a group that lives on level 0 has there
+GRADIENTS = ("gradient", "accumulated")
+KINDS = (*PARAMETER_KINDS, *GRADIENTS)
+NARROW_KINDS = ("weight", "remainder", "gradient")  # as wide as the compute weight
 
 ALIGNMENT = 512
 MAX_TRAINED = 4  # where frozen parameters are more than so many times the others, they form a separate group
@@ -37,6 +47,123 @@ MAX_TRAINED = 4  # where frozen parameters are more than so many times the other
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 TRAINED = "/trained"  # the name of the others' group then ends with this
 
+CUT = 256  # elements: 512 bytes of the narrowest range, and more than any vector has
+MAX_KINDS = 8  # in one buffer
+WIDEST_ELEMENT = 16  # bytes of one element in a buffer at most: weight, remainder, moments, fp32 gradient
+WIDEST_PACKED_ELEMENT = 11  # with moments of 8 bits
+MIN_BUFFER_BYTES = 3 * CUT * WIDEST_ELEMENT
+ROW_MULTIPLE = 16  # rows of a slice, so that every slice starts as aligned as the whole does
+SLICES_AT_ONCE = 4  # two of weights, of which one loads ahead, and two of gradients
+
+NEVER = 1 << 60
+# Uses, after which a pass begins where nobody says that one does, as when a model's parts are called by themselves.
+MAX_PASS = 1 << 16
+
+
+# -- what AdamW keeps --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What AdamW keeps of a group's parameters next to their compute weights.
+
+    By default moments in fp32 and the fp32 master, whole or split (`storage.masters`). Two stated choices give up
+    exactness for bytes. Random bits are a function of a seed, the parameter's name, its step and the element's index,
+    so that no result depends on where, in what order or in what pieces it is computed.
+
+    Attributes:
+        states: of the moments: 'fp32', or '8bit': a code a moment and an fp32 scale for each 256 elements, which start
+            with a parameter (`kernels.optimizer.adamw8`): 2.03 bytes instead of 8.
+        masters: 'exact', or 'stochastic': a bf16 weight is its own master, rounded at random.
+        seed: the user's, of what is rounded at random.
+
+    Raises:
+        ConfigurationError: an unknown word, or 'stochastic' masters with fp32 states.
+    """
+
+    states: str = "fp32"
+    masters: str = "exact"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.states not in STATES:
+            raise ConfigurationError(f"states {self.states!r} is none of {', '.join(STATES)}")
+        if self.masters not in MASTERS:
+            raise ConfigurationError(f"masters {self.masters!r} is none of {', '.join(MASTERS)}")
+        if self.stochastic and not self.packed:
+            raise ConfigurationError(
+                "masters='stochastic' goes with states='8bit' alone: exact moments would be the larger part kept"
+            )
+
+    @property
+    def packed(self) -> bool:
+        """Whether moments are codes and scales."""
+        return self.states == "8bit"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a bf16 weight is all there is of its parameter."""
+        return self.masters == "stochastic"
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The kinds of range that hold the moments, in the order of the kernel's arguments."""
+        return PACKED_MOMENTS if self.packed else MOMENTS
+
+    @property
+    def block(self) -> int:
+        """Parameters of a group start at multiples of so many elements."""
+        return SCALE_BLOCK if self.packed else 1
+
+    @property
+    def cut(self) -> int:
+        """Within a parameter, pieces start at multiples of so many elements."""
+        return BLOCK if self.packed else CUT
+
+    def seed_of(self, name: str) -> int:
+        """64 bits for the parameter called ``name``."""
+        return int.from_bytes(hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest(), "little")
+
+    def summary(self) -> dict[str, str]:
+        """For reports."""
+        return {"states": self.states, "masters": self.masters}
+
+
+EXACT = Formats()
+
+
+def range_bytes(kind: str, num_elements: int, itemsize: int) -> int:
+    """Bytes of ``num_elements`` in a range of ``kind``, from a block's start; ``itemsize`` is the compute weight's."""
+    if kind in CODES:
+        return num_elements
+    if kind in SCALES:
+        return -(-num_elements // SCALE_BLOCK) * 4
+    return num_elements * (itemsize if kind in NARROW_KINDS else 4)
+
+
+def element_type(kind: str, compute_dtype: torch.dtype) -> torch.dtype:
+    """What a range of ``kind`` is made of."""
+    if kind == "remainder":
+        return torch.int16
+    if kind in CODES:
+        return torch.uint8
+    return compute_dtype if kind in NARROW_KINDS else torch.float32
+
+
+def supports(formats: Formats, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether a group with compute weights of ``dtypes`` can be kept so."""
+    able = {torch.bfloat16} if formats.stochastic else {torch.bfloat16, torch.float32}
+    found = set(dtypes)
+    return not formats.packed or (len(found) == 1 and found <= able)
+
+
+def of_all(each: Iterable[Formats]) -> Formats:
+    """What a model was told, from what its groups took of it (frozen groups that cannot be kept so stay exact)."""
+    return next((formats for formats in each if formats.packed), EXACT)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(eq=False)
 class Slot:
@@ -44,8 +171,7 @@ class Slot:
 
     Attributes:
         name: the parameter's first name in the model.
-        param: the parameter itself; it stays the same object for the model's whole life.
-        shape, stride, dtype: of the compute weight. ``stride`` is kept so that layouts such as channels_last survive.
+        shape, stride, dtype: of the compute weight; ``stride`` so that layouts such as channels_last survive.
         offset: bytes from the group's start, for anything in ``dtype`` (compute weight, gradient).
         offset_fp32: bytes from the group's start in ranges of fp32 (master, moments, accumulated gradient).
         plain_class: what the parameter is while its group is in use, `nn.Parameter` or the user's own child of it.
@@ -74,10 +200,7 @@ class Slot:
         return _strided(flat, self.offset_fp32, torch.float32, self.shape, self.stride)
 
     def flat(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Like `view`, as one dimension in memory order, which optimizers and sums work on.
-
-        ``dtype``: of the same width, to read the bytes as.
-        """
+        """Like `view`, as one dimension in memory order; ``dtype``: of the same width, to read the bytes as."""
         return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(dtype or self.dtype)
 
     def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
@@ -96,8 +219,6 @@ def _strided(
 class Group:
     """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
 
-    ``formats`` says what else is kept of them, and what their offsets are multiples of.
-
     While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other
     (`uniform`), so that any interval of elements can be cut out of all of them alike.
     """
@@ -111,8 +232,9 @@ class Group:
 
     def append(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> Slot:
         """Give ``param`` the next place."""
-        start, start_fp32 = self.num_bytes, self.num_bytes_fp32
-        slot = Slot(name, param, param.shape, _dense_stride(param), dtype, start, start_fp32, self, type(param))
+        # Dense memory keeps its stride; of any other the gaps would be stored and moved.
+        stride = tuple(torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride())
+        slot = Slot(name, param, param.shape, stride, dtype, self.num_bytes, self.num_bytes_fp32, self, type(param))
         self.slots.append(slot)
         alignment = max(ALIGNMENT, self.formats.block * dtype.itemsize)
         self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, alignment)
@@ -146,8 +268,7 @@ class Group:
     def size_of(self, kind: str) -> int:
         """Bytes of its range of ``kind``."""
         if kind in PACKED_MOMENTS:
-            itemsize = self.slots[0].dtype.itemsize
-            return range_bytes(kind, self.num_bytes // itemsize, itemsize)
+            return bytes_of(self, kind, num_elements(self))
         return self.num_bytes if kind in NARROW_KINDS else self.num_bytes_fp32
 
     def trainable(self) -> list[Slot]:
@@ -168,12 +289,6 @@ class Site:
     module: nn.Module
     groups: list[Group]
     when: Callable[[Any, Any], bool] = lambda args, kwargs: True
-
-
-def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's stride if its memory is dense, else the row-major one (storing gaps would move dead bytes)."""
-    dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
-    return tuple(dense.stride())
 
 
 def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
@@ -230,7 +345,12 @@ def find_groups(
             sites.append(Site(name, module, list(first), partial(_may_nest, module)))
     for group in groups:
         if not supports(formats, (slot.dtype for slot in group.slots)):
-            _refuse_formats(group)
+            if group.trainable():
+                raise Unsupported(
+                    f"states={formats.states!r} with masters={formats.masters!r} is for groups that compute in "
+                    f"{'bf16' if formats.stochastic else 'bf16 or fp32'} alone, and {group.name!r} has "
+                    f"{group.dtype_names}: give compute_dtype=torch.bfloat16, or keep states='fp32' and masters='exact'"
+                )
             group.formats = EXACT
     return groups, sites
 
@@ -247,17 +367,6 @@ def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Pa
         param.numel() for _, param in frozen
     )
     return [part for part in ((frozen, trained) if small else (params,)) if part]
-
-
-def _refuse_formats(group: Group) -> None:
-    if group.trainable():
-        found = group.dtype_names
-        wanted = group.formats
-        able = "bf16" if wanted.stochastic else "bf16 or fp32"
-        raise Unsupported(
-            f"states={wanted.states!r} with masters={wanted.masters!r} is for groups that compute in {able} alone, and "
-            f"{group.name!r} has {found}: give compute_dtype=torch.bfloat16, or keep states='fp32' and masters='exact'"
-        )
 
 
 def _list_children(model: nn.Module) -> set[nn.Module]:
@@ -291,3 +400,174 @@ def _given_roots(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
             f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
         )
     return {modules[name] for name in given}
+
+
+# -- where a group may be cut ------------------------------------------------------------------------------------------
+
+Part = tuple[Slot, int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges.
+
+    It starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds as on the
+    whole, and no block of elements that share a scale is divided. ``parts`` is filled by the first call of `parts_of`.
+    """
+
+    start: int
+    stop: int
+    parts: list[Part] = field(default_factory=list, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def first_element(slot: Slot) -> int:
+    """Where ``slot`` starts in a uniform group, in elements."""
+    return slot.offset // slot.dtype.itemsize
+
+
+def num_elements(group: Group) -> int:
+    """Elements of a uniform group, gaps included."""
+    return group.num_bytes // group.slots[0].dtype.itemsize
+
+
+def bytes_of(group: Group, kind: str, num_elements: int) -> int:
+    """Bytes of so many elements of a range of ``kind``, from a multiple of 256 on."""
+    return range_bytes(kind, num_elements, group.slots[0].dtype.itemsize)
+
+
+def smallest_buffer(group: Group) -> int:
+    """Bytes of a buffer that holds two cuts of ``group``."""
+    packed = 2 * group.formats.cut * WIDEST_PACKED_ELEMENT + MAX_KINDS * ALIGNMENT
+    return packed if group.formats.packed else MIN_BUFFER_BYTES
+
+
+def pieces_of(group: Group, max_elements: int) -> list[Piece]:
+    """A uniform ``group`` in as few pieces as possible of at most ``max_elements`` (at least two cuts)."""
+    assert max_elements >= 2 * group.formats.cut, max_elements
+    total = num_elements(group)
+    found: list[Piece] = []
+    start = 0
+    while start < total:
+        stop = min(start + max_elements, total)
+        if stop < total:  # the last place before it where a cut is allowed
+            slot = max((slot for slot in group.slots if first_element(slot) <= stop), key=first_element)
+            inside = min(stop - first_element(slot), slot.num_elements)
+            stop = first_element(slot) + inside // group.formats.cut * group.formats.cut
+        found.append(Piece(start, stop))
+        start = stop
+    return found
+
+
+def parts_of(group: Group, piece: Piece) -> list[Part]:
+    """``(slot, first, last)``: the parameters' shares of ``piece`` of ``group``, as element numbers in the group."""
+    if not piece.parts:
+        for slot in group.slots:
+            start = max(piece.start, first_element(slot))
+            stop = min(piece.stop, first_element(slot) + slot.num_elements)
+            if start < stop:
+                piece.parts.append((slot, start, stop))
+    return piece.parts
+
+
+def sliceable(group: Group, sites: Sequence[Site]) -> bool:
+    """Whether only plain embeddings, and linear layers without bias, need ``group``, each nothing but it."""
+
+    def reads_rows(module: nn.Module) -> bool:
+        if type(module) is nn.Linear:
+            return module.bias is None
+        return (
+            type(module) is nn.Embedding
+            and module.max_norm is None
+            and not (module.scale_grad_by_freq or module.sparse)
+        )
+
+    users = [site for site in sites if group in site.groups]
+    return len(group.slots) == 1 and all(site.groups == [group] and reads_rows(site.module) for site in users)
+
+
+def rows_per_slice(group: Group, free_bytes: int) -> int:
+    """Rows of which `SLICES_AT_ONCE` slices fit ``free_bytes``; 0 if not even the smallest slice does."""
+    slot = group.slots[0]
+    row_bytes = slot.shape[1] * slot.dtype.itemsize
+    return min(slot.shape[0], free_bytes // SLICES_AT_ONCE // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+# -- the order of use --------------------------------------------------------------------------------------------------
+
+
+class AccessTrace:
+    """Records uses of group indices; a pass predicts the next.
+
+    A pass is one forward of the whole model with what follows it (recompute, backward). A deviation (a branch, a module
+    called twice) only costs the prediction: the cursor moves to the next place where the group occurs, and until there
+    is one nothing is predicted.
+
+    Attributes:
+        last_pass: the recorded pass that is the prediction.
+    """
+
+    def __init__(self) -> None:
+        self.last_pass: list[int] = []
+        self._positions: dict[int, list[int]] = {}
+        self._current: list[int] = []
+        self._cursor: int | None = 0
+
+    def begin_pass(self) -> None:
+        """The next use opens a new pass; the recorded one becomes the prediction."""
+        if self._current:
+            self.last_pass = self._current
+            self._positions = {}
+            for position, index in enumerate(self.last_pass):
+                self._positions.setdefault(index, []).append(position)
+        self._current = []
+        self._cursor = 0
+
+    def forget_pass(self) -> None:
+        """What was used since `begin_pass` is no pass to predict by."""
+        self._current = []
+
+    def use(self, index: int) -> None:
+        """Group ``index`` is used now. Repetitions in a row count once."""
+        if self._current and self._current[-1] == index:
+            return
+        if len(self._current) == MAX_PASS:
+            self.begin_pass()
+        self._current.append(index)
+        if self._cursor is None or self._cursor >= len(self.last_pass) or self.last_pass[self._cursor] != index:
+            self._cursor = self._find(index, self._cursor or 0)
+        if self._cursor is not None:
+            self._cursor += 1
+
+    def _find(self, index: int, start: int) -> int | None:
+        positions = self._positions.get(index, [])
+        at = bisect_right(positions, start - 1)
+        return positions[at] if at < len(positions) else None
+
+    def next_use(self, index: int) -> int:
+        """Uses until ``index`` comes again, counted on into the next pass; NEVER if that is not known."""
+        positions = self._positions.get(index)
+        if not positions or self._cursor is None:
+            return NEVER
+        position = self._find(index, self._cursor)
+        return (len(self.last_pass) + positions[0] if position is None else position) - self._cursor
+
+    def expect(self, order: list[int]) -> None:
+        """Predict this for the first pass."""
+        assert not self._current, "nothing was used yet"
+        self._current = order
+        self.begin_pass()
+
+    def upcoming(self, limit: int, *, wrap: bool = False) -> list[int]:
+        """The next ``limit`` distinct groups of this pass, soonest first; with ``wrap`` also of the next pass."""
+        if self._cursor is None:
+            return []
+        found: dict[int, None] = {}
+        count = len(self.last_pass)
+        for position in range(self._cursor, count + self._cursor if wrap else count):
+            found.setdefault(self.last_pass[position % count])
+            if len(found) == limit:
+                break
+        return list(found)

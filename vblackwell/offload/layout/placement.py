@@ -31,11 +31,15 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
-from vblackwell.offload.layout.formats import EXACT, Formats
-from vblackwell.offload.layout.groups import Group, Site, find_groups, moment_ranges
-from vblackwell.offload.layout.pieces import (
+from vblackwell.offload.layout.groups import (
+    EXACT,
     MIN_BUFFER_BYTES,
+    Formats,
+    Group,
+    Site,
     bytes_of,
+    find_groups,
+    moment_ranges,
     num_elements,
     rows_per_slice,
     sliceable,

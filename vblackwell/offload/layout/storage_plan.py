@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.offload.layout.formats import GRADIENTS, KINDS, PARAMETER_KINDS
-from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, Group
 from vblackwell.units import align_up, format_bytes
 
 PAGE = 4096  # direct I/O reads and writes at multiples of it

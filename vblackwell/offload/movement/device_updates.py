@@ -15,8 +15,7 @@ import torch
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import AdamWStep
-from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.layout.order import AccessTrace
+from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.group_state import EarlyUpdate, GroupStates, Job, LoadedWeights, Phase

@@ -4,7 +4,7 @@ Weights and gradient are on level 0 already when the update runs after the group
 next to them passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (an update on the
 CPU is what makes offloaded training slow). An update that comes later brings weights and gradient the same way.
 
-Groups with 8-bit moments (`formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
+Groups with 8-bit moments (`Formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
 
 States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (`lane_queues`),
 joined by marks: a buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it
@@ -30,12 +30,17 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.layout.formats import GRADIENTS, MOMENTS, PACKED_MOMENTS, SCALES, element_type
-from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.layout.pieces import (
+from vblackwell.offload.layout.groups import (
+    GRADIENTS,
     MIN_BUFFER_BYTES,
+    MOMENTS,
+    PACKED_MOMENTS,
+    SCALES,
+    Group,
     Piece,
+    Slot,
     bytes_of,
+    element_type,
     first_element,
     num_elements,
     parts_of,

@@ -15,8 +15,7 @@ from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer, copy_streams, delayed, transfer_delay
-from vblackwell.offload.layout.formats import element_type
-from vblackwell.offload.layout.pieces import parts_of
+from vblackwell.offload.layout.groups import element_type, parts_of
 from vblackwell.offload.layout.placement import num_buffers
 from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, Wanted, bytes_of
 from vblackwell.offload.movement.lane_queues import Copied, Mark, Pairs, Queues, WorkerQueues

@@ -29,8 +29,7 @@ from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
-from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.layout.order import AccessTrace
+from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.movement.group_state import GroupStates, LoadedWeights, Phase
 from vblackwell.offload.movement.room import Level0Room, Stalls
 from vblackwell.offload.storage.storage import Storage

@@ -5,7 +5,7 @@ to nearest with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-
 ``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th bit.) Split, weight and
 truth together take 4 bytes an element instead of 6, and an update on the GPU brings only the 2 of the remainder.
 
-A group whose masters are 'stochastic' (`formats`) has neither: its bf16 weight is the truth, rounded at random by the
+A group whose masters are 'stochastic' (`Formats`) has neither: its bf16 weight is the truth, rounded at random by the
 update, and widened to fp32 where the truth is asked for.
 
 Both forms are worked on through ``opened``: the group's stored ranges by kind, as `open_weights` gives them.

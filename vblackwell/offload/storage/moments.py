@@ -1,4 +1,4 @@
-"""One parameter's moments as plain fp32, in and out of the form in which its group keeps them (`formats`).
+"""One parameter's moments as plain fp32, in and out of the form in which its group keeps them (`Formats`).
 
 Reading 8-bit states is one product an element, and for ``exp_avg_sq`` one more, for what is kept is its root. Writing
 picks each block's scale and the nearest codes. It looks first for a scale under which every value *is* a code's: what
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, SMALLEST, decode_moments
-from vblackwell.offload.layout.formats import CODES, MOMENTS, PACKED_MOMENTS, SCALES
-from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCALES, Slot
 
 CHUNK = 1 << 18  # elements at a time: a multiple of `SCALE_BLOCK`
 _PROBE = 8  # elements of a block

@@ -19,8 +19,7 @@ import torch
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.memory.level import Extent, Level, Transfer
 from vblackwell.memory.pool import LevelPool, Reservation
-from vblackwell.offload.layout.formats import STATE_KINDS
-from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.groups import STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.offload.storage.ledger import Ledger
 from vblackwell.units import align_up, format_bytes

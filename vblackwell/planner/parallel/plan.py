@@ -13,8 +13,7 @@ from torch import nn
 
 from vblackwell.machine.gpus import KnownGPU, context_bytes
 from vblackwell.machine.rates import Rates, rates_of
-from vblackwell.offload.layout.formats import EXACT
-from vblackwell.offload.layout.groups import find_groups
+from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.memory_estimate import NOT_STATE, Run, peak_of
 from vblackwell.planner.parallel.collectives import peer_link
 from vblackwell.planner.parallel.layers import (
