@@ -1,37 +1,86 @@
-"""``vb bench MODEL``: what each setting of ours costs and brings for a model on this machine, measured, as a table or
-JSON.
+"""``vb bench MODEL``: what fp32, bf16, FP4, fused attention and checkpointing, each with what the one before has, cost
+and bring a model on this machine.
+
+Every rung starts from the same weights, sees the same tokens and does what the flags of ``vb train`` do. Training goes
+through the resident engine, so arithmetic and kernels are compared, not places of bytes. Inference is one pass over the
+batch up to the logits after its last token, and then tokens one by one with a cache; FP4 linears are packed there.
+
+Legend: B batch, S sequence, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import math
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
 from vblackwell.folders.checked import check_weights
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.hub import find_folder, is_hub_id
-from vblackwell.generate.generate import position_limit
+from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
+from vblackwell.machine.device import has_bf16
+from vblackwell.memory.cache.config import LevelConfig
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.attention.interface import use_dispatcher
+from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.training import (
+    attention_heads,
+    checkpoint_layers,
+    chosen_backend,
+    fused_backend,
+    training_loss,
+)
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
+from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
-from vblackwell.tools.bench_ladder import LADDER, NEW_TOKENS, Case, Phase, Row, climb
-from vblackwell.tools.cost import Bottleneck
-from vblackwell.units import format_bytes
+from vblackwell.tools.compare import difference
+from vblackwell.tools.cost import Measured, measure, time_of, weight_bytes
+from vblackwell.units import MiB, format_bytes
 
 PHASES = ("training", "inference")
 LONGEST_DEFAULT = 512
-MIN_STEPS = 3
+WARM_UP = 2  # steps, and tokens, that are not timed
+NEW_TOKENS = 8  # decoded one by one; their median counts
 _SPARE = 2 * NEW_TOKENS  # positions for decoding
 _ZIPF = 1.1  # exponent of the tokens' frequencies, about that of words
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What is switched on. ``flags``: of ``vb train``, for the same."""
+
+    name: str
+    flags: str
+    bf16: bool = False
+    fp4: bool = False
+    flash: bool = False
+    checkpointing: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the weights are computed in; None: fp32, as they are."""
+        return torch.bfloat16 if self.bf16 else None
+
+
+_BF16 = Rung("bf16", "--mixed-precision", bf16=True)
+_FP4 = replace(_BF16, name="fp4", flags=f"{_BF16.flags} --use-fp4", fp4=True)
+_FLASH = replace(_FP4, name="flash", flags=f"{_FP4.flags} --use-flash-attn", flash=True)
+_LAST = replace(_FLASH, name="checkpointing", flags=f"{_FLASH.flags} --gradient-checkpointing", checkpointing=True)
+LADDER = (Rung("fp32", ""), _BF16, _FP4, _FLASH, _LAST)
 
 
 def bench_command(
@@ -51,12 +100,9 @@ def bench_command(
 
     Args:
         model: a preset, or a folder: a Hugging Face one, or a run of ``vb train``.
-        batch_size: sequences of a training step, and of a pass.
         seq_length: tokens of a sequence; None: 512, or what the model's limit leaves.
         steps: training steps of each rung; the first two are not timed.
         rungs, phases: 'all', or names with commas between them, of ``LADDER`` and ``PHASES``.
-        vocab_size: of a preset.
-        learning_rate: of the training steps.
         json_file: '-' prints the JSON instead of the table.
 
     Raises:
@@ -64,25 +110,42 @@ def bench_command(
     """
     chosen = tuple(rung for rung in LADDER if rung.name in _names(rungs, "--rungs", [each.name for each in LADDER]))
     wanted = tuple(_names(phases, "--phases", list(PHASES)))
-    if steps < MIN_STEPS:
-        raise ConfigurationError(f"--steps {steps}: give at least {MIN_STEPS}, the first two are not timed")
+    if steps <= WARM_UP:
+        raise ConfigurationError(f"--steps {steps}: give at least {WARM_UP + 1}, the first two are not timed")
     if not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"--learning-rate {learning_rate}: give a number above 0")
     check_batch(batch_size, 1 if seq_length is None else seq_length)
-    _refuse_path(json_file)
+    path = None if json_file is None or json_file == "-" else Path(json_file)
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigurationError(
+            f"--json {json_file}: give the name of a file in a folder that exists, or - to print it"
+        )
     subject = _open(model, vocab_size, seq_length, seed)
-    length = _length(subject, seq_length)
-    device = torch.device(device)
-    size = _vocabulary(subject)
-    case = Case(subject, zipf_tokens(size, (steps, batch_size, length + 1), seed), device, learning_rate)
-    rows = []
-    for row in climb(case, chosen, wanted, lambda text: print(text, file=sys.stderr, flush=True)):
-        rows.append(row)
-    report = report_of(model, case, rows)
-    if json_file != "-":
-        _show(report, rows)
-    if json_file is not None:
-        _write(json_file, json.dumps(report, indent=2))
+    length, device = _length(subject, seq_length), torch.device(device)
+    known: Any = subject.config if isinstance(subject, Decoder) else subject.config.get_text_config()
+    tokens_NBS = zipf_tokens(int(known.vocab_size), (steps, batch_size, length + 1), seed)
+    case = Case(subject, tokens_NBS, device, learning_rate)
+    report: dict[str, Any] = {
+        "model": model,
+        "parameters": sum(param.numel() for param in subject.parameters()),
+        "batch_size": batch_size,
+        "seq_length": length,
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "threads": None if device.type == "cuda" else torch.get_num_threads(),
+        "rungs": list(climb(case, chosen, wanted, lambda text: print(text, file=sys.stderr, flush=True))),
+    }
+    if json_file == "-":
+        print(json.dumps(report, indent=2))
+        return 0
+    _show(report)
+    if path is not None:
+        try:
+            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"--json {json_file}: {error.strerror}") from error
     return 0
 
 
@@ -97,30 +160,10 @@ def _names(text: str, flag: str, known: list[str]) -> list[str]:
     return [name for name in known if name in names]
 
 
-def _refuse_path(json_file: str | None) -> None:
-    if json_file is None or json_file == "-":
-        return
-    path = Path(json_file)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"--json {json_file}: give the name of a file in a folder that exists, or - to print it"
-        )
-
-
-def _write(json_file: str, text: str) -> None:
-    if json_file == "-":
-        print(text)
-        return
-    try:
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--json {json_file}: {error.strerror}") from error
-
-
 # -- the model and its tokens ------------------------------------------------------------------------------------------
 
 
-def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.Module:
+def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
     """The model in fp32 on the CPU."""
     if text in PRESETS:
         if not 2 <= vocab_size < 1 << 31:
@@ -131,8 +174,7 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.M
     if not Path(text).is_dir() and not is_hub_id(text):
         raise ConfigurationError(
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
-            "folder or hub id, or a "
-            "run folder of vb train"
+            "folder or hub id, or a run folder of vb train"
         )
     folder = resolve_model(find_folder(text)).folder
     if read_config(folder).get("quantization_config"):
@@ -143,177 +185,252 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> nn.M
 
 def _length(model: nn.Module, seq_length: int | None) -> int:
     limit = position_limit(model)
-    room = None if limit is None else limit - _SPARE
-    if room is not None and room < 1:
+    most = None if limit is None else limit - _SPARE
+    if most is not None and most < 1:
         raise ConfigurationError(f"the model's limit of {limit} tokens leaves no room for {_SPARE} new ones")
     if seq_length is None:
-        return LONGEST_DEFAULT if room is None else min(LONGEST_DEFAULT, room)
-    if room is not None and seq_length > room:
+        return LONGEST_DEFAULT if most is None else min(LONGEST_DEFAULT, most)
+    if most is not None and seq_length > most:
         raise ConfigurationError(
             f"--seq-length {seq_length}: the model's limit is {limit}, and {_SPARE} tokens are decoded after them: "
-            f"give at most {room}"
+            f"give at most {most}"
         )
     return seq_length
 
 
-def _vocabulary(model: Any) -> int:
-    config = model.config if isinstance(model, Decoder) else model.config.get_text_config()
-    return int(config.vocab_size)
-
-
 def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf), so that a few steps of training have something to
-    learn.
-    """
+    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf): a few steps of training have something to learn."""
     generator = torch.Generator().manual_seed(seed)
     weights_V = torch.arange(1, vocab_size + 1, dtype=torch.float64).pow(-_ZIPF)
     drawn = torch.rand(shape, dtype=torch.float64, generator=generator) * weights_V.sum()
     return torch.searchsorted(weights_V.cumsum(0), drawn).clamp(max=vocab_size - 1)
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def report_of(model: str, case: Case, rows: list[Row]) -> dict[str, Any]:
-    """Everything that was measured, as plain values."""
-    steps, batch_size, length = case.tokens_NBS.shape
-    on_gpu = case.device.type == "cuda"
-    return {
-        "model": model,
-        "parameters": sum(param.numel() for param in case.model.parameters()),
-        "batch_size": batch_size,
-        "seq_length": length - 1,
-        "steps": steps,
-        "learning_rate": case.learning_rate,
-        "device": torch.cuda.get_device_name(case.device) if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "threads": None if on_gpu else torch.get_num_threads(),
-        "rungs": [_row_values(row) for row in rows],
-    }
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        model: fp32, on the CPU; never changed.
+        tokens_NBS: (steps, B, S + 1) int64 on the CPU: every training step's tokens and the one after the last.
+    """
+
+    model: nn.Module
+    tokens_NBS: Tensor
+    device: torch.device
+    learning_rate: float
+
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
 
-def _row_values(row: Row) -> dict[str, Any]:
-    output = None
-    if row.output is not None:
-        decibels = row.output.sqnr_db
-        output = {
-            "max": row.output.absolute, "rms": row.output.rms, "relative": row.output.relative,
-            "sqnr_db": decibels if math.isfinite(decibels) else None,
-        }  # fmt: skip
-    training, inference = _phase_values(row.training), _phase_values(row.inference)
-    if training is not None:
-        training |= {"loss": row.loss, "loss_change": row.loss_change}
-    if inference is not None:
-        inference |= {
-            "token_milliseconds": row.token_milliseconds,
-            "weight_bytes": row.weight_bytes,
-            "output_change": output,
-        }
-    return {
-        "name": row.rung.name, "flags": row.rung.flags, "attention": row.attention, "training": training, "inference": inference,
-        "refused": row.refused,
-    }  # fmt: skip
+def climb(
+    case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...], say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Each rung's measurements as JSON values; of a rung that does not fit or is refused, the reason. ``say`` is told
+    what begins.
+    """
+    if case.device.type == "cuda":  # what the first products and their backward allocate for good counts for no rung
+        leaf = torch.ones(16, 16, device=case.device, requires_grad=True)
+        (leaf.exp() @ leaf).sum().backward()
+    first: dict[str, Any] = {}  # logits and loss of the first rung that ran
+    for number, rung in enumerate(rungs, 1):
+        refused: dict[str, str] = {}
+        row: dict[str, Any] = {"name": rung.name, "flags": rung.flags, "attention": "", "training": None}
+        row |= {"inference": None, "refused": refused}
+        if "inference" in phases and not rung.checkpointing:  # which changes nothing there
+            say(f"{number}/{len(rungs)} {rung.name}: inference")
+            with _refusals(refused, "inference"):
+                row |= _infer(case, rung, first)
+        if "training" in phases:
+            say(f"{number}/{len(rungs)} {rung.name}: training")
+            with _refusals(refused, "training"):
+                row |= _train(case, rung, first)
+        yield row
 
 
-def _phase_values(phase: Phase | None) -> dict[str, Any] | None:
-    if phase is None:
-        return None
-    return {
-        "milliseconds": phase.milliseconds, "peak_bytes": phase.peak_bytes,
-        "bottleneck": {"kind": phase.bottleneck.kind} | asdict(phase.bottleneck),
-    }  # fmt: skip
+@contextmanager
+def _refusals(refused: dict[str, str], phase: str) -> Iterator[None]:
+    try:
+        yield
+    except VBError as error:
+        refused[phase] = str(error)
+    except torch.OutOfMemoryError:
+        refused[phase] = "out of memory"
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
+    """Chooses the attention that the rung asks for; its name."""
+    length = case.tokens_NBS.shape[2] - 1
+    wanted = (*attention_heads(model), length, rung.dtype or torch.float32, case.device)
+    if rung.bf16 and not has_bf16(case.device):
+        raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
+    made: Any = model
+    if not rung.flash:
+        kind = "sdpa" if isinstance(model, Decoder) else str(made.config._attn_implementation)
+        return chosen_backend(*wanted) if kind == "sdpa" else kind
+    name = fused_backend(*wanted)
+    if isinstance(model, Decoder):
+        model.use_attention(name)
+        return name
+    use_dispatcher(model)  # decoding may want another one
+    return f"auto: {name}"
+
+
+def _values(found: Measured, resting_bytes: int) -> dict[str, Any]:
+    """A phase's median milliseconds, the most that was held at a time, weights included, and what took most time."""
+    taken = found.bottleneck
+    shares = {"kind": taken.kind, "shares": taken.shares, "name": taken.name, "name_share": taken.name_share}
+    peak = resting_bytes + found.peak_bytes
+    return {"milliseconds": found.milliseconds, "peak_bytes": peak, "bottleneck": shares}
+
+
+@torch.no_grad()
+def _infer(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
+    device, before = case.device, case.allocated_bytes()
+    model: Any = copy.deepcopy(case.model).to(dtype=rung.dtype or torch.float32)
+    attention = _attend(case, rung, model)
+    if rung.fp4:
+        convert_linears(model, use_fp4=False)
+    model.to(device).eval()
+    for module in model.modules():
+        quantize: Any = getattr(module, "quantize", None)
+        if rung.fp4 and quantize is not None:
+            quantize()
+    tokens_BS = case.tokens_NBS[0, :, :-1].to(device)
+    ours = isinstance(model, Decoder)
+    logits_BSV = model(tokens_BS[:1]) if ours else model(input_ids=tokens_BS[:1], use_cache=False).logits
+    logits_SV = logits_BSV[0].float().cpu()
+    del logits_BSV
+
+    def last_logits() -> Tensor:
+        if ours:
+            return model.lm_head(model.hidden(tokens_BS)[:, -1])
+        return model(input_ids=tokens_BS, use_cache=False, logits_to_keep=1).logits
+
+    found = measure(last_logits, device)
+    held = weight_bytes(model)
+    values = _values(found, case.allocated_bytes() - before if device.type == "cuda" else held)
+    step = stepper(model, tokens_BS.shape[1] + _SPARE)
+    step(tokens_BS)
+    values["token_milliseconds"] = time_of(lambda: step(tokens_BS[:, -1:]), device, NEW_TOKENS, WARM_UP)
+    values |= {"weight_bytes": held, "output_change": None}
+    if "logits" in first:
+        apart = difference(first["logits"], logits_SV)
+        sqnr_db = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
+        change = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative, "sqnr_db": sqnr_db}
+        values["output_change"] = change
+    first.setdefault("logits", logits_SV)
+    return {"attention": attention, "inference": values}
+
+
+def _train(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
+    with ExitStack() as cleanup:
+        device, before = case.device, case.allocated_bytes()
+        model = copy.deepcopy(case.model).train()
+        attention = _attend(case, rung, model)
+        if rung.checkpointing:
+            checkpoint_layers(model)
+        if rung.fp4:
+            convert_linears(model)
+        needed = bytes_when_resident(model, rung.dtype)
+        capacity = needed + needed // 4 + 16 * MiB
+        stack = VGPUStack([LevelConfig("cuda:0" if device.type == "cuda" else "arena", capacity)])
+        cleanup.callback(stack.close)
+        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=rung.dtype)
+        engine = offload_of(model)
+        assert engine is not None
+        cleanup.callback(engine.close)
+        compute_loss, tokens_NBS = training_loss(model), case.tokens_NBS.to(device)
+        recipe: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
+        optimizer = VGPUAdamW(model.parameters(), lr=case.learning_rate, update_in_backward=True, **recipe)
+        losses: list[Tensor] = []
+
+        def step() -> None:
+            tokens_BS = tokens_NBS[len(losses) % len(tokens_NBS)]
+            loss = compute_loss(tokens_BS[:, :-1], tokens_BS[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
+        for _ in range(WARM_UP):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        resting = case.allocated_bytes() - before
+        found = measure(step, device, max(1, len(tokens_NBS) - WARM_UP), warmup=0)
+        if device.type != "cuda":
+            resting = stack.get_stats()["levels"][0]["used_bytes"]
+        loss = float(losses[len(tokens_NBS) - 1])
+        change = loss - first["loss"] if "loss" in first else None
+        first.setdefault("loss", loss)
+        return {"attention": attention, "training": _values(found, resting) | {"loss": loss, "loss_change": change}}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_TRAINING = ("rung", "attention", "ms a step", "memory", "loss", "change", "most time in")
-_INFERENCE = ("rung", "attention", "ms a pass", "ms a token", "memory", "weights", "rms change", "max", "most time in")
+_HEADERS = {
+    "training": ("rung", "attention", "ms a step", "memory", "loss", "change", "most time in"),
+    "inference": (
+        "rung", "attention", "ms a pass", "ms a token", "memory", "weights", "rms change", "max", "most time in",
+    ),
+}  # fmt: skip
 
 
-def tables_of(rows: list[Row]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """(title, header, lines) of each phase that was measured."""
-    found = []
-    for title, header, cells in (("training", _TRAINING, _training_cells), ("inference", _INFERENCE, _inference_cells)):
-        lines = [cells(row) for row in rows if getattr(row, title) is not None]
-        if lines:
-            found.append((title, header, lines))
-    return found
+def _cells(row: dict[str, Any], phase: str) -> list[str]:
+    found = row[phase]
+    memory, most = format_bytes(found["peak_bytes"]), found["bottleneck"]
+    if phase == "training":
+        change = "" if found["loss_change"] is None else f"{found['loss_change']:+.4f}"
+        numbers = [memory, f"{found['loss']:.4f}", change]
+    else:
+        output = found["output_change"]
+        apart = ["", ""] if output is None else [f"{output['relative']:.2%}", f"{output['max']:.3g}"]
+        numbers = [f"{found['token_milliseconds']:.2f}", memory, format_bytes(found["weight_bytes"]), *apart]
+    inside = f" ({most['name']} {most['name_share']:.0%})" if most["name"] else ""
+    spent = f"{most['kind']} {most['shares'].get(most['kind'], 0.0):.0%}{inside}"
+    return [row["name"], row["attention"], f"{found['milliseconds']:.2f}", *numbers, spent]
 
 
-def _training_cells(row: Row) -> list[str]:
-    phase = row.training
-    assert phase is not None and row.loss is not None
-    change = "" if row.loss_change is None else f"{row.loss_change:+.4f}"
-    return [
-        row.rung.name,
-        row.attention,
-        f"{phase.milliseconds:.2f}",
-        format_bytes(phase.peak_bytes),
-        f"{row.loss:.4f}",
-        change,
-        describe(phase.bottleneck),
-    ]
-
-
-def _inference_cells(row: Row) -> list[str]:
-    phase, output = row.inference, row.output
-    assert phase is not None and row.token_milliseconds is not None and row.weight_bytes is not None
-    apart = ["", ""] if output is None else [f"{output.relative:.2%}", f"{output.absolute:.3g}"]
-    return [
-        row.rung.name,
-        row.attention,
-        f"{phase.milliseconds:.2f}",
-        f"{row.token_milliseconds:.2f}",
-        format_bytes(phase.peak_bytes),
-        format_bytes(row.weight_bytes),
-        *apart,
-        describe(phase.bottleneck),
-    ]
-
-
-def describe(bottleneck: Bottleneck) -> str:
-    """What took most of the time, in a few words."""
-    share = bottleneck.shares.get(bottleneck.kind, 0.0)
-    inside = f" ({bottleneck.name} {bottleneck.name_share:.0%})" if bottleneck.name else ""
-    return f"{bottleneck.kind} {share:.0%}{inside}"
-
-
-def _show(report: dict[str, Any], rows: list[Row]) -> None:
+def _show(report: dict[str, Any]) -> None:
+    rows = report["rungs"]
     print(
         f"{report['model']}: {report['parameters'] / 1e6:.2f} M parameters, {report['batch_size']} x "
-        f"{report['seq_length']} tokens, "
-        f"{report['device']}, torch {report['torch']}"
+        f"{report['seq_length']} tokens, {report['device']}, torch {report['torch']}"
     )
-    for title, header, lines in tables_of(rows):
+    for phase, header in _HEADERS.items():
+        lines = [_cells(row, phase) for row in rows if row[phase] is not None]
+        if not lines:
+            continue
         print()
         if sys.stdout.isatty():
-            _show_rich(title, header, lines)
-        else:
-            print("\n".join([f"{title}:", *_aligned(header, lines)]))
+            _show_rich(phase, header, lines)
+            continue
+        print(f"{phase}:")
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        for line in (header, *lines):
+            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     print(
-        f"\nchange: from {rows[0].rung.name}; rms change: of the logits, relative. Memory: weights and all else held "
-        "at the peak."
+        f"\nchange: from {rows[0]['name']}; rms change: of the logits, relative. Memory: weights and all else held at "
+        "the peak."
     )
     for row in rows:
-        for phase, reason in row.refused.items():
-            print(f"{row.rung.name}, {phase}: not measured: {reason}")
-
-
-def _aligned(header: tuple[str, ...], lines: list[list[str]]) -> list[str]:
-    every = [list(header), *lines]
-    widths = [max(len(line[column]) for line in every) for column in range(len(header))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in every
-    ]
+        for phase, reason in row["refused"].items():
+            print(f"{row['name']}, {phase}: not measured: {reason}")
 
 
 def _show_rich(title: str, header: tuple[str, ...], lines: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for name in header:
-        table.add_column(name)
+    table = Table(*header, title=title, title_justify="left")
     for line in lines:
         table.add_row(*line)
     Console().print(table, markup=False)

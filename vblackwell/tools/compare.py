@@ -1,8 +1,7 @@
-"""How far two models are apart on one input, and what each takes for it: for a model before and after quantisation,
-say.
+"""How far two models are apart on one input, and what each takes for it: before and after quantisation, say.
 
-Layer by layer means: outputs of the modules that have the same name in both, each model running on its own activations.
-So a layer's figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
+By layer: outputs of the modules with the same name in both, each model running on its own activations. So a layer's
+figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,11 +96,7 @@ def _apart(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool) -> t
 
 
 def difference(a: Tensor, b: Tensor) -> Comparison:
-    """How far ``b`` is from ``a``, which has its shape.
-
-    Raises:
-        ConfigurationError: the shapes differ.
-    """
+    """How far ``b`` is from ``a``. Raises ConfigurationError: the shapes differ."""
     noise, signal = noise_and_signal(a, b)
     absolute = float((a.double() - b.to(a.device).double()).abs().max()) if a.numel() else 0.0
     relative = (noise / signal) ** 0.5 if signal else (0.0 if noise == 0 else float("inf"))
@@ -109,8 +105,8 @@ def difference(a: Tensor, b: Tensor) -> Comparison:
 
 def _cost(model: nn.Module, x: Any, device: torch.device, repeats: int) -> ModelCost:
     with _recorded(model, per_layer=False):
-        cost = measure(lambda: _call(model, x), device, repeats).cost
-    return ModelCost(cost.milliseconds, weight_bytes(model), cost.peak_bytes)
+        found = measure(lambda: _call(model, x), device, repeats)
+    return ModelCost(found.milliseconds, weight_bytes(model), found.peak_bytes)
 
 
 def _call(model: nn.Module, x: Any) -> Any:
@@ -128,7 +124,8 @@ def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for name, module in model.named_modules() if per_layer else ():
             if name:
-                stack.callback(module.register_forward_hook(_recorder(name, seen)).remove)
+                hook = partial(_record, seen, name)
+                stack.callback(module.register_forward_hook(hook).remove)
         try:
             model.eval()
             yield seen
@@ -137,13 +134,10 @@ def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
                 module.training = training
 
 
-def _recorder(name: str, seen: dict[str, Tensor]) -> Any:
-    def record(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = _first_tensor(output)
-        if tensor is not None:
-            seen[name] = tensor.detach().clone()
-
-    return record
+def _record(seen: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    tensor = _first_tensor(output)
+    if tensor is not None:
+        seen[name] = tensor.detach().clone()
 
 
 def _first_tensor(output: Any) -> Tensor | None:

@@ -1,10 +1,9 @@
 """What running something costs, measured: milliseconds, bytes at the peak, and what the time went into.
 
-Times are the host's clock around a run and the wait for its device, medians, after runs that do not count. Bytes are
-what torch
-allocated beyond what it held before: on CUDA its own statistics, on the CPU the allocations that its profiler records
-in a run that is not timed. What the time went into is the profiler's too: kernels on CUDA, where what no kernel fills
-is a separate kind, and operators' own time on the CPU.
+Times are the host's clock around a run and the wait for its device. Bytes are what torch allocated beyond what it held
+before: on CUDA its own statistics, on the CPU what its profiler records in a run that is not timed. What the time went
+into is the profiler's too: kernels on CUDA, where what no kernel fills is a separate kind, and operators' own time on
+the CPU.
 """
 
 from __future__ import annotations
@@ -44,19 +43,6 @@ _MEMORY = "[memory]"  # what torch calls an allocation among its events
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one run took.
-
-    Attributes:
-        milliseconds: median.
-        peak_bytes: most that was allocated at a time beyond what was there before.
-    """
-
-    milliseconds: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
 class Bottleneck:
     """Where the time of one run went.
 
@@ -78,9 +64,10 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's cost and where its time went."""
+    """A run's median milliseconds, the most bytes that it allocated at a time, and where its time went."""
 
-    cost: Cost
+    milliseconds: float
+    peak_bytes: int
     bottleneck: Bottleneck
 
 
@@ -107,7 +94,7 @@ def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warm
     spent, peak_on_cpu = _profiled(run, device)
     if on_cuda is not None:
         spent[WAITING] = max(0.0, milliseconds - sum(spent.values()))
-    return Measured(Cost(milliseconds, peak_on_cpu if on_cuda is None else on_cuda), bottleneck_of(spent))
+    return Measured(milliseconds, peak_on_cpu if on_cuda is None else on_cuda, bottleneck_of(spent))
 
 
 def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> float:
@@ -115,7 +102,13 @@ def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warm
     for _ in range(warmup):
         run()
     _settle(device)
-    return statistics.median(_timed(run, device) for _ in range(repeats))
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        _settle(device)
+        found.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(found)
 
 
 def _settle(device: torch.device) -> None:
@@ -123,26 +116,17 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    began = time.perf_counter()
-    run()
-    _settle(device)
-    return (time.perf_counter() - began) * 1e3
-
-
 def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], int]:
     """Milliseconds by name of what ran on ``device``, and the most that the CPU's allocator gave out at a time."""
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    # acc_events: there is one cycle; torch 2.10 to 2.12 warn that others would be lost, once a process
-    # (pytorch/pytorch#180387)
+    # acc_events: torch 2.10 to 2.12 warn that cycles after the first would be lost (pytorch/pytorch#180387)
     with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
         run()
         _settle(device)
-    records: Any = (
-        profiler.profiler
-    )  # its list of everything is read itself: torch's tables of it take seconds, and lack allocations
-    events = [event for event in records.kineto_results.events() if not _is_annotation(event)]
+    records: Any = profiler.profiler  # read itself: torch's tables of it take seconds, and lack allocations
+    # An annotation is a named stretch of a program, such as an optimizer's step, and no work itself.
+    events = [event for event in records.kineto_results.events() if not event.is_user_annotation()]
     spent: dict[str, float] = defaultdict(float)
     if on_cuda:
         for event in events:
@@ -158,11 +142,6 @@ def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, f
     for name, nanoseconds in own_times(calls).items():
         spent[name] += nanoseconds / 1e6
     return spent, peak_of((event.start_ns(), event.nbytes()) for event in here if event.name() == _MEMORY)
-
-
-def _is_annotation(event: Any) -> bool:
-    """Whether it is a named stretch of a program, such as an optimizer's step, and no work itself."""
-    return bool(event.is_user_annotation())
 
 
 @contextmanager
@@ -211,8 +190,9 @@ def peak_of(changes: Iterable[tuple[int, int]]) -> int:
 
 def kind_of(name: str) -> str:
     """The kind of work that a kernel or operator of this name does."""
-    small = name.lower()
-    return WAITING if name == WAITING else next((kind for kind, pattern in _KINDS if pattern.search(small)), _OTHER)
+    if name == WAITING:
+        return WAITING
+    return next((kind for kind, pattern in _KINDS if pattern.search(name.lower())), _OTHER)
 
 
 def bottleneck_of(spent: dict[str, float]) -> Bottleneck:

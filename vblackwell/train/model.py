@@ -235,16 +235,6 @@ def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> N
     )
 
 
-def checkpoint_layers(model: nn.Module) -> None:
-    if isinstance(model, Decoder):
-        model.gradient_checkpointing = True
-        return
-    made: Any = model
-    if not made.supports_gradient_checkpointing:
-        raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
-    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def choose_attention(
     config: TrainConfig,
     found: TrainableModel,

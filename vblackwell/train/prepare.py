@@ -25,7 +25,7 @@ from vblackwell.machine.device import Precision, cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
-from vblackwell.nn.convert.training import fuse
+from vblackwell.nn.convert.training import checkpoint_layers, fuse
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.groups import Formats, supports
@@ -36,7 +36,6 @@ from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.model import (
     adapt_model,
-    checkpoint_layers,
     choose_attention,
     find_model,
     use_assignment,

@@ -98,6 +98,17 @@ class NextTokenLoss:
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
+def checkpoint_layers(model: nn.Module) -> None:
+    """Recompute each layer in backward. Raises Unsupported where a model of transformers does not offer it."""
+    if isinstance(model, Decoder):
+        model.gradient_checkpointing = True
+        return
+    made: Any = model
+    if not getattr(made, "supports_gradient_checkpointing", False):
+        raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> AbstractContextManager[object]:
     """A context in which scaled_dot_product_attention may only use what the flags allow."""
     if deterministic:

@@ -10,9 +10,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.tools import bench_ladder
-from vblackwell.tools.bench import bench_command, zipf_tokens
-from vblackwell.tools.bench_ladder import LADDER, Case, climb
+from vblackwell.tools import bench
+from vblackwell.tools.bench import LADDER, Case, bench_command, climb, zipf_tokens
 
 SMALL = {"batch_size": 2, "seq_length": 16, "steps": 4}
 
@@ -82,19 +81,19 @@ def test_the_attention_of_a_model_of_transformers(tmp_path, capsys):
 
 
 def test_a_rung_without_room_leaves_the_others(monkeypatch):
-    def full(case, rung, row):
+    def full(case, rung, first):
         if rung.name == "fp32":
             raise torch.OutOfMemoryError("no room")
         if rung.name == "bf16":
             raise InsufficientMemory("level 0 is full", needed_bytes=2, available_bytes=1)
-        return row
+        return {}
 
-    monkeypatch.setattr(bench_ladder, "_train", full)
+    monkeypatch.setattr(bench, "_train", full)
     model = Decoder(config(), seed=3)
     case = Case(model, zipf_tokens(300, (3, 1, 9), 0), torch.device("cpu"), 1e-3)
     said = []
     rows = list(climb(case, LADDER[:3], ("training",), said.append))
-    assert [row.refused for row in rows] == [{"training": "out of memory"}, {"training": "level 0 is full"}, {}]
+    assert [row["refused"] for row in rows] == [{"training": "out of memory"}, {"training": "level 0 is full"}, {}]
     assert said == ["1/3 fp32: training", "2/3 bf16: training", "3/3 fp4: training"]
 
 
