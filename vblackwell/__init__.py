@@ -56,7 +56,7 @@ _WHERE = {
     "restore_causal_lm": "vblackwell.nn.convert.causal_lm",
     "VGPUStack": "vblackwell.memory.cache.stack",
     "VGPULevel": "vblackwell.memory.cache.single",
-    "CompressedVGPULevel": "vblackwell.memory.cache.compressed",
+    "CompressedVGPULevel": "vblackwell.memory.cache.single",
     "create_vgpu_stack": "vblackwell.memory.cache.stack",
     "HardwareDetector": "vblackwell.machine.facts",
     "communication_cost": "vblackwell.planner.parallel.collectives",
@@ -86,8 +86,7 @@ if TYPE_CHECKING:
     from vblackwell.generate.adapters import save_adapter
     from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.machine.facts import HardwareDetector
-    from vblackwell.memory.cache.compressed import CompressedVGPULevel
-    from vblackwell.memory.cache.single import VGPULevel
+    from vblackwell.memory.cache.single import CompressedVGPULevel, VGPULevel
     from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
     from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
     from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm

@@ -64,10 +64,11 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 
 
 class ScratchFile:
-    """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``.
+    """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
 
     Attributes:
-        direct: whether it is open with ``O_DIRECT``: then addresses, offsets and lengths must be multiples of 4 KiB.
+        direct: whether it is open with ``O_DIRECT``, as where a probe shows that it works (the page cache would hold a second
+            copy): then addresses, offsets and lengths must be multiples of 4 KiB.
         poison: why nothing may be written any more; None while all is well.
 
     Raises:
@@ -102,33 +103,23 @@ class ScratchFile:
         return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
 
     def reserve(self, end: int) -> None:
-        """Make the file system reserve ``[0, end)``.
-
-        Raises:
-            DiskFull: it has none.
-            DiskError: it failed otherwise, or the file is poisoned.
-        """
+        """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise or the
+        file is poisoned."""
         self.check_writable()
         if end <= self.reserved_bytes:
             return
         generous = min(max(end, self.reserved_bytes + GROW_BYTES), max(end, self.capacity_bytes))
-        try:
-            self._grow(generous)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or generous == end:
-                self._refuse(error, end)
+        for size in dict.fromkeys((generous, end)):
             try:
-                self._grow(end)
-            except OSError as again:
-                self._refuse(again, end)
-
-    def _grow(self, end: int) -> None:
-        self.calls.fallocate(self.fd, self.reserved_bytes, end - self.reserved_bytes)
-        self.reserved_bytes = end
+                self.calls.fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
+                self.reserved_bytes = size
+                return
+            except OSError as error:
+                if size == end or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    self._refuse(error, end)
 
     def _refuse(self, error: OSError, end: int) -> None:
-        needed = end - self.reserved_bytes
-        free = disk_facts(self.path).free_bytes
+        needed, free = end - self.reserved_bytes, disk_facts(self.path).free_bytes
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
                 f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
@@ -142,11 +133,7 @@ class ScratchFile:
         ) from error
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on, through short reads.
-
-        Raises:
-            DiskError: with file, offset and size.
-        """
+        """Fill ``buffer`` from ``offset`` on, through short reads; raises DiskError with file, offset and size."""
         position = 0
         while position < len(buffer):
             try:
@@ -159,11 +146,7 @@ class ScratchFile:
             position += step
 
     def write(self, offset: int, buffer: memoryview) -> None:
-        """Write ``buffer`` at ``offset``, through short writes. A failure poisons the file.
-
-        Raises:
-            DiskError: with file, offset and size.
-        """
+        """Write ``buffer`` at ``offset``, through short writes. A failure poisons the file and raises DiskError."""
         self.check_writable()
         position = 0
         while position < len(buffer):
@@ -244,14 +227,8 @@ LOST: Check = (0, None)
 
 
 class DiskLevel(Level):
-    """A level in an unlinked file in the directory ``path``.
-
-    Attributes:
-        bytes_read: from the disk so far. bytes_written: to the disk so far.
-
-    Raises:
-        ConfigurationError, DiskError: as `ScratchFile`.
-    """
+    """A level in an unlinked file in the directory ``path``; raises as `ScratchFile`. ``bytes_read`` and
+    ``bytes_written`` count what the disk moved."""
 
     def __init__(
         self,
@@ -274,7 +251,6 @@ class DiskLevel(Level):
 
     @property
     def path(self) -> str:
-        """The directory that the scratch file is in."""
         return str(self._file.path)
 
     # -- placing: the range, and the file system's reservation of it ---------------------------------------------------
@@ -320,32 +296,26 @@ class DiskLevel(Level):
         return FutureTransfer(futures, keep=(tensor,))
 
     def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
-        out = (
-            box.pop()
-        )  # the pool holds a job's arguments for a moment after its result: they are not to hold the memory
+        out = box.pop()  # the pool holds a job's arguments for a moment after its result: not the memory
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
         check = extent.handle[index]
         length = max(out.nbytes, check[0]) if check else out.nbytes
         straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
-        if straight:
-            self._fetch(offset, out.data_ptr(), length)
-            self._verify(offset, out.data_ptr(), check)
-            return
-        buffer = self._buffer()
-        self._fetch(offset, buffer.data_ptr(), length)
-        self._verify(offset, buffer.data_ptr(), check)
-        self._carry(out, buffer[: out.nbytes], ready)
+        memory = out if straight else self._scratch()
+        self._fetch(offset, memory.data_ptr(), length)
+        self._verify(offset, memory.data_ptr(), check)
+        if not straight:
+            self._carry(out, memory[: out.nbytes], ready)
 
     def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         src = box.pop()
         transfer_delay("thread")
         offset = extent.offset + index * self._piece_bytes
         old = extent.handle[index]
-        length = src.nbytes
-        memory = src
+        length, memory = src.nbytes, src
         if src.is_cuda or src.data_ptr() % PAGE or (old and old[0] > length):
-            memory = self._buffer()
+            memory = self._scratch()
             if old and old[0] > length:  # the front of a piece: its rest stays, and stays checked
                 length = old[0]
                 self._fetch(offset, memory.data_ptr(), length)
@@ -379,7 +349,7 @@ class DiskLevel(Level):
         if whole:
             self._file.read(offset, memory_at(address, whole))
         if whole < length:
-            page = self._page()
+            page = self._scratch().data_ptr() + self._piece_bytes
             self._file.read(offset + whole, memory_at(page, PAGE))
             ctypes.memmove(address + whole, page, length - whole)
         with self._lock:
@@ -390,7 +360,7 @@ class DiskLevel(Level):
         if whole:
             self._file.write(offset, memory_at(address, whole))
         if whole < length:
-            page = self._page()
+            page = self._scratch().data_ptr() + self._piece_bytes
             ctypes.memmove(page, address + whole, length - whole)
             self._file.write(offset + whole, memory_at(page, PAGE))
         with self._lock:
@@ -415,12 +385,6 @@ class DiskLevel(Level):
         if not hasattr(self._local, "memory"):
             self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
         return self._local.memory
-
-    def _buffer(self) -> torch.Tensor:
-        return self._scratch()[: self._piece_bytes]
-
-    def _page(self) -> int:
-        return self._scratch().data_ptr() + self._piece_bytes
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)

@@ -46,12 +46,9 @@ class _Mapping(mmap.mmap):
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
     """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones).
 
-    Args:
-        numa_node: where the pages should lie; None leaves it to the system.
-        pin: register with CUDA; where the system refuses, one warning, and the memory stays pageable.
-
-    Raises:
-        InsufficientMemory: the system gave no memory.
+    Private anonymous memory in huge pages, touched by several threads on the cores of ``numa_node``, so that first-touch puts
+    it there, and registered with CUDA (``pin``; where the system refuses, one warning, and it stays pageable). The mapping
+    lives as long as any tensor that views it. Raises InsufficientMemory.
     """
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
@@ -145,12 +142,9 @@ class HostLevel(Level):
     """A level in RAM.
 
     Args:
-        capacity_bytes: the cap; slabs are mapped up to it.
+        capacity_bytes: the cap; slabs are mapped up to it. Raises ConfigurationError where less memory is available.
         pin: register slabs with CUDA; by default where torch can use a GPU.
         numa_node: where slabs should lie; None leaves it to the system.
-
-    Raises:
-        ConfigurationError: the machine, or its cgroup, has less memory available than ``capacity_bytes``.
     """
 
     device: torch.device

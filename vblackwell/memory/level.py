@@ -31,10 +31,8 @@ class Extent:
     """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level.
 
     Attributes:
-        offset: start in the level's own address space, bytes.
-        num_bytes: what was asked for.
-        held_bytes: what the level accounts for it (``num_bytes`` rounded up to the level's alignment).
-        handle: the level's own bookkeeping (a slab, a tensor); for nobody else.
+        offset: start in the level's own address space. num_bytes: what was asked for. held_bytes: that rounded up to the
+            level's alignment, which it accounts. handle: the level's own bookkeeping (a slab, a tensor).
     """
 
     offset: int
@@ -44,11 +42,10 @@ class Extent:
 
 
 class Level(ABC):
-    """A place for bytes. Thread-safe: allocate, free, read and write may be called from any thread.
+    """A place for bytes. Thread-safe.
 
-    This class counts, checks and locks. A level says how a range is taken and given back (`_take`, `_give`, `_retake`),
-    what memory stands for it (`materialise`, `release`), and how its bytes are seen (`view`); one whose bytes cannot be
-    seen copies them itself (`read`, `write`).
+    This class counts, checks and locks. A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what
+    memory stands for it (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`).
 
     Attributes:
         name: as shown to users, ``'cuda:0'``, ``'arena'``, ``'cpu'``, ``'ssd'``.
@@ -77,12 +74,10 @@ class Level(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes accounted to live extents."""
         return self._used
 
     @property
     def peak_bytes(self) -> int:
-        """The largest `used_bytes` so far."""
         return self._peak
 
     @property
@@ -99,12 +94,8 @@ class Level(ABC):
             return self._used + held_bytes <= self.capacity_bytes and self._fits(held_bytes)
 
     def allocate(self, num_bytes: int) -> Extent:
-        """A new extent of ``num_bytes`` > 0 with undefined contents.
-
-        Raises:
-            InsufficientMemory: it does not fit; nothing changed.
-            DiskError: the file system could not reserve the space (a full one raises a child of both).
-        """
+        """A new extent of ``num_bytes`` > 0 with undefined contents; raises InsufficientMemory (nothing changed), or
+        DiskError where the file system cannot reserve it."""
         extent = self.place(num_bytes)
         try:
             self.materialise(extent)
@@ -131,25 +122,18 @@ class Level(ABC):
             return extent
 
     def materialise(self, extent: Extent) -> None:  # noqa: B027 (a level without memory of its own has nothing to do)
-        """The second half of `allocate`: make memory stand for a placed extent. Repeating it changes nothing.
-
-        Raises:
-            InsufficientMemory: the device gave no memory although the cap allows it.
-        """
+        """The second half of `allocate`: make memory stand for a placed extent. Idempotent; raises InsufficientMemory."""
 
     def displace(self, extent: Extent) -> None:
-        """The first half of `free`: the range may be placed again; its bytes stay readable until others are written.
-
-        Raises:
-            KeyError: it was freed already, or is another level's.
-        """
+        """The first half of `free`: the range may be placed again, its bytes stay readable until then. Raises KeyError
+        for an extent that is not here."""
         with self._lock:
             self._live.remove(extent)
             self._used -= extent.held_bytes
             self._give(extent)
 
     def restore(self, extent: Extent) -> None:
-        """Take `displace` back. Whatever was placed into the range since has been displaced again."""
+        """Undo `displace`. Whatever was placed into the range since has been displaced again."""
         with self._lock:
             self._retake(extent)
             self._count(extent)
@@ -238,7 +222,10 @@ class NullLevel(Level):
 
 
 class RangeAllocator:
-    """Free ranges of ``[0, size)``. Not thread-safe, knows no alignment: its level passes multiples only."""
+    """Free ranges of ``[0, size)``: best fit by (size, offset), coalescing, exact undo.
+
+    Not thread-safe, knows no alignment. Searches bisect a sorted list, which here is cheaper than a tree of Python objects.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -250,12 +237,10 @@ class RangeAllocator:
 
     @property
     def largest(self) -> int:
-        """Size of the largest free range; 0 where there is none."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
     def empty(self) -> bool:
-        """Whether everything is free."""
         return self.largest == self.size
 
     def best_fit(self, size: int) -> tuple[int, int] | None:
@@ -323,7 +308,12 @@ class _Block:
 
 
 class DeviceLevel(Level):
-    """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena."""
+    """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
+
+    Each extent is an allocation of torch's: its storage's use count tells whether a tensor of it is still held, and freeing
+    it gives the memory back to the rest of the process. It is taken when the extent is materialised, from the pool of the
+    device's default stream whatever stream is current; copies start after what is queued on both.
+    """
 
     device: torch.device
 
@@ -349,32 +339,24 @@ class DeviceLevel(Level):
                 block = torch.empty(align_up(num_bytes, ALIGNMENT) + ALIGNMENT, dtype=torch.uint8, device="cpu")
                 start = -block.data_ptr() % ALIGNMENT
                 return block[start : start + align_up(num_bytes, ALIGNMENT)].detach()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise self._refused(num_bytes) from error
-        except RuntimeError as error:  # torch's CPU allocator raises this, with nothing but a text
-            if "memory" not in str(error):
+        except (MemoryError, RuntimeError) as error:  # torch's CPU allocator raises the latter, with nothing but a text
+            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
                 raise
-            raise self._refused(num_bytes) from error
-
-    def _refused(self, num_bytes: int) -> InsufficientMemory:
-        return InsufficientMemory(
-            f"{self.device} gave no {format_bytes(num_bytes)} although {self.name}'s cap of "
-            f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap",
-            needed_bytes=num_bytes,
-            available_bytes=0,
-        )
+            raise InsufficientMemory(
+                f"{self.device} gave no {format_bytes(num_bytes)} although {self.name}'s cap of "
+                f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap",
+                needed_bytes=num_bytes,
+                available_bytes=0,
+            ) from error
 
     def adopt(self, tensor: torch.Tensor) -> Extent | None:
-        """An extent that takes over the contiguous ``tensor``'s own memory, or None where that cannot be done.
-
-        It can where the tensor is on this device, starts its storage and fills it, and the level has room.
-        """
+        """An extent over the contiguous ``tensor``'s own memory, or None unless that is on this device, starts and
+        fills its storage, and fits."""
         flat = flat_bytes(tensor)
         storage_bytes = tensor.untyped_storage().nbytes()
         fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
-        if not fits or not 0 < storage_bytes <= align_up(flat.nbytes, ALIGNMENT) or flat.is_inference():
-            return None
-        if not self.can_allocate(flat.nbytes):
+        fits = fits and 0 < storage_bytes <= align_up(flat.nbytes, ALIGNMENT) and not flat.is_inference()
+        if not fits or not self.can_allocate(flat.nbytes):
             return None
         extent = self.place(flat.nbytes)
         extent.handle.tensor = flat.detach()

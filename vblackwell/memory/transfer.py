@@ -30,8 +30,7 @@ _delay: Callable[[str], None] | None = None
 def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
     """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests only.
 
-    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` on a CUDA copy stream, which is the
-    current stream during the call (`torch.cuda._sleep` there).
+    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` where that CUDA copy stream is the current one.
     """
     global _delay
     _delay = delay
@@ -54,10 +53,10 @@ Clock = Callable[[], tuple[float | None, float] | None]
 
 
 class Transfer(ABC):
-    """An asynchronous copy that has been started.
+    """An asynchronous copy that has been started; ``clock`` tells how long it took, None where that is not measured.
 
-    Attributes:
-        clock: how long it took; None where that is not measured.
+    It raises its error on every wait: two waiters must both hear of it. One of several parts waits for all of them before it
+    raises, because the caller will touch the memory once `wait` has returned or raised.
     """
 
     clock: Clock | None = None
@@ -69,10 +68,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait_on(self, stream: Any) -> None:
-        """Make work queued on ``stream`` (a `torch.cuda.Stream`, or None for the host) from now on see the bytes.
-
-        Waiting on a CUDA event that was not recorded yet is a no-op, so this first blocks until it has been.
-        """
+        """Make later work on ``stream`` (None: the host) see the bytes. Waiting on a CUDA event that was not recorded
+        yet is a no-op, so this first blocks until it has been."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -194,8 +191,6 @@ COPY_THREADS = 2
 
 
 class CopyStreams(NamedTuple):
-    """The three copy streams of one device."""
-
     h2d: torch.cuda.Stream
     d2h: torch.cuda.Stream
     d2d: torch.cuda.Stream
@@ -206,11 +201,7 @@ _streams: dict[int, CopyStreams] = {}
 
 
 def copy_streams(device: torch.device | str) -> CopyStreams:
-    """The copy streams of the CUDA ``device``, the same ones on every call.
-
-    Raises:
-        Unsupported: ``device`` is not a CUDA device.
-    """
+    """The copy streams of the CUDA ``device``, the same ones on every call; raises Unsupported for another device."""
     device = torch.device(device)
     if device.type != "cuda":
         raise Unsupported(f"copy streams belong to CUDA devices, not to {device}")
@@ -227,11 +218,8 @@ def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a flat uint8 alias.
-
-    Raises:
-        ConfigurationError: the tensor is not contiguous, or has no bytes in memory.
-    """
+    """``tensor`` as a flat uint8 alias; raises ConfigurationError where it is not contiguous, or has no bytes in
+    memory."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_contiguous():
         raise ConfigurationError(
             f"only contiguous dense tensors can be moved, not shape {tuple(tensor.shape)} with layout {tensor.layout} "
@@ -267,20 +255,17 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
     lead = src if src.is_cuda else dst
     streams = copy_streams(lead.device)
     stream = streams.h2d if not src.is_cuda else streams.d2h if not dst.is_cuda else streams.d2d
-    _wait_for_queued_work(stream, lead.device)
+    for earlier in working_streams(lead.device):
+        stream.wait_stream(earlier)
     if dst.is_cuda and src.is_cuda and dst.device != src.device:
         _say_peer_access(src.device, dst.device)
         other = copy_streams(dst.device).d2d
-        _wait_for_queued_work(other, dst.device)
+        for earlier in working_streams(dst.device):
+            other.wait_stream(earlier)
         with torch.cuda.stream(other), torch.cuda.stream(stream):
             return _queue(dst, src, stream)
     with torch.cuda.stream(stream):
         return _queue(dst, src, stream)
-
-
-def _wait_for_queued_work(stream: torch.cuda.Stream, device: torch.device) -> None:
-    for other in working_streams(device):
-        stream.wait_stream(other)
 
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:

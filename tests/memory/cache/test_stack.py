@@ -144,7 +144,7 @@ def test_default_priority_is_by_name(make_stack):
     stack = make_stack(8, 8, 8)
     for key, priority in (("wte", 10), ("h.0.attn", 7), ("h.0.mlp", 5), ("h.0.norm", 3)):
         stack.register(key, page(0))
-        assert stack.priority_of(key) == priority
+        assert stack._entries[key].priority == priority
 
 
 # A full stack.

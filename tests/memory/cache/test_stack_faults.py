@@ -185,4 +185,4 @@ def test_an_interrupt_in_the_middle_of_a_cascade(stack: VGPUStack, no_delay_left
         with pytest.raises(KeyboardInterrupt):
             stack.register(f"k{number}", random_bytes(PAGE, seed=100 + number), priority=10)
             stack.access(start)
-        check(stack, changed={key: 100 + int(key[1]) for key in stack if stack.priority_of(key) == 10})
+        check(stack, changed={key: 100 + int(key[1]) for key in stack if stack._entries[key].priority == 10})

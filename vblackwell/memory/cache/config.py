@@ -1,13 +1,8 @@
 """From what users write, or the machine has, to levels.
 
-``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``: ``device`` is ``cuda:N``, ``cpu``,
-``ssd``, ``arena`` or ``null``; ``cpu`` as the first level is the arena, because level 0 hands out tensors and so
-allocates them one by one. Keys that are not supported are refused, never ignored. ``speed_gbps`` is a statement about
-the level: levels have to be listed fastest first, and planners go by it.
-
-Where sizes are not given, a GPU keeps a fifth of its free memory for activations and for what else runs
-there, RAM keeps half for the page cache, the data loader and other programs, and a disk half of what is free. Host
-slabs and the disk file grow as they are used, so large caps cost nothing.
+``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``, fastest first. ``cpu`` as the first
+level is the arena, because level 0 allocates tensors one by one. Keys that are not supported are refused. Where sizes
+are not given, a GPU keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
 """
 
 from __future__ import annotations
@@ -39,9 +34,7 @@ class LevelConfig:
 
     Attributes:
         device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``, ``'arena'`` (RAM as level 0) or ``'null'`` (only accounts).
-        capacity_bytes: its cap.
-        speed_gbps: what it moves, GB/s, as far as the user knows; None where that is not said.
-        path: a directory for ``'ssd'``, by default `default_disk_path`.
+        speed_gbps: what it moves, GB/s, as far as the user says. path: a directory for ``'ssd'``.
     """
 
     device: str
@@ -106,11 +99,7 @@ def parse_capacity(value: Any) -> int:
 
 
 def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
-    """The levels of a dict.
-
-    Raises:
-        ConfigurationError: unknown or missing keys (with the nearest name), wrong values, levels not fastest first.
-    """
+    """The levels of a dict; raises ConfigurationError for unknown, missing or wrong keys (with the nearest name)."""
     _refuse_unknown(config, ("levels",), "stack config")
     levels = config.get("levels")
     if not isinstance(levels, (list, tuple)) or not levels:

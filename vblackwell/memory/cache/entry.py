@@ -1,10 +1,8 @@
 """What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
 
-The bytes of a key are one extent, whatever it is: a tensor is one part, a packed tensor one part per component, each at
-a multiple of 64 bytes. A part remembers shape and dtype; the extent holds row-major bytes.
-
-While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases of them, and
-the storage's use count tells whether any are still held: by a variable, a view, or a graph that autograd saved them in.
+The bytes of a key are one extent of row-major parts, each at a multiple of 64 bytes: one for a tensor, one per component
+for a packed tensor. While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out
+aliases of them, and the storage's use count tells whether any are still held: by a variable, a view, or autograd.
 """
 
 from __future__ import annotations
@@ -72,11 +70,8 @@ class Layout:
 
 
 def layout_of(value: Any) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-    """The layout for ``value``, and its tensors, contiguous and detached.
-
-    Raises:
-        ConfigurationError: neither a dense tensor with bytes nor a packed value.
-    """
+    """The layout for ``value``, and its tensors, contiguous and detached; raises ConfigurationError for neither a dense
+    tensor nor a packed value."""
     kind, meta, named = None, None, {"": value}
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Packed):
@@ -114,9 +109,7 @@ class Entry:
     """One key of a stack. Everything but the constants changes under the stack's lock only.
 
     Attributes:
-        key, owner, priority, layout: as registered; `layout` may be replaced.
-        level, extent: where the bytes are. No extent: no bytes, or `stray` has them.
-        stray: the bytes themselves, in RAM outside all levels, after a failing disk left them no other place.
+        level, extent: where the bytes are. No extent: no bytes, or `stray` has them, in RAM outside all levels.
         resident: tensors over the extent while the key is on level 0 and is not being moved or written.
         pins: how many `borrow` blocks hold it.
         expected: a prefetch brought it up and it has not been accessed since.

@@ -40,11 +40,16 @@ class Move:
 
 
 class Plan:
-    """Moves in the order in which they are to be carried out. Made and changed under the stack's lock.
+    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves. Made and changed under the
+    stack's lock.
+
+    To place bytes on a full level its victims sink, each to the first level below that takes it, where colder and no more
+    important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic (`place`, `displace`), so
+    offsets are decided and fragmentation is exact; every range is left before it is written again.
 
     Args:
-        by_order: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
-            priority, and one that cannot sink may rise into free room.
+        by_order: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any priority,
+            and one that cannot sink may rise where bytes are free.
         spare_expected: leave alone what a prefetch brought up and was not used yet.
     """
 
@@ -62,10 +67,8 @@ class Plan:
     def make_room(
         self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
     ) -> Extent | None:
-        """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink.
-
-        None where that is impossible; the plan is then as before.
-        """
+        """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink; None,
+        and the plan as before, where that is impossible."""
         extent = self.place(level, num_bytes)
         if extent is not None or num_bytes > self._levels[level].capacity_bytes:
             return extent
@@ -86,7 +89,7 @@ class Plan:
         return None
 
     def place(self, level: int, num_bytes: int) -> Extent | None:
-        """An extent in free room of ``level``; None where there is none (`refusal` says why)."""
+        """An extent among the free bytes of ``level``; None where there is none (`refusal` says why)."""
         try:
             return self._levels[level].place(num_bytes)
         except (InsufficientMemory, DiskError) as error:
@@ -95,10 +98,8 @@ class Plan:
             return None
 
     def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
-        """Add the move of ``entry``, whose old extent was displaced, to an extent that was placed for it.
-
-        ``from_ram``: its bytes are lifted out before the first move; taking the plan back does not restore its place.
-        """
+        """Add the move of ``entry``, whose old extent was displaced. ``from_ram``: its bytes are lifted out before the
+        first move, and taking the plan back does not restore its place."""
         self.moves.append(Move(entry, entry.level, None if from_ram else entry.extent, target, extent, evicted))
         self._moved.add(entry)
 
@@ -158,11 +159,12 @@ class Placement:
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
         """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
-
-        Raises:
-            InsufficientMemory: no cascade makes room; nothing moved.
-        """
+        Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
+            if not entry.num_bytes:  # shapes only, always on level 0
+                self._policy.add(entry)
+                entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
+                return
             self.sweep()
             plan, level, extent = self._plan_admission(entry)
             adopted = self._adopt(level, extent, bytes_in) if adopt and not plan.moves else None
@@ -176,14 +178,8 @@ class Placement:
         with self._lock:
             self._seat(entry, level, extent)
 
-    def admit_empty(self, entry: Entry) -> None:
-        """An entry without bytes: shapes only, always on level 0."""
-        with self._lock:
-            self._policy.add(entry)
-            entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
-
     def _plan_admission(self, entry: Entry) -> tuple[Plan, int, Extent]:
-        """First its own level and those below, at the cost of less important entries only; then free room above; then
+        """First its own level and those below, at the cost of less important entries only; then free bytes above; then
         anywhere, at anybody's cost."""
         last, size = len(self._levels) - 1, entry.num_bytes
         start = min(0 if entry.priority >= 7 else 1 if entry.priority >= 4 else max(0, last - 1), last)
@@ -216,11 +212,7 @@ class Placement:
         return adopted
 
     def reserve(self, what: str, num_bytes: int, level: int) -> Extent:
-        """An extent on exactly this level, at the cost of any entry there.
-
-        Raises:
-            InsufficientMemory: the entries there cannot make room; nothing moved.
-        """
+        """An extent on exactly this level, at the cost of any entry there. Raises InsufficientMemory; nothing moved."""
         with self._lock:
             self.sweep()
             plan = Plan(self._levels, self._policy, by_order=True)
@@ -247,12 +239,8 @@ class Placement:
         return True
 
     def move(self, entry: Entry, target: int) -> None:
-        """Put ``entry`` on ``target``, whatever has to make room.
-
-        Raises:
-            InsufficientMemory: nothing can; nothing moved.
-            StaleTensor: it would leave level 0 while somebody holds a tensor of it.
-        """
+        """Put ``entry`` on ``target``, whatever has to sink. Raises InsufficientMemory, or StaleTensor where it would
+        leave level 0 while held; nothing moved."""
         self._bring(entry, target, Plan(self._levels, self._policy, by_order=True), 10, None)
 
     def _bring(self, entry: Entry, target: int, plan: Plan, max_priority: int, than: Entry | None) -> None:
@@ -308,10 +296,8 @@ class Placement:
     # -- replacing and dropping ----------------------------------------------------------------------------------------
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
-        """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did.
-
-        A write that fails leaves the old bytes.
-        """
+        """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did. A write that
+        fails leaves the old bytes."""
         with self._lock:
             if entry.held():
                 return False
@@ -342,9 +328,7 @@ class Placement:
 
     def vacate(self, entry: Entry) -> bool:
         """Take the bytes of ``entry`` into RAM, so that its place is free; whether it had one and nobody holds it.
-
-        `put_back` is the opposite. For replacing an entry on a stack that is full.
-        """
+        `put_back` is the opposite."""
         with self._lock:
             if entry.extent is None or entry.held():
                 return False

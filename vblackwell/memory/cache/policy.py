@@ -1,19 +1,15 @@
 """The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
 
-Entries sit in an order for each (level, priority), sorted from least to most recently used. Using an entry moves it to the
-end: O(1). An entry that sinks to another level is older than some that are there, and walks in from the recent end to
-its place, a few steps; so the order stays exact where entries came from different levels.
+Entries sit in an order for each (level, priority), from least to most recently used; using one moves it to the end, and
+one that sinks to another level walks in from the recent end to its place.
 
-`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. It records the keys that are
-accessed and finds the shortest period with the prefix function of Knuth, Morris and Pratt, which costs O(1) amortised
-an access: a recorded trace of ``n`` keys with longest border ``b`` has period ``n - b``, and is taken to repeat once it
-holds two whole periods. From then on every access tells when the same key comes next. With three whole periods
-recording stops, and a pointer walks round the cycle. The first access that is not the expected one ends the forecast:
-victims are the least recent again, and recording goes on. It starts over where no period shows within 16 times the
-number of different keys, so an irregular start (loading, warm-up) does not hide the rhythm that follows. Why not the
-last distance between two accesses of a key as the forecast: training goes forward and backward through the layers, and
-there every key has two alternating distances. Victims come from a heap per (level, priority) with lazy
-deletion: O(log n).
+`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. Knuth, Morris and Pratt's prefix
+function finds the shortest period at O(1) amortised an access: ``n`` recorded keys with longest border ``b`` have period
+``n - b``, which is taken to repeat once two whole periods are there; with three, recording stops and a pointer walks
+round the cycle. The first unexpected access ends the forecast. Recording starts over where no period shows within 16
+times the number of different keys, so an irregular start does not hide the rhythm after it. (The last distance between
+two accesses of a key is no forecast: forward and backward give every key two alternating ones.) Victims come from a heap
+per (level, priority) with lazy deletion: O(log n).
 """
 
 from __future__ import annotations
@@ -62,10 +58,8 @@ class LRU:
             self._order[entry.seat].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
-        """What may leave a level, in that order: lower priority, then colder; only colder ones ``than`` that entry.
-
-        No entry is added or discarded meanwhile.
-        """
+        """What may leave a level: lower priority first, then colder, colder ``than`` that entry. No entry is added or
+        discarded meanwhile."""
         for priority in range(max_priority + 1):
             for entry in self._coldest_first((level, priority)):
                 if than is not None and not self.colder(entry, than):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
-from vblackwell.errors import UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey, Unsupported, nearest
 from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capacity
-from vblackwell.memory.cache.entry import layout_of, packed_bytes
+from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
 from vblackwell.memory.level import Extent
+from vblackwell.numerics.fp4 import quantize
+from vblackwell.units import MiB
+
+CODECS = ("lossless", "fp4")
+PIECE_BYTES = 4 * MiB  # that a thread compresses
+_SHRINKS = 15 / 16
 
 
 class VGPULevel:
@@ -19,7 +31,7 @@ class VGPULevel:
         level: its number; 0 in RAM is an arena, more is host slabs.
         capacity_mb: MiB, or a string with a unit.
         device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``. path: for ``'ssd'``.
-        transfer_speed_gbps: what its link moves, GB/s, as stated; `expected_seconds` uses it.
+        transfer_speed_gbps: what its link moves, GB/s, as stated.
 
     Raises:
         ConfigurationError: as `VGPUStack`.
@@ -42,24 +54,21 @@ class VGPULevel:
 
     @property
     def capacity_bytes(self) -> int:
-        """The cap."""
         return self._place.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held."""
         return self._place.used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held."""
         return self._place.peak_bytes
 
     def put(self, key: str, tensor: Any) -> None:
         """Copy a tensor, or a packed tensor, in; one that is there already is replaced.
 
         Raises:
-            InsufficientMemory: no room; what was under ``key`` still is.
+            InsufficientMemory: it does not fit; what was under ``key`` still is.
         """
         layout, tensors = layout_of(tensor)
         self._store(key, layout, packed_bytes(layout, tensors))
@@ -84,10 +93,14 @@ class VGPULevel:
             UnknownKey: nothing is there under ``key``.
         """
         layout, extent = self._find(key)
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
+        buffer = self._read(extent, layout.num_bytes, self._device)
+        return layout.value(layout.tensors_over(buffer))
+
+    def _read(self, extent: Extent | None, num_bytes: int, device: torch.device | str) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if extent is not None:
             self._place.read(extent, buffer).finish()
-        return layout.value(layout.tensors_over(buffer))
+        return buffer
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes."""
@@ -95,10 +108,6 @@ class VGPULevel:
         del self._entries[key]
         if extent is not None:
             self._place.free(extent)
-
-    def expected_seconds(self, num_bytes: int) -> float | None:
-        """How long moving that many bytes takes at the stated speed; None where none was stated."""
-        return num_bytes / (self.transfer_speed_gbps * 1e9) if self.transfer_speed_gbps else None
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -112,3 +121,178 @@ class VGPULevel:
         """Release everything. Idempotent."""
         self._entries.clear()
         self._place.close()
+
+
+@dataclass(frozen=True)
+class KeyStats:
+    """What one key saves: ``num_bytes`` of the value, ``held_bytes`` of what ``codec`` made of it."""
+
+    codec: str
+    num_bytes: int
+    held_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.num_bytes / max(1, self.held_bytes)
+
+
+@dataclass(frozen=True)
+class _Held:
+    layout: Layout  # of what was compressed: the value, or its packed form
+    planes: list[tuple[int, ...]]  # bytes of the planes of each piece, in the order in which they are held
+    digest: int
+    stats: KeyStats
+
+
+class CompressedVGPULevel(VGPULevel):
+    """A capped place for tensors by name, in fewer bytes; its capacity is of the bytes that are held.
+
+    ``lossless`` is for anything: bytes are laid out by their place in the element (*planes*: signs and exponents of
+    neighbouring weights are much alike) and each plane is compressed by zstd, unless it would hardly shrink. ``fp4``
+    (nvfp4) is for weights that the caller names. An XXH3 of the held bytes is checked before they are turned back.
+
+    Args:
+        level, capacity_mb, device, transfer_speed_gbps, path: as `VGPULevel`.
+        codec: of keys that are put without one: 'lossless' or 'fp4'.
+
+    Raises:
+        ConfigurationError: as `VGPULevel`; an unknown codec.
+    """
+
+    def __init__(
+        self,
+        level: int = 1,
+        capacity_mb: float | str = 1024,
+        device: str = "cpu",
+        transfer_speed_gbps: float | None = None,
+        path: str | None = None,
+        *,
+        codec: str = "lossless",
+    ) -> None:
+        self.codec = _checked(codec)
+        super().__init__(level, capacity_mb, device, transfer_speed_gbps, path)
+
+    def put(self, key: str, tensor: Any, codec: str | None = None) -> None:
+        """Compress a tensor, or with 'lossless' a packed tensor, and hold it; one that is there already is replaced.
+
+        Raises:
+            InsufficientMemory: it does not fit; what was under ``key`` still is.
+            ConfigurationError: an unknown codec; a value that FP4 does not take (integer, inf, NaN, packed).
+            Unsupported: zstd is wanted and the package zstandard is not installed.
+        """
+        codec = _checked(codec or self.codec)
+        num_bytes = layout_of(tensor)[0].num_bytes
+        if codec == "fp4":
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigurationError(f"{key!r} is {type(tensor).__name__}: fp4 takes tensors, hold it 'lossless'")
+            tensor = quantize(tensor, "nvfp4", name=key)
+        layout, tensors = layout_of(tensor)
+        buffer, planes = packed_bytes(layout, tensors).cpu(), []
+        if codec == "lossless" and layout.num_bytes:
+            itemsize = _itemsize(layout)
+            made = list(_pool().map(lambda piece: _compress(piece, itemsize), buffer.split(_piece_bytes(itemsize))))
+            planes = [tuple(map(len, piece)) for piece in made]
+            buffer = torch.frombuffer(bytearray().join(plane for piece in made for plane in piece), dtype=torch.uint8)
+        stats = KeyStats(codec, num_bytes, buffer.numel())
+        self._store(key, _Held(layout, planes, _digest(buffer), stats), buffer)
+
+    def get(self, key: str) -> Any:
+        """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded.
+
+        Raises:
+            UnknownKey: nothing is there under ``key``.
+            CorruptData: the held bytes are not those that were written.
+            DiskError: they cannot be read.
+        """
+        held, extent = self._find(key)
+        buffer = self._read(extent, held.stats.held_bytes, "cpu")
+        if _digest(buffer) != held.digest:
+            raise CorruptData(
+                f"{key!r}: {buffer.numel()} compressed bytes on level {self.level} differ from what was written: "
+                "the memory or disk is failing, or something else wrote there"
+            )
+        if held.stats.codec == "fp4":
+            return held.layout.value(held.layout.tensors_over(buffer.to(self._device))).dequantize()
+        flat, data, at, jobs = torch.empty(held.layout.num_bytes, dtype=torch.uint8), _memory(buffer), 0, []
+        pieces = flat.split(_piece_bytes(_itemsize(held.layout))) if held.planes else ()
+        for piece, planes in zip(pieces, held.planes, strict=True):
+            jobs.append((piece, data[at : at + sum(planes)], planes))
+            at += sum(planes)
+        list(_pool().map(lambda job: _restore(*job), jobs))
+        return held.layout.value(held.layout.tensors_over(flat.to(self._device)))
+
+    def stats(self) -> dict[str, KeyStats]:
+        """By key: its codec, and bytes before and after."""
+        return {key: held.stats for key, (held, _) in self._entries.items()}
+
+
+def _checked(codec: str) -> str:
+    if codec not in CODECS:
+        raise ConfigurationError(f"codec {codec!r} is not known: choose one of {', '.join(CODECS)}")
+    return codec
+
+
+def _itemsize(layout: Layout) -> int:
+    """Bytes of an element; a packed value's parts have several, and are taken as bytes."""
+    return layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
+
+
+def _piece_bytes(itemsize: int) -> int:
+    return PIECE_BYTES // itemsize * itemsize
+
+
+def _compress(piece: torch.Tensor, itemsize: int) -> list[Any]:
+    """The planes of flat bytes, ``itemsize`` of them, each compressed or, where that saves little, as it is."""
+    compressor, found = _compressor(itemsize > 1), []
+    for plane in np.ascontiguousarray(piece.numpy().reshape(-1, itemsize).T):  # far faster than torch transposes bytes
+        small = compressor.compress(memoryview(plane))
+        found.append(small if len(small) < _SHRINKS * len(plane) else memoryview(plane))
+    return found
+
+
+def _restore(piece: torch.Tensor, data: memoryview, sizes: tuple[int, ...]) -> None:
+    """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``; a full one is not compressed."""
+    planes, at = piece.numpy().reshape(-1, len(sizes)), 0
+    for number, size in enumerate(sizes):
+        raw: Any = data[at : at + size]
+        if size != len(planes):
+            raw = require_zstandard().ZstdDecompressor().decompress(raw, max_output_size=len(planes))
+        planes[:, number] = np.frombuffer(raw, dtype=np.uint8)
+        at += size
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    return memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _digest(flat: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(_memory(flat))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="vblackwell-zstd")
+
+
+@functools.cache
+def require_zstandard() -> Any:
+    """The package; raises Unsupported where it is not installed."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise Unsupported(
+            "lossless compression needs the package zstandard: pip install 'vblackwell[compressed]'"
+        ) from error
+    return zstandard
+
+
+def _compressor(of_planes: bool) -> Any:
+    """One for one thread. Planes of exponents hold few repetitions and much skew: a small table of long matches leaves
+    the work to zstd's entropy coder, three times as fast there and a twelfth smaller than level 1's own settings.
+    """
+    zstd = require_zstandard()
+    if not of_planes:
+        return zstd.ZstdCompressor(level=1)
+    sizes = {"window_log": 17, "hash_log": 6, "chain_log": 6, "min_match": 7}
+    chosen = zstd.ZstdCompressionParameters(strategy=zstd.STRATEGY_FAST, write_content_size=True, **sizes)
+    return zstd.ZstdCompressor(compression_params=chosen)

@@ -1,13 +1,8 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
-A key's bytes live on exactly one level. `register` copies them in, `access` gives them back on level 0's device,
-promotions and evictions move them in between (`placement`). Other parts of the package place bytes by hand in the same
-levels (`pool`).
-
-What `access` returned stays valid while it is held: the entry is no victim while its storage has other users, and
-`update` or `remove` then leave the old bytes to their holder. It is to be read; writing goes through `update`.
-Accessing a resident key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one
-cascade at a time.
+A key's bytes live on exactly one level. What `access` returned stays valid while it is held: the entry is no victim while
+its storage has other users, and `update` or `remove` then leave the old bytes to their holder. Accessing a resident key
+takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import torch
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.facts import settle_cpu_kernels
 from vblackwell.memory.cache.config import LevelConfig, Size, build_levels, machine_levels
-from vblackwell.memory.cache.entry import Entry, Layout, default_priority, layout_of, packed_bytes
+from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
 from vblackwell.memory.cache.policy import build_policy
 from vblackwell.memory.level import Extent, Level
@@ -38,14 +33,13 @@ class VGPUStack(LevelPool):
     """Several levels of memory as one.
 
     Args:
-        config: ``{'levels': [{'capacity_mb', 'device', 'speed_gbps', 'path'}, ...]}``, fastest first (`config`), or a
-            sequence of `LevelConfig`, or of ready-made `Level` objects, which the stack then owns.
+        config: ``{'levels': [{'capacity_mb', 'device', 'speed_gbps', 'path'}, ...]}``, fastest first, or a sequence of
+            `LevelConfig`, or of ready-made `Level` objects, which the stack then owns.
         policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
     Attributes:
         levels: the `Level` objects, fastest first. level0_device: where `access` returns tensors.
-        policy, promotion: as given.
 
     Raises:
         ConfigurationError: unknown keys or values, a GPU that is not there, capacities beyond the machine's.
@@ -76,8 +70,8 @@ class VGPUStack(LevelPool):
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
         Args:
-            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
-                further down where full. By default by what the name says (`default_priority`).
+            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or further
+                down where full. By default by what the name says (`default_priority`).
             owner: of the key, such as a model's name. Only the same owner may replace the key.
             take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
 
@@ -89,24 +83,15 @@ class VGPUStack(LevelPool):
         if not isinstance(priority, int) or not 0 <= priority <= 10:
             raise ConfigurationError(f"priority {priority!r} of {key!r} must be a whole number from 0 to 10")
         layout, tensors = layout_of(tensor)
-        self._check_fits(key, layout)
+        if layout.num_bytes > max(level.capacity_bytes for level in self.levels):
+            raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
         with self._turn.take():
             old = self._owned(key, owner)
-            entry = Entry(key, owner, priority, layout)
-            self._admit(entry, tensors, old, take=take)
+            self._admit(Entry(key, owner, priority, layout), tensors, old, take=take)
 
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
-        """Place a new entry and put it in the table, in place of ``old``; in a turn."""
-        if not entry.num_bytes:
-            self._placement.admit_empty(entry)
-        else:
-            self._admit_bytes(entry, packed_bytes(entry.layout, tensors), old, take=take)
-        with self._lock:
-            self._entries[entry.key] = entry
-        if old is not None:
-            self._placement.drop(old)
-
-    def _admit_bytes(self, entry: Entry, buffer: torch.Tensor, old: Entry | None, *, take: bool) -> None:
+        """Place a new entry and put it in the table, in the place of ``old``; in a turn."""
+        buffer = packed_bytes(entry.layout, tensors)
         source = self._place_of(buffer)
         try:
             self._placement.admit(entry, buffer, source, adopt=take)
@@ -118,20 +103,18 @@ class VGPUStack(LevelPool):
             except BaseException:
                 self._placement.put_back(old)
                 raise
-
-    def _check_fits(self, key: str, layout: Layout) -> None:
-        largest = max(level.capacity_bytes for level in self.levels)
-        if layout.num_bytes > largest:
-            raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
+        with self._lock:
+            self._entries[entry.key] = entry
+        if old is not None:
+            self._placement.drop(old)
 
     def _owned(self, key: str, owner: str | None) -> Entry | None:
         self._check_open()
         with self._lock:
             entry = self._entries.get(key)
-            clash = entry.owner if entry is not None else None
-            if (entry is None or clash == owner) and key not in self._reservations:
+            if (entry is None or entry.owner == owner) and key not in self._reservations:
                 return entry
-        holder = f"{clash!r}" if entry is not None else "a reservation"
+        holder = f"{entry.owner!r}" if entry is not None else "a reservation"
         raise KeyClash(
             f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
             f"(name='...')"
@@ -142,7 +125,7 @@ class VGPUStack(LevelPool):
 
         Raises:
             UnknownKey: nothing is registered under it.
-            DiskError, CorruptData: its bytes, or those of a key that had to make room, could not be moved.
+            DiskError, CorruptData: its bytes, or those of a key that had to sink, could not be moved.
         """
         return self._find(key, 0)[0]
 
@@ -179,7 +162,7 @@ class VGPUStack(LevelPool):
                 self._statistics.found(entry.level)
                 entry.expected = False
             if entry.resident is None:
-                self._placement.promote(entry, 0 if self.promotion == "direct" else max(0, entry.level - 1))
+                self._placement.promote(entry, self._target(entry))
             with self._lock:
                 entry.pins += pins
                 value = None if entry.resident is None else self._hand_out(entry, entry.resident)
@@ -188,6 +171,10 @@ class VGPUStack(LevelPool):
         with self._lock:
             self._statistics.stall_seconds += time.perf_counter() - start
         return value, entry
+
+    def _target(self, entry: Entry) -> int:
+        """The level that an access raises ``entry`` to."""
+        return 0 if self.promotion == "direct" else max(0, entry.level - 1)
 
     def _serve_in_place(self, entry: Entry) -> Any:
         """A transient copy on level 0's device; the key stays where it is."""
@@ -207,13 +194,9 @@ class VGPUStack(LevelPool):
                 entry.pins -= 1
 
     def prefetch(self, keys: Iterable[Any]) -> None:
-        """Bring keys up in the background, in this order; returns at once. Full levels make it a hint.
+        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order.
 
-        Args:
-            keys: registered keys, or keys and parameters that an offloaded model on this stack knows.
-
-        Raises:
-            UnknownKey: neither. What fails later is raised by the next `access` of that key.
+        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by that key's next `access`.
         """
         self._check_open()
         keys = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
@@ -232,7 +215,7 @@ class VGPUStack(LevelPool):
                 if entry is None or entry.resident is not None or self._closed:
                     return
                 self._policy.touch(entry, accessed=False)
-            target = 0 if self.promotion == "direct" else max(0, entry.level - 1)
+            target = self._target(entry)
             try:
                 entry.expected = self._placement.promote(entry, target, background=True) and target == 0
             except Exception as error:  # kept for the next access, not swallowed
@@ -243,7 +226,6 @@ class VGPUStack(LevelPool):
         self._prefetchers.append(prefetcher)
 
     def remove_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
-        """The opposite of `add_prefetcher`."""
         self._prefetchers.remove(prefetcher)
 
     def update(self, key: str, tensor: Any) -> None:
@@ -252,7 +234,7 @@ class VGPUStack(LevelPool):
         Raises:
             UnknownKey: nothing is registered under it.
             ConfigurationError: another shape or dtype (register it instead).
-            InsufficientMemory: the old bytes are still held, and there is no room for the new ones next to them.
+            InsufficientMemory: the old bytes are still held, and the new ones do not fit next to them.
         """
         layout, tensors = layout_of(tensor)
         with self._turn.take():
@@ -282,7 +264,7 @@ class VGPUStack(LevelPool):
         """Promote or demote ``key`` by hand.
 
         Raises:
-            InsufficientMemory: nothing there can make room; nothing moved.
+            InsufficientMemory: it does not fit there, whatever sinks; nothing moved.
             StaleTensor: it would leave level 0 while somebody holds its tensor.
         """
         self._check_level(level)
@@ -293,7 +275,6 @@ class VGPUStack(LevelPool):
                 self._placement.move(entry, level)
 
     def keys(self) -> list[str]:
-        """All registered keys."""
         with self._lock:
             return list(self._entries)
 
@@ -307,14 +288,8 @@ class VGPUStack(LevelPool):
         return len(self._entries)
 
     def level_of(self, key: str) -> int:
-        """The level on which ``key`` is now."""
         with self._lock:
             return self._lookup(key).level
-
-    def priority_of(self, key: str) -> int:
-        """The priority of ``key``."""
-        with self._lock:
-            return self._lookup(key).priority
 
     def _lookup(self, key: str) -> Entry:
         self._check_open()
@@ -373,9 +348,9 @@ def create_vgpu_stack(
 
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
-        disk_path: directory for the disk level. By default ``$VBLACKWELL_DISK_PATH``, else the temporary directory, the
-            cache directory or the current one, the first of them that is on a disk.
-        device: level 0's; by default the first GPU where torch can use one. ``'cpu'`` makes level 0 an arena in RAM.
+        disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary, the
+            cache and the current directory that is on a disk.
+        device: level 0's; by default the first GPU. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 
     Raises:
