@@ -235,8 +235,9 @@ class StepControl:
         """
         held = self._unscaled.pop(group, None)
         if held is not None:
-            slots, factor = held
-            self._scale(group, [slot for slot in slots if self._gradients.has(slot)], factor)
+            slots = [slot for slot in held[0] if self._gradients.has(slot)]
+            if slots:  # else a sum would be reserved for nothing
+                self._scale(group, slots, held[1])
 
     def _scale(self, group: Group, slots: list[Slot], factor: torch.Tensor) -> None:
         self._place_of(group).wait(group)  # an update whose step came may still read what is about to change
