@@ -38,7 +38,7 @@ from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
-from vblackwell.kernels.pointwise.rms_norm import rms_norm
+from vblackwell.kernels.pointwise.rows import rms_norm
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime import tuning as cache
 from vblackwell.numerics.formats import FORMATS

@@ -23,9 +23,7 @@ from torch.nn import functional
 from benchmarks.lib.goal_line import goal_header, goal_line
 from benchmarks.lib.kernels.graph_timing import graph_us, median_us
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
-from vblackwell.kernels.pointwise.rotary import rotary
-from vblackwell.kernels.pointwise.swiglu import swiglu
+from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm, rotary, swiglu
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, HEAD = 8, 2048, 2560, 6912, 20, 128
 TOKENS = BATCH * LENGTH

@@ -32,10 +32,8 @@ from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, mma_plan, two_part, two_part_round, w4a8
 from vblackwell.kernels.optimizer.adamw import BLOCK, AdamWStep, norm_of, square_sums
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.pointwise.rotary import rotary, store_rotated
+from vblackwell.kernels.pointwise.rows import rms_norm, rotary, store_rotated, swiglu, swiglu_linear
 from vblackwell.kernels.pointwise.sampling import sample_tokens
-from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
 from vblackwell.kernels.runtime import launch
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.numerics.formats import FORMATS
@@ -163,14 +161,14 @@ def two_parts() -> None:
 # -- Triton ------------------------------------------------------------------------------------------------------------
 
 
-@case("rms_norm_triton._forward", "rms_norm_triton._backward", "rms_norm_triton._sum")
+@case("rows_triton._rms_norm", "rows_triton._rms_norm_backward", "rows_triton._sum")
 def norms() -> None:
     with use_backend("rms_norm", "triton"):
         x, w = normal(37, 200).requires_grad_(), normal(200).requires_grad_()
         rms_norm(x, w, 1e-5).sum().backward()
 
 
-@case("swiglu_triton._forward", "swiglu_triton._backward")
+@case("rows_triton._swiglu", "rows_triton._swiglu_backward")
 def gates() -> None:
     with use_backend("swiglu", "triton"):
         gate, up = (normal(5, 77, seed=i).requires_grad_() for i in range(2))
@@ -178,13 +176,13 @@ def gates() -> None:
         swiglu_linear(gate, up, normal(24, 77)).sum().backward()
 
 
-@case("rotary_triton._rotate")
+@case("rows_triton._rotate")
 def turns() -> None:
     with use_backend("rotary", "triton"):
         rotary(normal(2, 4, 9, 24), normal(2, 2, 9, 24), normal(9, 24), normal(9, 24))
 
 
-@case("cross_entropy_triton._loss_and_gradient", "cross_entropy_triton._scale")
+@case("rows_triton._loss_and_gradient", "rows_triton._scale")
 def losses() -> None:
     with use_backend("cross_entropy", "triton"):
         hidden, weight = normal(11, 16).requires_grad_(), normal(4099, 16).requires_grad_()
@@ -199,7 +197,7 @@ def samples() -> None:
         sample_tokens(normal(3, 1500), seeds, seeds, top_k=20, top_p=0.9, min_p=0.01)
 
 
-@case("rotary_triton._store", "decode_triton._attend", "decode_triton._join")
+@case("rows_triton._store", "decode_triton._attend", "decode_triton._join")
 def decoding() -> None:
     q, k, v = normal(2, 4, 24), normal(2, 2, 24), normal(2, 2, 24)
     keys, values, at = normal(2, 2, 200, 24), normal(2, 2, 200, 24), here(torch.tensor([150]))

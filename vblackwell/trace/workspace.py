@@ -224,7 +224,7 @@ def _normed_input(x: Tensor) -> int:
     return x.numel() * x.element_size() + 4 * _rows(x)  # and the norm's scale of each row, or a gradient of that size
 
 
-CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/feed_forward.py
+CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/linears.py
 
 
 def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:

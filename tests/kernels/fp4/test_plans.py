@@ -11,8 +11,8 @@ from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import linear, mma_plan, tuning, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
-from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise.linears import shared_input_linears
+from vblackwell.kernels.pointwise.rows import rms_norm
 from vblackwell.kernels.runtime import registry
 from vblackwell.kernels.runtime.registry import Backend, Request, choose, explain, use_backend
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear

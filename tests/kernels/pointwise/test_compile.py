@@ -17,16 +17,13 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vblackwell.kernels.pointwise import cross_entropy_triton
+from vblackwell.kernels.pointwise import rows_triton
 from vblackwell.kernels.attention import decode_triton as decode_attention_triton
-from vblackwell.kernels.pointwise import rms_norm_triton
-from vblackwell.kernels.pointwise import rotary_triton
-from vblackwell.kernels.pointwise import swiglu_triton
 from vblackwell.kernels.fp4 import encode_triton
 from vblackwell.kernels.pointwise import sampling_triton
 
 def rms(width, stages):
-    rows, block, warps = rms_norm_triton.tile_of(width)
+    rows, block, warps = rows_triton.tile_of(width)
     return {"D": width, "ROWS": rows, "BLOCK": block, "STAGES": stages}, warps
 
 def block_of(shape):
@@ -35,22 +32,22 @@ def block_of(shape):
 def cases(capability):
     shared = (224 if capability == 90 else 96) << 10
     for width in (128, 2560, 8192):
-        shape, warps = rms(width, rms_norm_triton.forward_stages(width, 2, 2, True, shared))
-        yield rms_norm_triton._forward, {**shape, "HAS_RESIDUAL": True, "TILES": 64}, warps
-        shape, warps = rms(width, rms_norm_triton.backward_stages(width, 2, True, shared))
-        yield rms_norm_triton._backward, {
+        shape, warps = rms(width, rows_triton.forward_stages(width, 2, 2, True, shared))
+        yield rows_triton._rms_norm, {**shape, "HAS_RESIDUAL": True, "TILES": 64}, warps
+        shape, warps = rms(width, rows_triton.backward_stages(width, 2, True, shared))
+        yield rows_triton._rms_norm_backward, {
             **shape, "HAS_DTOTAL": True, "WITH_WEIGHT": True, "TILES": 64}, warps if block_of(shape) <= 4096 else 32
-    shape, warps = rms(16384, rms_norm_triton.forward_stages(16384, 2, 2, False, shared))  # its weight comes through shared memory, too
-    yield rms_norm_triton._forward, {**shape, "HAS_RESIDUAL": False, "TILES": 64}, warps
-    yield rms_norm_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rms_norm_triton.SUM_COLUMNS}, 4
-    yield swiglu_triton._forward, {"BLOCK": swiglu_triton.BLOCK}, swiglu_triton.WARPS
-    yield swiglu_triton._backward, {"BLOCK": swiglu_triton.BLOCK, "WITH_PRODUCT": True}, swiglu_triton.WARPS
-    yield rotary_triton._rotate, {
+    shape, warps = rms(16384, rows_triton.forward_stages(16384, 2, 2, False, shared))  # its weight comes through shared memory, too
+    yield rows_triton._rms_norm, {**shape, "HAS_RESIDUAL": False, "TILES": 64}, warps
+    yield rows_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rows_triton.SUM_COLUMNS}, 4
+    yield rows_triton._swiglu, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
+    yield rows_triton._swiglu_backward, {"BLOCK": rows_triton.SWIGLU_BLOCK, "WITH_PRODUCT": True}, rows_triton.SWIGLU_WARPS
+    yield rows_triton._rotate, {
         "N": 32, "K": 8, "HALF": 64, "HEADS": 32, "BLOCK": 64, "INVERSE": True}, 4
-    yield cross_entropy_triton._loss_and_gradient, {
-        "WORDS": 128256, "GRADIENTS": True, "BLOCK": cross_entropy_triton.BLOCK}, cross_entropy_triton.WARPS
-    yield cross_entropy_triton._scale, {"BLOCK": 2048}, 4
-    yield rotary_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
+    yield rows_triton._loss_and_gradient, {
+        "WORDS": 128256, "GRADIENTS": True, "BLOCK": rows_triton.LOSS_BLOCK}, rows_triton.LOSS_WARPS
+    yield rows_triton._scale, {"BLOCK": 2048}, 4
+    yield rows_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
     yield decode_attention_triton._attend, {
         "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2

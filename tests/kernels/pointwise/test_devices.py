@@ -4,7 +4,6 @@ take that.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,35 +11,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.pointwise import cross_entropy_triton, rms_norm_triton, rotary_triton, swiglu_triton
+from vblackwell.kernels.pointwise import rows_triton
 
 
 def rms_norm(*inputs: Tensor) -> list[Tensor]:
     x, y = inputs
-    normed, total, scale = rms_norm_triton.forward(x, y, x[0].contiguous(), 1e-5)
-    return [normed, total, *rms_norm_triton.backward(normed, y, total, x[0].contiguous(), scale, True)]
+    normed, total, scale = rows_triton.rms_norm(x, y, x[0].contiguous(), 1e-5)
+    return [normed, total, *rows_triton.rms_norm_backward(normed, y, total, x[0].contiguous(), scale, True)]
 
 
 def swiglu(*inputs: Tensor) -> list[Tensor]:
     x, y = inputs
-    found = [swiglu_triton.forward(x, y), *swiglu_triton.backward(x, x, y, True)]
+    found = [rows_triton.swiglu(x, y), *rows_triton.swiglu_backward(x, x, y, True)]
     in_place = [x.clone(), x.clone(), y.clone()]
-    swiglu_triton.backward_in_place(*in_place)
+    rows_triton.swiglu_backward_in_place(*in_place)
     return found + in_place
 
 
 def rotary(*inputs: Tensor) -> list[Tensor]:
     x, y = inputs
     tables = x[:4].cos(), x[:4].sin()
-    return list(rotary_triton.rotate(x.view(1, 2, 4, 16), y.view(1, 2, 4, 16), *tables, False))
+    return list(rows_triton.rotate(x.view(1, 2, 4, 16), y.view(1, 2, 4, 16), *tables, False))
 
 
 def cross_entropy(*inputs: Tensor) -> list[Tensor]:
     logits, y = inputs[0].clone(), inputs[1]
     loss = torch.empty(8, device=logits.device)
     targets = torch.arange(8, device=logits.device)
-    cross_entropy_triton.loss_and_gradient_(logits, targets, loss, -100, 0.0, True)
-    return [loss, logits, cross_entropy_triton.scale(y, loss[:1])]
+    rows_triton.loss_and_gradient_(logits, targets, loss, -100, 0.0, True)
+    return [loss, logits, rows_triton.scale(y, loss[:1])]
 
 
 OPS: list[tuple[Callable[..., list[Tensor]], int]] = [(rms_norm, 3), (swiglu, 3), (rotary, 1), (cross_entropy, 2)]
@@ -54,7 +53,6 @@ def inputs(device: str) -> list[Tensor]:
 def test_every_launch_is_on_its_tensors_device(
     op: Callable[..., list[Tensor]], launches: int, monkeypatch: pytest.MonkeyPatch
 ):
-    module = importlib.import_module(f"vblackwell.kernels.pointwise.{op.__name__}_triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     asked = []
 
@@ -63,7 +61,7 @@ def test_every_launch_is_on_its_tensors_device(
         asked.append(x.device.type)
         yield
 
-    monkeypatch.setattr(module, "on_device", on_device)
+    monkeypatch.setattr(rows_triton, "on_device", on_device)
     op(*inputs(device))
     assert asked == [device] * launches
 

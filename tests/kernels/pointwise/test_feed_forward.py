@@ -6,11 +6,9 @@ from torch.nn import functional
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned, results
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise import feed_forward as module
-from vblackwell.kernels.pointwise.feed_forward import feed_forward_block
-from vblackwell.kernels.pointwise.rms_norm import add_rms_norm
-from vblackwell.kernels.pointwise.shared_input import shared_input_linears
-from vblackwell.kernels.pointwise.swiglu import swiglu_linear
+from vblackwell.kernels.pointwise import linears as module
+from vblackwell.kernels.pointwise.linears import feed_forward_block, shared_input_linears
+from vblackwell.kernels.pointwise.rows import add_rms_norm, swiglu_linear
 from vblackwell.kernels.runtime.registry import use_backend
 
 EPS = 1e-5

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.pointwise import rms_norm as module
-from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.pointwise import rows as module
+from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm
 from vblackwell.kernels.runtime.registry import use_backend
 
 EPS = 1e-5
@@ -48,11 +48,11 @@ def test_sum_against_float64(shape, dtype):
 
 def test_many_rows_meet_in_the_weights_gradient(monkeypatch):
     """More rows than programs, both ways: each sums several tiles, and the last program's are partly beyond the end."""
-    from vblackwell.kernels.pointwise import rms_norm_triton
+    from vblackwell.kernels.pointwise import rows_triton
 
-    monkeypatch.setattr(rms_norm_triton, "BACKWARD_PROGRAMS", 3)
-    monkeypatch.setattr(rms_norm_triton, "FORWARD_PROGRAMS", 5)
-    assert rms_norm_triton.tiles_of(12, 3) == (4, 3) and rms_norm_triton.tiles_of(12, 5) == (3, 4)
+    monkeypatch.setattr(rows_triton, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(rows_triton, "FORWARD_PROGRAMS", 5)
+    assert rows_triton.tiles_of(12, 3) == (4, 3) and rows_triton.tiles_of(12, 5) == (3, 4)
     inputs = [normal(2 * 11 + 1, 2048), normal(2048, seed=1)]
     assert max(errors(lambda x, w: rms_norm(x, w, EPS), "rms_norm", inputs)) <= TOLERANCE[torch.float32]
 

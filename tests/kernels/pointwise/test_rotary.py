@@ -5,8 +5,8 @@ import torch
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise import rotary as module
-from vblackwell.kernels.pointwise.rotary import rotary, store_rotated
+from vblackwell.kernels.pointwise import rows as module
+from vblackwell.kernels.pointwise.rows import rotary, store_rotated
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention.rotary import rotary_tables
 

@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from tests.kernels.pointwise.oracle import DEVICE, TOLERANCE, errors, normal, poisoned, relative
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise import swiglu as module
-from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_backward, swiglu_linear
+from vblackwell.kernels.pointwise import rows as module
+from vblackwell.kernels.pointwise.rows import swiglu, swiglu_backward, swiglu_linear
 from vblackwell.kernels.runtime.registry import use_backend
 
 SHAPES = [(1,), (3, 7, 37), (2, 4099), (0, 5)]
@@ -28,9 +28,9 @@ def test_halves_of_one_tensor(dtype):
 
 
 def test_more_rows_than_a_grid_takes(monkeypatch):
-    from vblackwell.kernels.pointwise import swiglu_triton
+    from vblackwell.kernels.pointwise import rows_triton
 
-    monkeypatch.setattr(swiglu_triton, "MAX_ROWS", 3)
+    monkeypatch.setattr(rows_triton, "MAX_ROWS", 3)
     with poisoned():
         test_halves_of_one_tensor(torch.float32)
         gate, up = normal(10, 266).chunk(2, -1)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.nn.decoder.test_decoder_equality import config, tokens
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.pointwise.shared_input import shared_input_linears
+from vblackwell.kernels.pointwise.linears import shared_input_linears
 from vblackwell.nn.decoder.checkpoint import Keeping, checkpoint
 from vblackwell.nn.decoder.decoder import Decoder
 

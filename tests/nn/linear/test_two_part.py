@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
 from vblackwell.kernels.fp4 import two_part_round
-from vblackwell.kernels.pointwise.swiglu import swiglu
+from vblackwell.kernels.pointwise.rows import swiglu
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear import two_part_linear as optimized_linear

@@ -22,7 +22,7 @@ from vblackwell.kernels.attention.blocks import MaskBits, TileLists, bits_of, li
 from vblackwell.kernels.attention.device import INTERPRETED
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import SPECIALIZED_TRITON, AttentionPlan, padded_head, specialized_plan, tuned
-from vblackwell.kernels.runtime.op import empty_of
+from vblackwell.kernels.runtime.registry import empty_of
 
 _FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.runtime.op import empty_of, register_op
-from vblackwell.kernels.runtime.registry import on_device, refuse_forward_mode
+from vblackwell.kernels.runtime.registry import empty_of, on_device, refuse_forward_mode, register_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256

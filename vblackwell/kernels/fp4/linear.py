@@ -24,7 +24,6 @@ from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate, activation_b
 from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import (
     DTYPES,
     Backend,
@@ -35,6 +34,7 @@ from vblackwell.kernels.runtime.registry import (
     cuda_reasons,
     device_reasons,
     dtype_reasons,
+    register_op,
     request_of,
 )
 from vblackwell.numerics.formats import FORMATS

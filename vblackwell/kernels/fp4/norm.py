@@ -27,8 +27,7 @@ from vblackwell.kernels.fp4.linear import (
 )
 from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
 from vblackwell.kernels.fp4.tuning import tuned
-from vblackwell.kernels.runtime.op import register_op
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, register_op
 
 MAX_ROWS = 16
 

@@ -31,8 +31,15 @@ from vblackwell.kernels.fp4.linear import (
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, has_clusters, plan_mma, takes_bulk
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.runtime.launch import kernel
-from vblackwell.kernels.runtime.op import register_op
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, cuda_reasons, request_of
+from vblackwell.kernels.runtime.registry import (
+    Backend,
+    Request,
+    accept,
+    capability,
+    cuda_reasons,
+    register_op,
+    request_of,
+)
 from vblackwell.numerics import separation
 
 OP = "two_part_linear"

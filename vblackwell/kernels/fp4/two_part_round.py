@@ -16,7 +16,6 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.fp4.launch import OUT_TYPES
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.launch import Launcher, float_bits, kernel
-from vblackwell.kernels.runtime.op import register_op
 from vblackwell.kernels.runtime.registry import (
     DTYPES,
     Backend,
@@ -29,6 +28,7 @@ from vblackwell.kernels.runtime.registry import (
     device_reasons,
     dtype_reasons,
     refuse_forward_mode,
+    register_op,
 )
 from vblackwell.numerics import separation
 from vblackwell.numerics.separation import Scales

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.runtime.op import register_op
-from vblackwell.kernels.runtime.registry import refuse_forward_mode, runs_triton
+from vblackwell.kernels.runtime.registry import refuse_forward_mode, register_op, runs_triton
 
 CHUNK_BYTES = 256 << 20  # of logits; large enough for matrix kernels at any vocabulary in use
 CHUNK_MULTIPLE = 256
@@ -224,9 +223,9 @@ class _GradientSum:
 def _triton_step(
     logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, z_loss: float, gradients: bool
 ) -> None:
-    from vblackwell.kernels.pointwise import cross_entropy_triton
+    from vblackwell.kernels.pointwise import rows_triton
 
-    cross_entropy_triton.loss_and_gradient_(logits_CV, targets_C, loss_C, ignore_index, z_loss, gradients)
+    rows_triton.loss_and_gradient_(logits_CV, targets_C, loss_C, ignore_index, z_loss, gradients)
 
 
 def _torch_step(
@@ -250,18 +249,18 @@ def _torch_step(
 def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor`` in fp32, rounded once to the type of ``x``: a 0-dim factor would be rounded to it first."""
     if runs_triton("cross_entropy", x, 0):
-        from vblackwell.kernels.pointwise import cross_entropy_triton
+        from vblackwell.kernels.pointwise import rows_triton
 
-        return cross_entropy_triton.scale(x, factor)
+        return rows_triton.scale(x, factor)
     return (x.float() * factor).to(x.dtype) if x.element_size() < 4 else x * factor
 
 
 @torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
 def _scale_by_(x: Tensor, factor: Tensor) -> None:
     if runs_triton("cross_entropy", x, 0):
-        from vblackwell.kernels.pointwise import cross_entropy_triton
+        from vblackwell.kernels.pointwise import rows_triton
 
-        cross_entropy_triton.scale(x, factor, out=x)
+        rows_triton.scale(x, factor, out=x)
     else:
         x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise.sampling_reference import sample_reference
-from vblackwell.kernels.runtime.op import register_op
-from vblackwell.kernels.runtime.registry import DTYPES, on_device, runs_triton
+from vblackwell.kernels.runtime.registry import DTYPES, on_device, register_op, runs_triton
 
 
 def sample_tokens(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.rows import rotary
 from vblackwell.nn.attention.backends import attention
 from vblackwell.nn.attention.rotary import rotary_tables
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear

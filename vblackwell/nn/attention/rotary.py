@@ -2,7 +2,7 @@
 
 Cosines and sines are computed anew in every forward, in fp32, once for all layers: a few microseconds, against tables
 that would be cast by ``model.to(bf16)``, be lost under ``to_empty`` and turn into inference tensors if the first call
-happened under ``inference_mode``. ``kernels/pointwise/rotary.py`` applies them.
+happened under ``inference_mode``. ``kernels/pointwise/rows.py`` applies them.
 
 Legend: B batch, S sequence, H head width.
 """

@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.kernels.pointwise.rms_norm import rms_norm
-from vblackwell.kernels.pointwise.rotary import rotary
-from vblackwell.kernels.pointwise.swiglu import swiglu
+from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
 from vblackwell.nn.linear.one_input import hooked, linears_of_one_input
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.pointwise.rotary import rotary
+from vblackwell.kernels.pointwise.rows import rotary
 from vblackwell.nn.attention.backends import attention
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vblackwell.kernels.pointwise.rms_norm import add_rms_norm, rms_norm
+from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm
 from vblackwell.nn.decoder.attention import SelfAttention
 from vblackwell.nn.decoder.cache import KVCache, SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.decode import decode_attention
-from vblackwell.kernels.pointwise.rotary import store_rotated
+from vblackwell.kernels.pointwise.rows import store_rotated
 from vblackwell.nn.attention.layer import AttentionCache
 from vblackwell.nn.attention.rotary import rotary_tables
 from vblackwell.nn.decoder.config import DecoderConfig

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention import op as _attention_op  # noqa: F401 - registers the own kernel's op
-from vblackwell.kernels.pointwise import shared_input
+from vblackwell.kernels.pointwise import linears
 
 Slot = tuple[nn.Module, str]
 InputHooks = Callable[[], AbstractContextManager[Any]]
@@ -190,11 +190,11 @@ class Keeping:
 
 
 def _policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    linears: Any = shared_input._shared_input_linears._opoverload
+    products: Any = linears._shared_input_linears._opoverload
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operation in _ATTENTION and "attention" in names
-        if operation is linears:  # of one input: three are queries, keys and values, two are gate and up
+        if operation is products:  # of one input: three are queries, keys and values, two are gate and up
             keep = ("projections" if len(args[1]) == 3 else "gates") in names
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

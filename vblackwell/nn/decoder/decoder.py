@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.pointwise.rms_norm import add_rms_norm
+from vblackwell.kernels.pointwise.rows import add_rms_norm
 from vblackwell.nn.attention.rotary import rotary_tables, rotary_tables_at
 from vblackwell.nn.decoder.attention import SelfAttention, within_documents
 from vblackwell.nn.decoder.block import DecoderLayer, RMSNorm

@@ -4,7 +4,7 @@ Pre-norm (Xiong et al., arXiv:2002.04745): the sum that runs through the model i
 
 A block to build models of one's own from, with biases, GELU and dropout as in ``nn.TransformerEncoderLayer``; the
 decoder that `vb train` trains has its own (block.py), in Llama's form. RMSNorm instead of LayerNorm, because norm and
-residual sum are then one kernel on a GPU (kernels/pointwise/rms_norm.py).
+residual sum are then one kernel on a GPU (kernels/pointwise/rows.py).
 
 Legend: B batch, S positions, T keys, D model width, F feed-forward width, N heads.
 """

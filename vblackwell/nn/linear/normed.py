@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.fp4.layout import is_tiled
 from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
-from vblackwell.kernels.pointwise.feed_forward import feed_forward_block
-from vblackwell.kernels.pointwise.normed_linears import normed_linears
+from vblackwell.kernels.pointwise.linears import feed_forward_block, normed_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import Unnormed, hooked, joint_packed, may_fuse
 

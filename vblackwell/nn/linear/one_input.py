@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from vblackwell.kernels.fp4.layout import TILE_N, is_tiled
 from vblackwell.kernels.fp4.linear import fp4_linear
-from vblackwell.kernels.pointwise.shared_input import shared_input_linears
-from vblackwell.kernels.pointwise.swiglu import swiglu, swiglu_linear
+from vblackwell.kernels.pointwise.linears import shared_input_linears
+from vblackwell.kernels.pointwise.rows import swiglu, swiglu_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from vblackwell.kernels.pointwise.shared_input import linears_dx
+from vblackwell.kernels.pointwise.linears import linears_dx
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.round_trip import round_trip
 
@@ -104,9 +104,9 @@ class _RoundedLinears(torch.autograd.Function):
 class _RoundedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool, weight_DI: Tensor) -> Tensor:
-        from vblackwell.kernels.pointwise import swiglu_triton
+        from vblackwell.kernels.pointwise import rows_triton
 
-        product = swiglu_triton.forward(gate, up)
+        product = rows_triton.swiglu(gate, up)
         ctx.save_for_backward(gate, up, product, rounded.value)
         ctx.reached, ctx.type = rounded.reached, weight_DI.dtype
         if not wanted:
@@ -116,12 +116,12 @@ class _RoundedSwiglu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from vblackwell.kernels.pointwise import swiglu_triton
+        from vblackwell.kernels.pointwise import rows_triton
 
         gate, up, product, value = ctx.saved_tensors
         dy_MD, dgate, dup, dweight_DI = dy.reshape(-1, dy.shape[-1]), None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dgate, dup, _ = swiglu_triton.backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
+            dgate, dup, _ = rows_triton.swiglu_backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
         if ctx.needs_input_grad[4]:
             ctx.reached()
             dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])).to(ctx.type)
@@ -142,6 +142,6 @@ def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bo
     """``(silu(gate) * up) value^T``, (..., I) to (..., D), one node where gating and product would be two. Triton only.
 
     Args:
-        wanted: as for `vblackwell.kernels.pointwise.swiglu.swiglu_linear`.
+        wanted: as for `vblackwell.kernels.pointwise.rows.swiglu_linear`.
     """
     return _RoundedSwiglu.apply(gate, up, rounded, wanted, rounded.weight)  # type: ignore[return-value]
