@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +34,7 @@ from vblackwell.numerics.formats import FORMATS
 STALE = 1001  # counters that a launch has to clear
 BEHIND = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
+BUILT = HERE.parents[1] / ".pytest_cache" / "emulation"  # what was built; git ignores it
 Args = list[Any]  # tensors, numbers, and None where there is no tensor
 COMPILER = ["g++", "-w", "-fPIC"]
 # Half of the time that a kernel takes: C++'s own <math.h>, and the linker that is the default.
@@ -92,31 +95,39 @@ extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, co
 _REAL = ("ptx.cuh", "fp4/wgmma.cuh", "fp4/wgmma_e4m3.cuh", "barrier.cuh")  # what emulator.h stands in for
 
 
+def _built(words: Sequence[str | Path], *sources: Path | str) -> Path:
+    """What the compiler makes of ``sources``, files and texts; of the same ones kept, for other processes too."""
+    texts = [source if isinstance(source, str) else source.read_text() for source in sources]
+    texts += [path.read_text() for path in sorted(HERE.glob("emulator*.h"))]
+    key = hashlib.sha256("\0".join([*map(str, COMPILER), *map(str, words), *texts]).encode()).hexdigest()[:32]
+    path = BUILT / key
+    if not path.exists():
+        BUILT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+            named = [Path(folder, "kernel.cpp") if isinstance(source, str) else source for source in sources]
+            for source, file in zip(sources, named, strict=True):
+                if isinstance(source, str):
+                    file.write_text(source)
+            subprocess.run([*COMPILER, *words, "-o", f"{folder}/built", *named], check=True)
+            os.replace(f"{folder}/built", path)
+    return path
+
+
 @functools.cache
-def _runtime() -> bytes:
+def _runtime() -> Path:
     """The object file of emulator.cpp and emulator_wgmma.cpp."""
-    with tempfile.TemporaryDirectory(prefix="vblackwell-emulation-") as folder:
-        path = Path(folder) / "emulator.o"
-        # -U: its checks forbid jumps between stacks
-        words = ["-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-nostdlib", "-r", "-o", str(path)]
-        subprocess.run([*COMPILER, *words, HERE / "emulator.cpp", HERE / "emulator_wgmma.cpp"], check=True)
-        return path.read_bytes()
+    words = ["-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-nostdlib", "-r"]  # -U: its checks forbid jumps between stacks
+    return _built(words, HERE / "emulator.cpp", HERE / "emulator_wgmma.cpp")
 
 
-@functools.lru_cache
+@functools.cache
 def _library(files: tuple[str, ...], macros: tuple[tuple[str, int], ...], main: str) -> ctypes.CDLL:
     text = "\n".join(f"#define {name} {value}" for name, value in macros)
     text += (
         "\n" + (HERE / "emulator.h").read_text() + nvrtc.source([name for name in files if name not in _REAL]) + main
     )
-    folder = Path(tempfile.mkdtemp(prefix="vblackwell-emulation-"))
-    (folder / "kernel.cpp").write_text(text)
-    (folder / "emulator.o").write_bytes(_runtime())
-    words = ["-std=c++14", "-O0", *QUICK, f"-I{HERE}", "-shared", "-o", "kernel.so", "kernel.cpp", "emulator.o"]
-    subprocess.run([*COMPILER, *words], cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "kernel.so"))
-    shutil.rmtree(folder)
-    return library
+    words = ["-std=c++14", "-O0", *QUICK, f"-I{HERE}", "-shared", _runtime()]  # whose name tells its sources
+    return ctypes.CDLL(str(_built(words, text)))
 
 
 def _call(

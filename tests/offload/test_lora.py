@@ -87,7 +87,7 @@ def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa:
         assert (base(input_ids=tokens()).logits - logits).norm() > 1e-2 * logits.norm(), "the adapters do nothing"
 
 
-@pytest.mark.parametrize("placement", ["streamed", "resident"])
+@pytest.mark.parametrize("placement", ["streamed", pytest.param("resident", marks=pytest.mark.slow)])
 def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path):  # noqa: F811
     """Training over FP4 is training over the rounded weights; the packed bytes have storage, and come and go."""
     folder = written("qwen2")
@@ -131,7 +131,7 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
         torch.testing.assert_close(opened(input_ids=tokens()).logits, logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp4", [None, "nvfp4"])
+@pytest.mark.parametrize("fp4", [pytest.param(None, marks=pytest.mark.slow), "nvfp4"])
 def test_bf16_with_recompute(fp4, written, make_stack, tmp_path):  # noqa: F811
     """Compute in bf16 with fp32 masters of the adapters: layers computed again in backward give the same bits; merging keeps it."""
     folder, ends = written("llama"), []

@@ -73,6 +73,7 @@ def placed(model: nn.Module, where: str, make_stack: MakeStack, **more: Any) -> 
     return enable_vgpu_stack_optimization(model, make_stack(fast, host_bytes), **given, **more)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "where", "dtype"),
     [

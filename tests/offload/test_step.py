@@ -36,6 +36,7 @@ def equal(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
+@pytest.mark.each_value
 @UPDATES
 @pytest.mark.parametrize("clipped", ["always", "random", "first"])
 def test_redo_after_clipping(clipped: str, make_stack: MakeStack, update: str):
@@ -342,7 +343,7 @@ def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_sta
     )
     # More steps where most runs beside each other: updates ahead of their step, on streams of their own. Rare orders are not left to
     # luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing wait.
-    steps, micros = (20, 1) if update_in_backward and update == "level0" else (8, 2)
+    steps, micros = (12, 1) if update_in_backward and update == "level0" else (8, 2)
     ours = VGPUAdamW(
         model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=micros
     )

@@ -66,7 +66,11 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     ("kind", "options"),
     [
         ("llama", {}),
-        ("llama", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        pytest.param(
+            "llama",
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "gpt2",
             {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},

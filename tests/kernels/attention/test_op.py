@@ -85,6 +85,7 @@ def boolean(*shape: int) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", [(40, 63), (2, 1, 1, 63), (1, 2, 40, 1)], ids=str)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_masks(shape, kind):
