@@ -80,9 +80,7 @@ def _nobody_reads() -> bool:
 
 
 def _stdout_is_full() -> bool:
-    """Whether stdout takes nothing (`vb estimate ... > FILE` on a full disk); what is still to be written is then
-    dropped.
-    """
+    """Whether stdout takes nothing (`vb estimate ... > FILE` on a full disk); what is left to write is then dropped."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing is left to fail
@@ -99,11 +97,8 @@ def _drop_stdout() -> None:
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What an error that nobody foresaw looks like; Python exits with 1 after it."""
     text = " ".join(str(error).split())
-    print(
-        f"vb: internal error: {kind.__name__}: {text}; please report it with the output of the same command and "
-        "--debug",
-        file=sys.stderr,
-    )
+    advice = "please report it with the output of the same command and --debug"
+    print(f"vb: internal error: {kind.__name__}: {text}; {advice}", file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -132,13 +127,7 @@ def _overview() -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ``vb``.
-
-    Attributes:
-        summary: what it does, in a sentence.
-        add_flags: declares its flags.
-        run: called with what was given, by field name; returns the exit code.
-    """
+    """A command of ``vb``; ``run`` is called with what was given, by field name, and returns the exit code."""
 
     summary: str
     add_flags: Callable[[Any], None]
@@ -161,11 +150,7 @@ def make_parser(name: str) -> Any:
 
 
 def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
-    """The flags that were given, by field name.
-
-    Raises:
-        ConfigurationError: an unknown flag (with the nearest one), or a flag without its value.
-    """
+    """The flags that were given, by field name. Raises ConfigurationError."""
     known = {flag for action in parser._actions for flag in action.option_strings}
     for word in words:
         flag = word.partition("=")[0]
@@ -175,19 +160,17 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
             )
     try:
         given = parser.parse_args(_joined(words), defaults=False).as_dict()
-    except argparse.ArgumentError as error:
-        raise ConfigurationError(f"{parser.prog}: {_said_plainly(error)}; see {parser.prog} --help") from error
-    except RecursionError as error:
-        raise ConfigurationError(
-            f"{parser.prog}: a value is nested too deep to be read; see {parser.prog} --help"
-        ) from error
+    except (argparse.ArgumentError, RecursionError) as error:
+        nested = isinstance(error, RecursionError)
+        said = "a value is nested too deep to be read" if nested else _said_plainly(error)
+        raise ConfigurationError(f"{parser.prog}: {said}; see {parser.prog} --help") from error
     return {name: value for name, value in given.items() if value is not None}
 
 
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
-def _said_plainly(error: argparse.ArgumentError) -> str:
+def _said_plainly(error: Exception) -> str:
     """The parser's words, but for a value of the wrong kind, where it names Python's type and its own key."""
     text = " ".join(str(error).split())
     wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(\w+)'>\. Got value: (.*)", text)

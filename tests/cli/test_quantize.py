@@ -28,8 +28,7 @@ from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import separate
 from vblackwell.numerics.sqnr import sqnr
-from vblackwell.tools.calibrate import calibrate
-from vblackwell.tools.quantize import quantize_command, quantize_folder
+from vblackwell.tools.quantize import calibrate, quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]
 CONFIG = DecoderConfig(64, 64, 96, 2, 4, num_kv_heads=2, max_position=64, eos_token_id=0)

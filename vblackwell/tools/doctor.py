@@ -36,17 +36,13 @@ WINDOWS_MOUNT = "/mnt/"
 
 
 def doctor(as_json: bool, disk_path: str) -> int:
-    """Run ``vb doctor``; progress goes to standard error, the result to standard output.
-
-    Raises:
-        ConfigurationError: ``disk_path`` does not exist.
-    """
-    found = examine(disk_path, lambda text: print(text, file=sys.stderr, flush=True))
+    """Run ``vb doctor``; progress goes to standard error. Raises ConfigurationError: ``disk_path`` does not exist."""
+    found = examine(disk_path)
     print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
     return 0
 
 
-def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
+def examine(disk_path: str) -> dict[str, Any]:
     """Facts, rates and advice as plain values; takes about ten seconds."""
     memory, disk, gpus = memory_facts(), disk_facts(Path(disk_path)), list_gpus()
     reason = why_no_cuda(gpus)
@@ -62,13 +58,11 @@ def examine(disk_path: str, say: Callable[[str], None]) -> dict[str, Any]:
     if reason is None:
         measured.append(("GPU and its links", "gpu", lambda: gpu_rates(torch.device("cuda", 0))))
     for number, (what, key, measure) in enumerate(measured, 1):
-        say(f"measuring {number}/{len(measured)}: {what}")
+        print(f"measuring {number}/{len(measured)}: {what}", file=sys.stderr, flush=True)
         rates[key] = measure()
-    keep_disk(disk_path, rates["disk_gbps"])  # plans go by it
+    keep_disk(disk_path, rates["disk_gbps"])  # plans go by it, and by the GPU's
     if "gpu" in rates:
-        keep_rates(
-            torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"])
-        )  # vb estimate goes by them
+        keep_rates(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))
     return {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
@@ -115,19 +109,14 @@ def advice(
             f"disk: {format_bytes(disk.free_bytes)} are free at {disk.path}; checkpoints need 12 bytes a parameter."
         )
     if wsl:
-        found += _wsl_advice(disk.path)
-    return found
-
-
-def _wsl_advice(path: Path) -> list[str]:
-    found = [
-        "WSL2: Windows gives it half of the RAM unless .wslconfig says otherwise ([wsl2] memory=...); more RAM means "
-        "a larger cpu level.",
-        "WSL2: pinned memory is limited; where CUDA refuses it, copies are slower, and a warning says so.",
-    ]
-    if str(path.resolve()).startswith(WINDOWS_MOUNT):
+        found += [
+            "WSL2: Windows gives it half of the RAM unless .wslconfig says otherwise ([wsl2] memory=...); more RAM "
+            "means a larger cpu level.",
+            "WSL2: pinned memory is limited; where CUDA refuses it, copies are slower, and a warning says so.",
+        ]
+    if wsl and str(disk.path.resolve()).startswith(WINDOWS_MOUNT):
         found.append(
-            f"WSL2: {path} is on a Windows drive, which is slow from Linux: keep data and runs under your home."
+            f"WSL2: {disk.path} is on a Windows drive, which is slow from Linux: keep data and runs under your home."
         )
     return found
 
@@ -135,6 +124,10 @@ def _wsl_advice(path: Path) -> list[str]:
 def lines_of(found: dict[str, Any]) -> list[str]:
     """The findings for people."""
     software, cpu, memory, disk, rates = (found[key] for key in ("software", "cpu", "memory", "disk", "rates"))
+    rate = rates["disk_gbps"]
+    disk_text = f"not usable as a disk level: {rate.get('refused')}"
+    if "refused" not in rate:
+        disk_text = f"O_DIRECT where possible: write {rate['write']:.2f} GB/s, read {rate['read']:.2f} GB/s"
     torch_build = f"CUDA {software['torch_cuda']}" if software["torch_cuda"] else "CPU build"
     lines = [
         f"system   {software['system']}{' (WSL)' if software['wsl'] else ''}, Python {software['python']}",
@@ -143,23 +136,13 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         f"{rates['cpu_adamw_gparams']:.2f} G parameters/s",
         f"RAM      {format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'])}; copy "
         f"{rates['host_copy_gbps']:.1f} GB/s",
-        f"disk     {format_bytes(disk['free_bytes'])} free at {disk['path']} ({disk['file_system']}); "
-        f"{_disk_rate(rates['disk_gbps'])}",
+        f"disk     {format_bytes(disk['free_bytes'])} free at {disk['path']} ({disk['file_system']}); {disk_text}",
     ]
     for gpu in found["gpus"]:
-        lines.append(
-            f"GPU {gpu['index']}    {gpu['name']}, {format_bytes(gpu['free_bytes'])} free of "
-            f"{format_bytes(gpu['total_bytes'])}, "
-            f"driver {gpu['driver_version']}"
-        )
+        memory = f"{format_bytes(gpu['free_bytes'])} free of {format_bytes(gpu['total_bytes'])}"
+        lines.append(f"GPU {gpu['index']}    {gpu['name']}, {memory}, driver {gpu['driver_version']}")
     if "gpu" in rates:
         lines += [f"         {name.replace('_', ' ')}: {value:.1f}" for name, value in rates["gpu"].items()]
     if not found["gpus"]:
         lines.append("GPU      none")
     return [*lines, "", *(found["advice"] or ["Nothing is missing."])]
-
-
-def _disk_rate(rate: dict[str, Any]) -> str:
-    if "refused" in rate:
-        return f"not usable as a disk level: {rate['refused']}"
-    return f"O_DIRECT where possible: write {rate['write']:.2f} GB/s, read {rate['read']:.2f} GB/s"

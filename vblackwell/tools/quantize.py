@@ -1,10 +1,9 @@
 """``vb quantize``: a Hugging Face folder in, the same folder with packed linears out.
 
 Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and
-memory for one layer. The order of writing is that of the output files, so only the small entries of a layer wait for
-their turn. Embeddings, head and norms are copied, in the type that transformers runs the format in. Where transformers
-makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised folder it joins
-packed tensors alone. The folder appears complete under its name or not at all.
+memory for one layer. Embeddings, head and norms are copied, in the type that transformers runs the format in. Where
+transformers makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised folder
+it joins packed tensors alone. The folder appears complete under its name or not at all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders.checked import check_weights
+from vblackwell.folders.checked import LIMITS, check_weights
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.compressed_tensors import (
     FINE,
@@ -36,8 +35,9 @@ from vblackwell.folders.compressed_tensors import (
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.shards import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.load import load_model
 from vblackwell.generate.quantized import build_resident, stays_fp32
-from vblackwell.nn.convert.assignment import Assignment
+from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
 from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
@@ -49,21 +49,16 @@ from vblackwell.units import format_bytes
 # Projections that runtimes fuse into one matrix, and that therefore share a tensor scale.
 _FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
+_ASSIGNED = "the assignment keeps it as it is"
 _FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
 _COPY_BYTES = 16 << 20
+_BATCH = 4  # windows of a calibration in one forward
 _WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear that was packed.
-
-    Attributes:
-        name: of the module.
-        shape: (N, K).
-        sqnr_db: signal over quantisation noise.
-        bytes_before, bytes_after: of its weight on disk.
-    """
+    """A linear of shape (N, K) that was packed, its signal over noise, and the bytes of its weight on disk."""
 
     name: str
     shape: tuple[int, int]
@@ -74,14 +69,8 @@ class PackedLayer:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What ``quantize_folder`` did.
-
-    Attributes:
-        layers: the packed linears.
-        kept: linears that were not packed, with the reason.
-        sqnr_db: over all packed weights together.
-        bytes_before, bytes_after: of all tensors on disk.
-        dtype_before, dtype: of the model, in the original folder and now.
+    """The packed linears, the others with the reason, the signal over noise of all packed weights, the bytes of all
+    tensors on disk, and the model's type in the original folder and now.
     """
 
     layers: tuple[PackedLayer, ...]
@@ -112,9 +101,8 @@ def quantize_folder(
         model: folder with ``config.json`` and safetensors.
         out: folder to make; replaced if it is one that this wrote.
         format, scale_search, block_size: as for ``numerics.fp4.quantize``.
-        pattern, keep: which linears, as for ``nn.convert.select_linears``.
-        device: where weights are packed, a layer at a time.
-        assignment: which linears are packed: those that it puts in nvfp4 or in two parts; the others stay as they are.
+        pattern, keep: which linears, as for ``select_linears``.
+        assignment: packs the linears that it puts in nvfp4 or in two parts; the others stay as they are.
         on_layer: called with each packed layer, its number and their count.
 
     Raises:
@@ -132,14 +120,12 @@ def quantize_folder(
         raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
     _check_target(source, target)
     check_weights(source)
-    if assignment is not None:
-        _check_assignment(assignment, form)
+    if assignment is not None and form.name != "nvfp4":
+        raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
     module = build_resident(source)
     with FolderWeights(module, source) as weights:
         plan = _Plan.of(config, module, weights, form, pattern, keep, assignment)
-        reader = _Reader(weights, plan, torch.device(device))
-        scales = {} if form.name != "nvfp4" else _tensor_scales(plan, reader, form, scale_search)
-        packer = _Packer(plan, reader, form, scale_search, scales, on_layer)
+        packer = _Packer(plan, weights, form, scale_search, torch.device(device), on_layer)
         with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
             written = quantization_config(form, plan.kept, plan.two_parts)
             folder.add_json("config.json", _in_type(config, plan.dtype) | {"quantization_config": written})
@@ -147,10 +133,8 @@ def quantize_folder(
             with SafetensorsShards(folder, "model", plan.specs) as shards:
                 for name, tensor in packer.tensors(shards.names):
                     shards.write(name, tensor)
-    return QuantizeReport(
-        tuple(packer.layers), plan.kept, decibels(packer.noise, packer.signal), plan.bytes_before, plan.bytes_after,
-        plan.dtype_before, plan.dtype,
-    )  # fmt: skip
+    sqnr_db, sizes = decibels(packer.noise, packer.signal), (plan.bytes_before, plan.bytes_after)
+    return QuantizeReport(tuple(packer.layers), plan.kept, sqnr_db, *sizes, plan.dtype_before, plan.dtype)
 
 
 def _in_type(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -178,11 +162,8 @@ def quantize_command(
 ) -> int:
     """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
 
-    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4 (calibrate.py), and keeps that as
+    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4, and keeps that as
     ``OUT.assignment.json``.
-
-    Raises:
-        VBError: as ``quantize_folder``.
     """
 
     def say(layer: PackedLayer, number: int, count: int) -> None:
@@ -227,8 +208,6 @@ def _calibrated(
     """What ``--budget`` or ``--max-bits`` chooses, said and kept next to the folder; refuses first what packing would
     refuse.
     """
-    from vblackwell.tools.calibrate import calibrate
-
     if format != "nvfp4":
         raise ConfigurationError(f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}")
     _check_target(Path(model), Path(out))
@@ -245,6 +224,46 @@ def _calibrated(
     )
     chosen.save(path)
     return chosen
+
+
+def calibrate(
+    folder: Path, data: Path | None, budget: float | None, max_bits: float | None = None, *, sequences: int = 16,
+    seq_length: int = 256, pattern: str = "all", keep: str = HEAD, device: torch.device | str = "cpu",
+) -> Assignment:  # fmt: skip
+    """The cheapest assignment of precisions within ``budget``, or the best of at most ``max_bits``: windows of a text
+    go through the whole model twice for each linear, in nvfp4 and in two parts.
+
+    Args:
+        data: text, jsonl or parquet; None: the Python standard library's sources.
+        budget: relative rise of the loss on this text; None: 0.004.
+        sequences, seq_length: windows of the text, no longer than the model takes.
+
+    Raises:
+        ConfigurationError: no tokenizer, too little text, or as `assign_precision`.
+        FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
+    """
+    import numpy as np
+
+    from vblackwell.data.corpus import prepare_data
+    from vblackwell.data.dataset import PackedDataset
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
+    config = read_config(folder)
+    limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), seq_length)
+    corpus, length = prepare_data(data, folder), min(seq_length, limit)
+    if len(corpus.tokens) < 2 * (length + 1):
+        raise ConfigurationError(
+            f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more "
+            "text"
+        )
+    windows = PackedDataset(corpus, length)
+    count = min(sequences, len(windows))
+    model = load_model(folder, device).eval()
+    drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+    allowed = DEFAULT_BUDGET if budget is None else budget
+    return assign_precision(model, batches, allowed, max_bits=max_bits, pattern=pattern, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -271,7 +290,8 @@ class _Plan:
         if assignment is not None:
             shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
             assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
-            why = {name: reason or _assigned_reason(assignment, name) for name, reason in why.items()}
+            left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
+            why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
         two_parts = set() if assignment is None else set(assignment.names("two-part"))
         if opens_in_transformers(form):
             _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
@@ -285,7 +305,8 @@ class _Plan:
             kept |= {name: "; ".join(reasons)} if reasons else {}
         for name in why:  # in the model's order
             if name not in kept:
-                packed[name] = (weights.shape_of(f"{name}.weight")[0], weights.shape_of(f"{name}.weight")[1])
+                rows, columns = weights.shape_of(f"{name}.weight")
+                packed[name] = (rows, columns)
         kept = {name: kept[name] for name in why if name in kept}
         if not packed:
             first = next(f"{name} ({reason})" for name, reason in kept.items())
@@ -345,16 +366,6 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
         )
 
 
-def _check_assignment(assignment: Assignment, form: Format) -> None:
-    if form.name != "nvfp4":
-        raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
-
-
-def _assigned_reason(assignment: Assignment, name: str) -> str | None:
-    given = assignment.precisions.get(name, "bf16")
-    return "the assignment keeps it as it is" if given == "bf16" else None
-
-
 def _reasons(name: str, weights: FolderWeights, held: set[str], form: Format) -> list[str]:
     if f"{name}.weight" not in held:
         return ["the folder stores it under another name"]
@@ -362,85 +373,70 @@ def _reasons(name: str, weights: FolderWeights, held: set[str], form: Format) ->
     return not_packable_reasons(form, shape[0], shape[1])
 
 
-class _Reader:
-    """Tensors of the model out of the folder's, in the types that the plan says."""
-
-    def __init__(self, weights: FolderWeights, plan: _Plan, device: torch.device) -> None:
-        self._weights, self._sources, self._device = weights, plan.sources, device
-        self._dtypes = {spec.name: spec.dtype for spec in plan.specs}
-
-    def kept(self, name: str) -> Tensor:
-        """What is written as ``name``."""
-        return self._filled(self._sources[name], self._dtypes[name])
-
-    def weight(self, linear: str) -> Tensor:
-        """A linear's weight where it will be packed."""
-        name = f"{linear}.weight"
-        return self._filled(name, self._weights.dtype_of(name)).to(self._device)
-
-    def _filled(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
-        self._weights(name, tensor)
-        return tensor
-
-
-def _tensor_scales(plan: _Plan, reader: _Reader, form: Format, scale_search: str) -> dict[str, Tensor]:
-    """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
-    groups: dict[tuple[int, str], list[str]] = defaultdict(list)
-    for number, name in enumerate(plan.packed):
-        matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
-        groups[matches[0] if matches else (-1 - number, name)].append(name)
-    scales = {}
-    for names in groups.values():
-        own = [joint_tensor_scale([reader.weight(name)], form.name, scale_search, names=[name]) for name in names]
-        scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
-    return scales
-
-
 class _Packer:
     """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
 
     def __init__(
-        self, plan: _Plan, reader: _Reader, form: Format, scale_search: str, scales: dict[str, Tensor],
+        self, plan: _Plan, weights: FolderWeights, form: Format, scale_search: str, device: torch.device,
         on_layer: Callable[[PackedLayer, int, int], None] | None,
     ) -> None:  # fmt: skip
-        self._plan, self._reader, self._form, self._search = plan, reader, form, scale_search
-        self._scales, self._on_layer = scales, on_layer
-        self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in scales.items()}
+        self._plan, self._weights, self._form, self._search = plan, weights, form, scale_search
+        self._device, self._on_layer = device, on_layer
+        self._dtypes = {spec.name: spec.dtype for spec in plan.specs}
+        self._scales = self._tensor_scales() if form.name == "nvfp4" else {}
+        self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()}
         self._owner = {
             f"{name}.{entry}": name for name, shape in plan.packed.items() for entry in entry_specs(form, *shape)
-        } | {f"{name}.{FINE}": name for name in plan.two_parts}
+        }
+        self._owner |= {f"{name}.{FINE}": name for name in plan.two_parts}
         self.layers: list[PackedLayer] = []
         self.noise = self.signal = 0.0
+
+    def _weight(self, linear: str) -> Tensor:
+        name = f"{linear}.weight"
+        return self._read(name, self._weights.dtype_of(name)).to(self._device)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
+        self._weights(name, tensor)
+        return tensor
+
+    def _tensor_scales(self) -> dict[str, Tensor]:
+        """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
+        groups: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for number, name in enumerate(self._plan.packed):
+            matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
+            groups[matches[0] if matches else (-1 - number, name)].append(name)
+        scales = {}
+        for names in groups.values():
+            own = [joint_tensor_scale([self._weight(name)], "nvfp4", self._search, names=[name]) for name in names]
+            scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
+        return scales
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             if name not in self._waiting and name in self._owner:
                 self._pack(self._owner[name])
-            yield name, self._waiting.pop(name) if name in self._waiting else self._reader.kept(name)
+            if name in self._waiting:
+                yield name, self._waiting.pop(name)
+            else:
+                yield name, self._read(self._plan.sources[name], self._dtypes[name])
 
     def _pack(self, linear: str) -> None:
-        weight = self._reader.weight(linear)
+        weight = self._weight(linear)
         packed = quantize(
-            weight,
-            self._form.name,
-            self._search,
-            tensor_scale=self._scales.get(linear),
-            block_size=self._form.block_size,
-            workspace_bytes=_WORKSPACE_BYTES,
-            name=f"{linear}.weight",
-        )
+            weight, self._form.name, self._search, tensor_scale=self._scales.get(linear),
+            block_size=self._form.block_size, workspace_bytes=_WORKSPACE_BYTES, name=f"{linear}.weight",
+        )  # fmt: skip
         entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
         whole: PackedTensor | SeparatedTensor = packed
         if linear in self._plan.two_parts:
             whole = SeparatedTensor(packed, fine_part(weight, packed))
             entries[f"{linear}.{FINE}"] = whole.fine
-        self._record(linear, weight, whole, sum(tensor.nbytes for tensor in entries.values()))
+        after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
-
-    def _record(self, linear: str, weight: Tensor, packed: PackedTensor | SeparatedTensor, after: int) -> None:
-        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
+        noise, signal = noise_and_signal(weight, whole.dequantize(torch.float32))
         self.noise, self.signal = self.noise + noise, self.signal + signal
         layer = PackedLayer(linear, self._plan.packed[linear], decibels(noise, signal), weight.nbytes, after)
         self.layers.append(layer)

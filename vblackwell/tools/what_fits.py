@@ -34,11 +34,7 @@ from vblackwell.units import format_bytes, parse_bytes
 
 
 def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool) -> int:
-    """Print the largest models for a machine; 0. Progress goes to standard error.
-
-    Args:
-        gpu: a known card; None: this machine's, or none.
-        host_memory, disk_memory: RAM of the machine and what of its disk may be used; None: this machine's.
+    """Print the largest models for a machine (what is None: this one's); 0. Progress goes to standard error.
 
     Raises:
         ConfigurationError: an unknown card, or a GPU here whose speed is not known.
@@ -47,13 +43,9 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
     answers = WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))
     found = [fit for task in TASKS for fit in answers.largest(task, place)]
     if as_json:
-        values = {
-            "machine": name,
-            "bounds": asdict(place.bounds),
-            "rates": place.rates.source,
-            "fits": [asdict(fit) for fit in found],
-        }
-        print(json.dumps(values | {"assumptions": assumptions(place)}, indent=2))
+        values = {"machine": name, "bounds": asdict(place.bounds), "rates": place.rates.source}
+        values |= {"fits": [asdict(fit) for fit in found], "assumptions": assumptions(place)}
+        print(json.dumps(values, indent=2))
     else:
         print("\n".join(lines(name, place, found)))
     return 0
@@ -87,10 +79,10 @@ def lines(name: str, place: Machine, found: Sequence[Fit]) -> list[str]:
     bounds = place.bounds
     rows = [HEADS, *map(row_of, found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    table = [
-        "  ".join(_cell(text, width, column) for column, (text, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    table = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        table.append("  ".join(f"{text:{'>' if 2 <= at <= 6 else '<'}{width}}" for at, (text, width) in cells))
     left_out = [task for task in TASKS if not any(fit.task == task for fit in found)]
     return [
         f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, "
@@ -103,17 +95,12 @@ def lines(name: str, place: Machine, found: Sequence[Fit]) -> list[str]:
     ]
 
 
-def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if 2 <= column <= 6 else text.ljust(width)
-
-
 def assumptions(place: Machine) -> list[str]:
     """What the table rests on."""
     least = ", ".join(f"{task} {speed:g}" for task, speed in MIN_SPEED.items())
     return [
         f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; "
-        "running: one text of at "
-        f"most {POSITIONS} tokens",
+        f"running: one text of at most {POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",
         f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays on the GPU",
