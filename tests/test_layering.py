@@ -313,7 +313,7 @@ def test_a_return_is_a_stay_in_a_file_that_was_left():
         ("memory/pool", "memory/cache/stack", False),
         ("memory/cache/stack", "memory/pool", True),
         ("tools/bench", "train/run", False),
-        ("nn/attention/layer", "nn/attention/rotary", True),
+        ("nn/attention/layer", "nn/attention/backends", True),
     ],
 )
 def test_the_order(importer: str, imported: str, allowed: bool):

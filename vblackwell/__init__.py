@@ -22,7 +22,7 @@ _WHERE = {
     "export_state": "vblackwell.offload.state",
     "load_causal_lm": "vblackwell.generate.causal_lm",
     "save_causal_lm": "vblackwell.generate.causal_lm",
-    "Lora": "vblackwell.nn.convert.lora_config",
+    "Lora": "vblackwell.nn.convert.lora",
     "save_adapter": "vblackwell.generate.adapters",
     "import_state": "vblackwell.offload.state",
     "VBError": "vblackwell.errors",
@@ -41,17 +41,17 @@ _WHERE = {
     "FusedFP4Linear": "vblackwell.nn.linear.fused_fp4",
     "SeparatedTensor": "vblackwell.numerics.separation",
     "separate": "vblackwell.numerics.separation",
-    "VBOptimizedLinear": "vblackwell.nn.linear.two_part_linear",
+    "VBOptimizedLinear": "vblackwell.nn.linear.two_part",
     "VBModelWrapper": "vblackwell.nn.convert.optimize",
     "enable_vb_optimization": "vblackwell.nn.convert.optimize",
     "VirtualBlackwellAdapter": "vblackwell.nn.linear.two_part",
     "create_virtual_blackwell": "vblackwell.nn.linear.two_part",
     "FlashAttention": "vblackwell.nn.attention.layer",
     "from_multihead_attention": "vblackwell.nn.attention.layer",
-    "OptimizedTransformerBlock": "vblackwell.nn.decoder.transformer_block",
+    "OptimizedTransformerBlock": "vblackwell.nn.decoder.block",
     "compare": "vblackwell.tools.compare",
     "convert": "vblackwell.nn.convert.model",
-    "Conversion": "vblackwell.nn.convert.model",
+    "Conversion": "vblackwell.nn.convert.causal_lm",
     "accelerate_causal_lm": "vblackwell.nn.convert.causal_lm",
     "restore_causal_lm": "vblackwell.nn.convert.causal_lm",
     "VGPUStack": "vblackwell.memory.cache.stack",
@@ -89,14 +89,13 @@ if TYPE_CHECKING:
     from vblackwell.memory.cache.single import CompressedVGPULevel, VGPULevel
     from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
     from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
-    from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
-    from vblackwell.nn.convert.lora_config import Lora
-    from vblackwell.nn.convert.model import Conversion, convert
+    from vblackwell.nn.convert.causal_lm import Conversion, accelerate_causal_lm, restore_causal_lm
+    from vblackwell.nn.convert.lora import Lora
+    from vblackwell.nn.convert.model import convert
     from vblackwell.nn.convert.optimize import VBModelWrapper, enable_vb_optimization
-    from vblackwell.nn.decoder.transformer_block import OptimizedTransformerBlock
+    from vblackwell.nn.decoder.block import OptimizedTransformerBlock
     from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-    from vblackwell.nn.linear.two_part import VirtualBlackwellAdapter, create_virtual_blackwell
-    from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+    from vblackwell.nn.linear.two_part import VBOptimizedLinear, VirtualBlackwellAdapter, create_virtual_blackwell
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.numerics.separation import SeparatedTensor, separate

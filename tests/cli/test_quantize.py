@@ -23,7 +23,7 @@ from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import separate

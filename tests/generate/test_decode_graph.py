@@ -15,7 +15,7 @@ from vblackwell.generate.decode_graph import lay_out_for_decoding, may_capture
 from vblackwell.generate.generate import draws, stepper
 from vblackwell.generate.sampling import Sampling
 from vblackwell.nn.convert.model import convert
-from vblackwell.nn.decoder.cache import KVCache, SteadyCache
+from vblackwell.nn.decoder.block import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.one_input import joined, lay_together
 

@@ -25,7 +25,7 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.api import offload_of
 from vblackwell.tools.quantize import quantize_folder
 

@@ -15,8 +15,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.meta_model import parameters_on_meta
 from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
-from vblackwell.nn.convert.lora import adapter_targets, add_adapters, is_adapter
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora, adapter_targets, add_adapters, is_adapter
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.offload.api import offload_of

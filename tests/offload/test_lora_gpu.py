@@ -17,7 +17,7 @@ from vblackwell.generate.room import room_for
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.streamed_step import reasons_against
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.optimizer import VGPUAdamW
 

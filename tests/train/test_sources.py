@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.decoder.presets import PRESETS
+from vblackwell.nn.decoder.config import PRESETS
 from vblackwell.train.config import RECIPES, resolve
 from vblackwell.units import MiB
 

@@ -36,8 +36,15 @@ from vblackwell.folders.hub import is_hub_id
 from vblackwell.folders.shards import SafetensorsShards, TensorSpec
 from vblackwell.folders.tensor_file import StoredTensor, TensorFile
 from vblackwell.nn.convert.linears import HEAD, store_linears
-from vblackwell.nn.convert.lora import adapter_targets, add_adapters, base_name, file_name, fill_adapter, is_adapter
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import (
+    Lora,
+    adapter_targets,
+    add_adapters,
+    base_name,
+    file_name,
+    fill_adapter,
+    is_adapter,
+)
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload

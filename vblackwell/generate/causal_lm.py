@@ -24,7 +24,7 @@ from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
 from vblackwell.generate.quantized import PackedWeights
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.storage.initialize import Initialize
 from vblackwell.units import GiB

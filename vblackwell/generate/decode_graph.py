@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.decoder.cache import KVCache, SteadyCache
+from vblackwell.nn.decoder.block import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
 
@@ -63,7 +63,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def __init__(self, model: Decoder, cache: KVCache, rows: int) -> None:
-        device = cache.room(0)[0].device
+        device = cache.tensors(0)[0].device
         self._left, self._max_length = cache.max_length - cache.length, cache.max_length
         self._steady = SteadyCache(cache, model.config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)

@@ -26,7 +26,7 @@ from vblackwell.generate.decode_graph import MIN_STEPS, DecodeGraph, may_capture
 from vblackwell.generate.own_state import OwnState, check_one_pass, keeps_own_state
 from vblackwell.generate.room import read_in_chunks, room_for, step_after
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
-from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
 

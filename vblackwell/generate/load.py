@@ -43,7 +43,7 @@ from vblackwell.nn.convert.linears import HEAD, find_linears, install_packed
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import PACKING_BYTES
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.offload.layout.generation import workspace_bytes
 

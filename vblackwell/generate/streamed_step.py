@@ -30,7 +30,7 @@ from vblackwell.generate.decode_graph import MIN_STEPS, ONE_CAPTURES, capturing
 from vblackwell.generate.stacked_cache import StackedCache
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
-from vblackwell.nn.decoder.cache import SteadyCache
+from vblackwell.nn.decoder.block import SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import stored_part

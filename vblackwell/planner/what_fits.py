@@ -26,8 +26,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.nn.convert.linears import store_linears
-from vblackwell.nn.convert.lora import add_adapters
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora, add_adapters
 from vblackwell.offload.layout.generation import CacheShape, cache_shape, level0_budget, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine

@@ -33,7 +33,7 @@ from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.nn.attention.interface import use_dispatcher
+from vblackwell.nn.attention.backends import use_dispatcher
 from vblackwell.nn.convert.linears import convert_linears
 from vblackwell.nn.convert.training import (
     attention_heads,
@@ -42,8 +42,8 @@ from vblackwell.nn.convert.training import (
     fused_backend,
     training_loss,
 )
+from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora
 from vblackwell.train.runfolder import read_stored_config
 from vblackwell.units import parse_bytes
 

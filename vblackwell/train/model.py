@@ -28,9 +28,9 @@ from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted, packed_linears
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.machine.device import Precision
-from vblackwell.nn.attention.interface import use_dispatcher, why_not_dispatcher
+from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.convert.model import convert
 from vblackwell.nn.convert.training import (
     attention_backends,
@@ -39,9 +39,8 @@ from vblackwell.nn.convert.training import (
     fused_backend,
     training_loss,
 )
-from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
+from vblackwell.nn.decoder.config import DecoderConfig, find_preset, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.decoder.presets import find_preset
 from vblackwell.offload.storage.initialize import Initialize
 from vblackwell.train.config import TrainConfig
 

@@ -103,8 +103,7 @@ def prepare(
     refuse_frozen(model)
     fused = fuse(model)
     if fused is not None:
-        text = f"{type(model).__name__} of transformers, fused where that is the same: {fused}"
-        progress.say(text.replace("\n", ", "))
+        progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))

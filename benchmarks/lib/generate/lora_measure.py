@@ -53,7 +53,7 @@ def ours(case: Case, device: torch.device, result: Result) -> Step:
     from vblackwell.generate.causal_lm import load_causal_lm
     from vblackwell.memory.cache.stack import VGPUStack
     from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-    from vblackwell.nn.convert.lora_config import Lora
+    from vblackwell.nn.convert.lora import Lora
     from vblackwell.offload.api import offload_of
     from vblackwell.offload.optimizer import VGPUAdamW
 

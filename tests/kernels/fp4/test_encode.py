@@ -8,7 +8,7 @@ import torch
 from tests.kernels.pointwise.oracle import DEVICE
 from vblackwell.kernels.fp4.encode import LARGEST_EXPONENT, nvfp4_encoder
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.linear.packed_weight import tiled
+from vblackwell.nn.linear.packed_linear import tiled
 from vblackwell.numerics.formats import E2M1_VALUES, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor

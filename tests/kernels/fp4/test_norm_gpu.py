@@ -11,10 +11,10 @@ from tests.kernels.emulation import random_weight
 from vblackwell.kernels.fp4.norm import fp4_norm_linear
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.convert.linears import convert_linears
-from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear import normed
+from vblackwell.nn.linear import one_input
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import linears_of_one_input
 
@@ -69,7 +69,7 @@ def test_against_float64(kind, n, k, m):
 
 
 def run(norm, linear, x):
-    return linears_of_one_input(normed.normed(x, norm, linear), linear)[0]
+    return linears_of_one_input(one_input.normed(x, norm, linear), linear)[0]
 
 
 def test_few_rows_are_fused_and_say_the_same():
@@ -120,7 +120,7 @@ def test_a_packed_decoder_decodes_the_same_with_and_without(monkeypatch):
     ids = torch.arange(40, device="cuda").view(1, 40)
     results = []
     for inside in (True, False):
-        monkeypatch.setattr(normed, "on_gpu", lambda x, inside=inside: inside)
+        monkeypatch.setattr(one_input, "on_gpu", lambda x, inside=inside: inside)
         cache = KVCache(config, 64)
         model(ids, cache=cache)
         results.append(torch.cat([model(ids[:, i : i + 1], cache=cache) for i in range(3)]).float())

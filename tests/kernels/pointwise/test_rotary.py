@@ -8,7 +8,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.pointwise import rows as module
 from vblackwell.kernels.pointwise.rows import rotary, store_rotated
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.attention.rotary import rotary_tables
+from vblackwell.nn.attention.layer import rotary_tables
 
 # batch, sequence, query heads, key heads, width
 SHAPES = [(1, 1, 1, 1, 2), (2, 7, 3, 1, 10), (1, 5, 4, 2, 64), (2, 3, 20, 20, 128), (1, 2, 33, 3, 256)]

@@ -11,7 +11,7 @@ from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.nn.convert import fused_modules as module
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
-from vblackwell.nn.convert.lora_config import Lora
+from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.linear import stored_fp4
 
 pytestmark = pytest.mark.filterwarnings(

@@ -13,14 +13,13 @@ from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.convert.assignment import (
     Assignment,
     Sensitivity,
+    _bytes,
     apply_assignment,
     assign_precision,
-    bytes_of,
     choose,
     measure_sensitivity,
 )
-from vblackwell.nn.linear.times import LinearTimes
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 
 
 class Words(nn.Module):
@@ -88,13 +87,13 @@ def test_the_choice_is_the_cheapest_of_all():
     for allowed in (0.0, 0.01, 0.3, 0.9, 9.0):
         chosen = choose(measured, allowed)
         assert sum(rows[name][p] for name, p in chosen.items()) <= allowed + 1e-12
-        ours = sum(bytes_of(p, shapes[name]) for name, p in chosen.items())
+        ours = sum(_bytes(p, shapes[name]) for name, p in chosen.items())
         best = math.inf
         for number in range(81):
             tried = {name: ("nvfp4", "two-part", "bf16")[number // 3**i % 3] for i, name in enumerate(shapes)}
             if sum(rows[name][p] for name, p in tried.items()) <= allowed:
-                best = min(best, sum(bytes_of(p, shapes[name]) for name, p in tried.items()))
-        assert ours - best <= max(bytes_of("bf16", s) - bytes_of("nvfp4", s) for s in shapes.values())
+                best = min(best, sum(_bytes(p, shapes[name]) for name, p in tried.items()))
+        assert ours - best <= max(_bytes("bf16", s) - _bytes("nvfp4", s) for s in shapes.values())
     full = choose(measured, math.inf, max_bits=6.0)
     assert 5.0 < Assignment(full, shapes).bits <= 6.0
 
@@ -191,27 +190,3 @@ def test_vb_train_takes_the_file(tmp_path):
     assert isinstance(model.second, VBOptimizedLinear) and "1 in two-part" in said[0] and "6.50 bits" in said[0]
     with pytest.raises(ConfigurationError, match="--assignment"):
         TrainConfig(assignment="a.json", use_fp4=True)
-
-
-def test_least_time_begins_with_what_is_fastest():
-    shapes = {"small": (8, 16), "large": (64, 64)}
-    divergence = {name: {"nvfp4": 0.2, "two-part": 0.01, "bf16": 0.0} for name in shapes}
-    seconds = {"small": {"nvfp4": 3, "two-part": 4, "bf16": 2}, "large": {"nvfp4": 1, "two-part": 2, "bf16": 3}}
-
-    def cost(precision, shape):
-        return seconds["small" if shape == (8, 16) else "large"][precision]
-
-    measured = Sensitivity(3.0, shapes, divergence)
-    assert choose(measured, 1.0, cost_of=cost) == {"small": "bf16", "large": "nvfp4"}
-    assert choose(measured, 0.05, cost_of=cost) == {"small": "bf16", "large": "two-part"}
-    assert choose(measured, 1.0) == {"small": "nvfp4", "large": "nvfp4"}
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_times_are_measured_once_for_each_precision_and_shape(device):
-    times = LinearTimes(device, rows=2)
-    found = {precision: times(precision, (64, 32)) for precision in ("bf16", "two-part", "nvfp4")}
-    assert all(0 < seconds < 1 for seconds in found.values())
-    assert {precision: times(precision, (64, 32)) for precision in found} == found
-    with pytest.raises(ConfigurationError, match="rows"):
-        LinearTimes(device, rows=0)

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
-from vblackwell.nn.convert.fused_loss import why_not
+from vblackwell.nn.convert.causal_lm import _why_not_loss, accelerate_causal_lm, restore_causal_lm
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, release
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -37,15 +36,12 @@ MODELS = {
     "Qwen2": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
     "Qwen3": ({**SHAPE, "head_dim": 8}, {"norm": 9, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
     "Phi3": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
-    "Mixtral": (MOE, {"norm": 5, "experts": 2, "rotary": 2, "loss": 1}, ""),
+    "Mixtral": (MOE, {"norm": 5, "gate": 2, "rotary": 2, "loss": 1}, ""),
     "GPT2": (GPT2, {"loss": 1}, ""),
     "Gemma2": ({**SHAPE, "head_dim": 8}, {"rotary": 2}, "weight * x / rms"),  # 1 + weight, GELU, capped logits
     "Cohere": (SHAPE, {"feed_forward": 2}, "a scale or a cap"),  # neighbouring pairs, scaled logits
-    "Granite": (
-        SHAPE,
-        {"norm": 5, "feed_forward": 2, "rotary": 2},
-        "a scale or a cap",
-    ),  # a scale of 1 unless it is given
+    # A scale of 1 unless it is given.
+    "Granite": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2}, "a scale or a cap"),
 }
 
 
@@ -70,8 +66,8 @@ class Powered(LlamaForCausalLM):
 
 
 def test_a_probe_that_fails_is_a_reason():
-    assert why_not(LlamaForCausalLM(LlamaConfig(**SHAPE))) is None
-    assert "could not be probed: TypeError" in (why_not(Powered(LlamaConfig(**SHAPE))) or "")
+    assert _why_not_loss(LlamaForCausalLM(LlamaConfig(**SHAPE))) is None
+    assert "could not be probed: TypeError" in (_why_not_loss(Powered(LlamaConfig(**SHAPE))) or "")
 
 
 def batch(seed: int = 0) -> dict[str, torch.Tensor]:

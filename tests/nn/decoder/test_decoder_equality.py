@@ -11,7 +11,7 @@ from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import save_model
 from vblackwell.folders.shards import spec_of
 from vblackwell.generate.load import load_decoder
-from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 

@@ -11,9 +11,8 @@ from torch.nn import functional
 from tests.nn.decoder.test_decoder_equality import config, tokens
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.checkpoint import checkpoint
-from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.decoder.config import PRESETS, DecoderConfig, find_preset
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.decoder.presets import PRESETS, find_preset
 
 # parameters with 4,096, 32,000 and 50,257 tokens: what presets.py states
 PARAMETERS = {

@@ -9,7 +9,7 @@ from tests.nn.decoder.test_checkpoint import Counting
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear import normed
+from vblackwell.nn.linear import one_input
 from vblackwell.nn.linear.one_input import is_plain
 from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -23,7 +23,7 @@ HALVES = ("vblackwell::feed_forward_block", "vblackwell::normed_linears")
 
 @pytest.fixture(autouse=True)
 def fusing(monkeypatch):
-    monkeypatch.setattr(normed, "may_fuse", lambda x, *linears: all(is_plain(linear) for linear in linears))
+    monkeypatch.setattr(one_input, "may_fuse", lambda x, *linears: all(is_plain(linear) for linear in linears))
 
 
 def tokens(seed: int = 0) -> torch.Tensor:

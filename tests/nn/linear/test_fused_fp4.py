@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import vblackwell
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
-from vblackwell.nn.linear import packed_weight
+from vblackwell.nn.linear import packed_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
@@ -330,11 +330,11 @@ def test_public_name():
 @pytest.mark.parametrize("shape", [(30, 50), (200, 70)])
 def test_tiles_made_in_bands_turn_back_into_the_same_state(format, shape, monkeypatch):
     packed = quantize(torch.randn(shape), format)
-    whole = packed_weight.tiled(packed)
-    monkeypatch.setattr(packed_weight, "_SHUFFLE_ELEMENTS", 64 * shape[1])
-    banded = packed_weight.tiled(packed)
+    whole = packed_linear.tiled(packed)
+    monkeypatch.setattr(packed_linear, "_SHUFFLE_ELEMENTS", 64 * shape[1])
+    banded = packed_linear.tiled(packed)
     assert torch.equal(banded.codes, whole.codes) and torch.equal(banded.scales, whole.scales)
-    back = packed_weight.unplace(banded, packed.form, shape, packed.dtype)
+    back = packed_linear.unplace(banded, packed.form, shape, packed.dtype)
     assert torch.equal(back.dequantize(), packed.dequantize())
     layer = FusedFP4Linear.from_packed(packed)
     layer.hold(banded)  # as on a GPU

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from vblackwell.nn.convert.linears import convert_linears
-from vblackwell.nn.decoder.block import RMSNorm
-from vblackwell.nn.decoder.cache import KVCache
+from vblackwell.nn.decoder.block import KVCache, RMSNorm
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear import fused_fp4 as linear_module
-from vblackwell.nn.linear import normed as module
-from vblackwell.nn.linear import packed_weight
+from vblackwell.nn.linear import one_input as module
+from vblackwell.nn.linear import packed_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import linears_of_one_input
 
@@ -31,7 +30,7 @@ def fused(monkeypatch):
     op = module.fp4_norm_linear
     monkeypatch.setattr(module, "on_gpu", lambda x: True)
     monkeypatch.setattr(module, "fp4_norm_linear", counted)
-    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: packed_weight.tiled(packed))
+    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: packed_linear.tiled(packed))
     return calls
 
 

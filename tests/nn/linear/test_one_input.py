@@ -11,8 +11,7 @@ from vblackwell.nn.decoder import decoder as decoder_module
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear import one_input as module
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.normed import NormedByPacked
-from vblackwell.nn.linear.one_input import joint_packed, lay_packed_together, linears_of_one_input
+from vblackwell.nn.linear.one_input import NormedByPacked, joint_packed, lay_packed_together, linears_of_one_input
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 
 

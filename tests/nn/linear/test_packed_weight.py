@@ -5,7 +5,7 @@ import torch
 
 from tests.nn.linear.peak_bytes import PeakBytes
 from vblackwell.nn.linear import fused_fp4 as linear_module
-from vblackwell.nn.linear import packed_weight
+from vblackwell.nn.linear import packed_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics import fp4
 from vblackwell.numerics.fp4 import quantize
@@ -41,8 +41,8 @@ def test_quantising_needs_a_third_of_the_layer_in_extra(format, dtype, rows, sea
 def test_a_layer_becomes_tiles_in_the_room_that_its_weight_leaves(format, dtype, monkeypatch):
     """A GPU's way of packing a layer, with its memory counted on the CPU; tiles and bands scaled down with the layer."""
     rows, columns = 1000, 1024
-    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: packed_weight.tiled(packed))
-    monkeypatch.setattr(packed_weight, "_SHUFFLE_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(linear_module, "place", lambda packed, tiles: packed_linear.tiled(packed))
+    monkeypatch.setattr(packed_linear, "_SHUFFLE_ELEMENTS", 1 << 14)
     monkeypatch.setattr(fp4, "_CPU_TILE_ELEMENTS", 1 << 11)
     with PeakBytes() as memory:
         layer = FusedFP4Linear(columns, rows, bias=False, format=format, scale_search="max", dtype=dtype)

@@ -19,11 +19,10 @@ from vblackwell.kernels.fp4 import two_part_round
 from vblackwell.kernels.pointwise.rows import swiglu
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.linear import two_part_linear as optimized_linear
+from vblackwell.nn.linear import two_part as optimized_linear
 from vblackwell.nn.linear.one_input import linears_of_one_input
 from vblackwell.nn.linear.rounded import Rounded, rounded_linear, rounded_swiglu_linear
-from vblackwell.nn.linear.two_part import Settings
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
 from vblackwell.trace.trace import trace_training

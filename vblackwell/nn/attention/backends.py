@@ -2,9 +2,10 @@
 
 ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
 (kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a
-request the one with the least measured time runs: ``tune_attention`` measures on this machine and keeps the times;
-where nothing was measured the order is that of ``preference``. Under ``torch.compile`` the order alone decides, because
-the tables cannot be read while tracing.
+request the one with the least time runs that ``tune_attention`` has measured on this machine; where nothing was
+measured, and under ``torch.compile``, which cannot read the tables, the order is that of ``preference``.
+
+``use_dispatcher`` gives it to transformers' models.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -52,9 +53,9 @@ class Variant(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """What a backend may look at before it agrees. ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
+    """What a backend may look at before it agrees; measured times of the CUDA device ``gpu`` count, None: the current one.
 
-    ``gpu`` is the index of the CUDA device whose measured times count; None: the current one.
+    ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
     """
 
     device: str
@@ -109,77 +110,61 @@ def _common_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest
     return registry.dtype_reasons(r.dtype, dtypes) + wide
 
 
+def _stated(*reasons: tuple[object, str]) -> list[str]:
+    return [reason for applies, reason in reasons if applies]
+
+
 def _triton_reasons(r: AttentionRequest) -> list[str]:
     on_cuda = r.device == "cuda"
     dtypes = (*HALF, torch.float32) if on_cuda else (torch.float16, torch.float32, torch.float64)
     reasons = registry.triton_reasons(r.device, r.capability) + _common_reasons(r, dtypes, WIDEST_HEAD)
-    if r.mask_gradient:
-        reasons.append("the mask wants a gradient")
+    reasons += _stated((r.mask_gradient, "the mask wants a gradient"))
     return reasons + (grid_reasons(r.batch, r.mask_planes) if on_cuda else [])
 
 
 def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
     """What all of SDPA's fused backends refuse."""
-    reasons = _common_reasons(r, dtypes, widest)
-    if min(r.queries, r.keys) == 0:
-        reasons.append("an empty sequence")
-    if r.window is not None:
-        reasons.append("a sliding window")
-    if r.softcap:
-        reasons.append("a soft cap")
-    if r.alibi:
-        reasons.append("ALiBi")
-    if r.causal and r.mask != "none":
-        reasons.append("causal together with a mask")
-    if r.causal and r.bottom_right and r.queries != r.keys:
-        reasons.append(f"causal from the bottom right over {r.queries} x {r.keys}")
-    return reasons
+    oblong = r.causal and r.bottom_right and r.queries != r.keys
+    return _common_reasons(r, dtypes, widest) + _stated(
+        (min(r.queries, r.keys) == 0, "an empty sequence"),
+        (r.window is not None, "a sliding window"),
+        (r.softcap, "a soft cap"),
+        (r.alibi, "ALiBi"),
+        (r.causal and r.mask != "none", "causal together with a mask"),
+        (oblong, f"causal from the bottom right over {r.queries} x {r.keys}"),
+    )
 
 
 def _cudnn_reasons(r: AttentionRequest) -> list[str]:
-    reasons = _torch_reasons(r, HALF, 128)
-    if r.device != "cuda" or r.capability < (8, 0):
-        reasons.append("it needs a CUDA GPU of compute capability 8.0")
-    if r.head % 8:
-        reasons.append(f"a head of {r.head} is no multiple of 8")
-    if r.mask != "none":
-        reasons.append("a mask")
-    if r.causal and r.queries != r.keys:
-        reasons.append(f"causal over {r.queries} x {r.keys}")
-    if r.queries == 1 or r.keys == 1:
-        reasons.append("a sequence of one")
-    if r.deterministic:  # PyTorch refuses it then even where no gradient is wanted
-        reasons.append("its backward is not deterministic")
-    return reasons
+    return _torch_reasons(r, HALF, 128) + _stated(
+        (r.device != "cuda" or r.capability < (8, 0), "it needs a CUDA GPU of compute capability 8.0"),
+        (r.head % 8, f"a head of {r.head} is no multiple of 8"),
+        (r.mask != "none", "a mask"),
+        (r.causal and r.queries != r.keys, f"causal over {r.queries} x {r.keys}"),
+        (r.queries == 1 or r.keys == 1, "a sequence of one"),
+        (r.deterministic, "its backward is not deterministic"),  # refused then even where no gradient is wanted
+    )
 
 
 def _flash_reasons(r: AttentionRequest) -> list[str]:
     on_cpu = r.device == "cpu"
-    reasons = _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD)
-    if not on_cpu and (r.device != "cuda" or r.capability < (8, 0)):
-        reasons.append("it needs a CUDA GPU of compute capability 8.0, or the CPU")
-    if r.mask != "none" and not on_cpu:
-        reasons.append("a mask")
-    if r.causal and r.queries != r.keys:
-        reasons.append(f"causal over {r.queries} x {r.keys}")
-    if r.dropout and on_cpu:
-        reasons.append("dropout on the CPU")
-    if r.mask_gradient:
-        reasons.append("the mask wants a gradient")
-    return reasons
+    old = not on_cpu and (r.device != "cuda" or r.capability < (8, 0))
+    return _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD) + _stated(
+        (old, "it needs a CUDA GPU of compute capability 8.0, or the CPU"),
+        (r.mask != "none" and not on_cpu, "a mask"),
+        (r.causal and r.queries != r.keys, f"causal over {r.queries} x {r.keys}"),
+        (r.dropout and on_cpu, "dropout on the CPU"),
+        (r.mask_gradient, "the mask wants a gradient"),
+    )
 
 
 def _efficient_reasons(r: AttentionRequest) -> list[str]:
-    reasons = _torch_reasons(r, (*HALF, torch.float32), 1 << 16)
-    if r.device != "cuda":
-        reasons.append("it needs a CUDA GPU")
-    if r.heads != r.kv_heads:
-        reasons.append(f"{r.heads} query heads over {r.kv_heads} key heads")
-    if r.head % 8:
-        reasons.append(f"a head of {r.head} is no multiple of 8")
-    if r.deterministic and r.gradient:
-        reasons.append("its backward is not deterministic")
-    return reasons
+    return _torch_reasons(r, (*HALF, torch.float32), 1 << 16) + _stated(
+        (r.device != "cuda", "it needs a CUDA GPU"),
+        (r.heads != r.kv_heads, f"{r.heads} query heads over {r.kv_heads} key heads"),
+        (r.head % 8, f"a head of {r.head} is no multiple of 8"),
+        (r.deterministic and r.gradient, "its backward is not deterministic"),
+    )
 
 
 def _run_triton(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -241,28 +226,27 @@ def preference(r: AttentionRequest) -> tuple[str, ...]:
 
 
 def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
-    """Each backend's reasons against ``request``, in the order in which they would be taken; those without any can run."""
+    """Each backend's reasons against ``request``, in the order they would be taken; those without any can run."""
     return registry.explain(_ranking(request), request)
 
 
 def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
-    """The backend that runs ``request``.
-
-    Raises:
-        ConfigurationError: ``backend`` is no backend.
-        Unsupported: it refuses; the message has every backend's reasons.
-    """
-    if backend != "auto" and backend not in BACKENDS:
-        known = ("auto", *BACKENDS)
-        raise ConfigurationError(
-            f"no attention backend {backend!r}: choose one of {', '.join(known)}{nearest(backend, known)}"
-        )
+    """The backend that runs ``request``; Unsupported, with every backend's reasons, if none does or not the one asked for."""
+    _check_name(backend)
     try:
         return registry.choose("attention", _ranking(request), request, None if backend == "auto" else backend).name
     except Unsupported:
         why = attention_backends(request)
     said = " | ".join(f"{name}: {'; '.join(reasons) or 'accepts'}" for name, reasons in why.items())
     raise Unsupported(f"attention backend {backend!r} refuses. {said}")
+
+
+def _check_name(backend: str) -> None:
+    known = ("auto", *BACKENDS)
+    if backend not in known:
+        raise ConfigurationError(
+            f"no attention backend {backend!r}: choose one of {', '.join(known)}{nearest(backend, known)}"
+        )
 
 
 def attention(
@@ -319,9 +303,7 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
-    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for the shape and its neighbours.
-
-    What a backend makes of a mask at every call, such as tile lists, is part of its time.
+    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for the shape and neighbours.
 
     Raises:
         Unsupported: the tensors are not on a CUDA GPU.
@@ -334,29 +316,104 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
     with torch.cuda.device(q_BNSH.device):  # whose streams are timed
         for name in preference(request):
             if name != "math" and not BACKENDS[name].reasons(request):
-                times[name] = int(_measure_ns(BACKENDS[name], tensors, chosen, request.gradient))
+                times[name] = int(_measure_ns(BACKENDS[name].run, tensors, chosen, request.gradient))
     tuning.store(attention_plan.KIND, q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
     return times
 
 
-def _measure_ns(
-    backend: registry.Backend[AttentionRequest, Run],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    variant: Variant,
-    gradient: bool,
-) -> float:
+def _measure_ns(run: Run, tensors: tuple[Tensor, Tensor, Tensor], variant: Variant, gradient: bool) -> float:
     wanted = [x for x in tensors if x.requires_grad]
     times = []
     for _ in range(8):
-        # A step keeps the GPU supplied; here its kernels would wait for the host, and the one with the fewest launches
-        # would look fastest.
+        # As in a step, kernels must not wait for the host, or the one with the fewest launches would look fastest.
         torch.cuda._sleep(SLEEP_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        out = backend.run(*tensors, variant)
+        out = run(*tensors, variant)
         if gradient:
             torch.autograd.grad(out, wanted, torch.ones_like(out))
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e6)
     return statistics.median(times[3:])
+
+
+# -- transformers' models ----------------------------------------------------------------------------------------------
+
+NAME = "vblackwell"
+_UNKNOWN = ("s_aux", "position_bias", "cache")  # no backend has sinks, or biases by position
+
+
+def why_not_dispatcher(model: nn.Module) -> str | None:
+    """Why ``model``'s attention cannot be given to the dispatcher; None if it can."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return "transformers is not installed"
+    if not isinstance(model, PreTrainedModel):
+        return "the model is not one of transformers', whose registry names the attention"
+    if not model._supports_attention_backend or not model._can_set_attn_implementation():
+        return f"{type(model).__name__} computes its attention itself, past transformers' registry"
+    return None
+
+
+def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None = None) -> Callable[[], None]:
+    """Let one of transformers' models, which may be in a stack, attend through the dispatcher; returns what undoes it.
+
+    Its masks are those that transformers makes for SDPA: None where causality is the whole truth, a boolean one for
+    padding, packed sequences and sliding windows. ``cached`` is the backend of passes that continue what a cache holds.
+
+    Raises:
+        ConfigurationError: there is no such backend.
+        Unsupported: with the reason of `why_not_dispatcher`.
+    """
+    _check_name(backend)
+    reason = why_not_dispatcher(model)
+    if reason is not None:
+        raise Unsupported(f"the dispatcher's attention: {reason}")
+    made: Any = model
+    before = made.config._attn_implementation
+    made.set_attn_implementation(_registered(backend, backend if cached is None else cached))
+    return lambda: made.set_attn_implementation(before)
+
+
+def _registered(backend: str, cached: str) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    # Numbers, not words: transformers takes every name with "flash" in it for one of theirs.
+    numbers = ["auto", *BACKENDS]
+    name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}"
+    AttentionInterface.register(name, _Forward(backend, cached))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+class _Forward:
+    """transformers' attention function: queries (B, N, S, H), keys and values (B, K, T, H) to (B, S, N, H), no weights."""
+
+    def __init__(self, backend: str, cached: str) -> None:
+        self._backend, self._cached = backend, cached
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        asked = [name for name in _UNKNOWN if options.get(name) is not None]
+        if asked:
+            raise Unsupported(
+                f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has"
+            )
+        queries, keys = query.shape[2], key.shape[2]
+        backend = self._backend if queries == keys else self._cached
+        causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+        causal = causal and queries > 1
+        if causal and keys > queries:  # a static cache that is being filled: what follows is empty
+            key, value = key[:, :, :queries], value[:, :, :queries]
+        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+            attention_mask = attention_mask[..., : key.shape[2]]
+        out_BNSH, _ = attention(
+            query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
+            backend=backend,
+        )  # fmt: skip
+        return out_BNSH.transpose(1, 2).contiguous(), None

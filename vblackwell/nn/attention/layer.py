@@ -1,9 +1,12 @@
-"""``FlashAttention``: self-attention with one projection for queries, keys and values, on the fastest backend that accepts it.
+"""``FlashAttention``: self-attention on the fastest backend that accepts it; its cache, and tables of rotary positions.
 
 Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +14,29 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.rows import rotary
 from vblackwell.nn.attention.backends import attention
-from vblackwell.nn.attention.rotary import rotary_tables
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 
-class AttentionCache:
-    """Keys and values that one layer's attention has seen, allocated once, at the first ones and in their type.
+def rotary_tables(start: int, length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, each (S, H) in fp32, of positions ``start`` to ``start + length``; see `rotary_tables_at`."""
+    return rotary_tables_at(torch.arange(start, start + length, dtype=torch.float32, device=device), head_dim, theta)
 
-    Growing by concatenation instead would copy the whole cache at every token.
 
-    Args:
-        max_length: positions there is room for.
+@torch.no_grad()
+def rotary_tables_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, each (..., H) in fp32, of ``positions`` (...): RoFormer (Su et al., arXiv:2104.09864), halves split.
+
+    Computed anew in every forward, once for all layers: a few microseconds, against tables that would be cast by
+    ``model.to(bf16)``, be lost under ``to_empty`` and become inference tensors under ``inference_mode``.
     """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.to(torch.float32)[..., None] * (1.0 / (theta**exponents))
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+class AttentionCache:
+    """Keys and values that one layer's attention has seen; memory for ``max_length`` positions comes with the first."""
 
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
@@ -32,11 +46,7 @@ class AttentionCache:
         self.tensors: tuple[Tensor, Tensor] | None = None  # (B, K, max_length, H) each
 
     def extend(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the new keys and values after the old; returns all so far, (B, K, T, H) each.
-
-        Raises:
-            ConfigurationError: no room for them, or another batch.
-        """
+        """Keeps the new keys and values after the old; returns all so far, (B, K, T, H) each."""
         end = self.length + k_BKSH.shape[2]
         if end > self.max_length:
             raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer cache")
@@ -85,8 +95,8 @@ class FlashAttention(nn.Module):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
             raise ConfigurationError(
-                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide the width, "
-                "the key heads the heads"
+                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide the "
+                "width, the key heads the heads"
             )
         if not 0 <= dropout < 1:
             raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")
@@ -97,20 +107,16 @@ class FlashAttention(nn.Module):
         self.rotary_theta, self.wanted_backend = rotary_theta, backend
         self.backend: str | None = None
         outputs = (n_heads + 2 * n_kv_heads) * self.head_dim
-        self.qkv_proj: nn.Linear | FusedFP4Linear
-        self.out_proj: nn.Linear | FusedFP4Linear
-        if use_fp4:
-            self.qkv_proj = FusedFP4Linear(d_model, outputs, bias, use_fp4=True, device=device, dtype=dtype)
-            self.out_proj = FusedFP4Linear(d_model, d_model, bias, use_fp4=True, device=device, dtype=dtype)
-        else:
-            self.qkv_proj = nn.Linear(d_model, outputs, bias=bias, device=device, dtype=dtype)
-            self.out_proj = nn.Linear(d_model, d_model, bias=bias, device=device, dtype=dtype)
+        made: Any = partial(FusedFP4Linear, use_fp4=True) if use_fp4 else nn.Linear
+        self.qkv_proj: nn.Linear | FusedFP4Linear = made(d_model, outputs, bias, device=device, dtype=dtype)
+        self.out_proj: nn.Linear | FusedFP4Linear = made(d_model, d_model, bias, device=device, dtype=dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.d_model}, heads={self.n_heads}/{self.n_kv_heads}, causal={self.causal}, backend={self.wanted_backend!r}"
+        heads = f"{self.n_heads}/{self.n_kv_heads}"
+        return f"{self.d_model}, heads={heads}, causal={self.causal}, backend={self.wanted_backend!r}"
 
     def quantize(self) -> FlashAttention:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are, and so do others. Returns the module.
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the module.
 
         Raises:
             ConfigurationError: a weight has inf or NaN.

@@ -7,10 +7,9 @@ two losses it is never negative and hardly noisy. Divergences of single layers a
 measured in the end: with all choices in place the calibration loss is taken again, and while it rises by more than the
 budget the choice is made once more, for less.
 
-**Choice.** All linears begin in what costs the least: nvfp4 where bytes count, whatever is fastest where time does. The
-linear that saves the most divergence for a byte (or for whatever ``cost_of`` says) steps up, along the lower convex
-hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at most
-one step off the best.
+**Choice.** All linears begin in nvfp4. The linear that saves the most divergence for a byte steps up, along the lower
+convex hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at
+most one step off the best.
 
 **File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears,
 and is refused by any other before anything is changed.
@@ -21,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,35 +32,27 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
-from vblackwell.nn.linear.packed_weight import pack
-from vblackwell.nn.linear.two_part import Settings
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
 
 BITS = {"nvfp4": 4.5, "two-part": 8.5, "bf16": 16.0}  # cheapest first
 VERSION = 1
 DEFAULT_BUDGET = 0.004
 _ROUNDS = 6
 Batches = Sequence[tuple[Tensor, Tensor]]
-Cost = Callable[[str, tuple[int, int]], float]
+Shape = tuple[int, int]  # (N, K)
 
 
-def bytes_of(precision: str, shape: tuple[int, int]) -> float:
-    """What a linear of this shape holds: the cost that is saved unless another is given."""
+def _bytes(precision: str, shape: Shape) -> float:
     return BITS[precision] * shape[0] * shape[1] / 8
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What was measured.
-
-    Attributes:
-        loss: mean cross entropy of the calibration targets, unchanged.
-        shapes: (N, K) by linear.
-        divergence: by linear and precision, nats a token.
-    """
+    """What was measured: the mean cross entropy of the unchanged model; the divergence by linear and precision, nats a token."""
 
     loss: float
-    shapes: dict[str, tuple[int, int]]
+    shapes: dict[str, Shape]
     divergence: dict[str, dict[str, float]]
 
 
@@ -76,26 +67,22 @@ class Assignment:
     """
 
     precisions: dict[str, str]
-    shapes: dict[str, tuple[int, int]]
+    shapes: dict[str, Shape]
     measured: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.precisions.values()) - set(BITS))
-        if unknown or set(self.precisions) != set(self.shapes) or not self.precisions:
-            what = (
-                f"precision {unknown[0]!r}"
-                if unknown
-                else "no linears"
-                if not self.precisions
-                else "a linear without a shape"
-            )
+        what = f"precision {unknown[0]!r}" if unknown else "" if self.precisions else "no linears"
+        if not what and set(self.precisions) != set(self.shapes):
+            what = "a linear without a shape"
+        if what:
             raise ConfigurationError(f"an assignment with {what}: each linear has a shape and one of {', '.join(BITS)}")
 
     @property
     def bits(self) -> float:
         """Bits a weight over all its linears."""
         weights = sum(n * k for n, k in self.shapes.values())
-        return 8 * sum(bytes_of(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
+        return 8 * sum(_bytes(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
 
     def names(self, precision: str) -> list[str]:
         """The linears in ``precision``."""
@@ -152,17 +139,18 @@ class Assignment:
                 raise
             raise CorruptData(f"{path} is no assignment of precisions ({error!r}); make it again") from error
 
-    def check(self, shapes: Mapping[str, tuple[int, int]], what: str) -> None:
+    def check(self, shapes: Mapping[str, Shape], what: str) -> None:
         """Raises ConfigurationError where its linears are not among those of ``what``, by name and shape."""
         wrong = [
-            f"{name} {'x'.join(map(str, shape))} ({'x'.join(map(str, shapes[name])) if name in shapes else 'not there'})"
+            f"{name} {shape[0]}x{shape[1]} ({'x'.join(map(str, shapes[name])) if name in shapes else 'not there'})"
             for name, shape in self.shapes.items()
             if shapes.get(name) != shape
         ]
         if wrong:
             raise ConfigurationError(
-                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do not fit, "
-                f"e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the model it was made of"
+                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do not "
+                f"fit, e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the model "
+                "it was made of"
             )
 
 
@@ -192,7 +180,7 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
 
 def assign_precision(
     model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
-    precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD, cost_of: Cost = bytes_of,
+    precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD,
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Assignment:  # fmt: skip
     """The cheapest precisions by which the calibration loss rises by at most ``budget``.
@@ -206,8 +194,6 @@ def assign_precision(
         max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
         precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
         pattern, keep: which linears, as for `select_linears`.
-        cost_of: of a precision and a shape; by default bytes. `LinearTimes` (nn/linear/times.py) makes it the fastest
-            instead.
         on_layer: called with each linear's name, its number and their count.
 
     Raises:
@@ -225,11 +211,11 @@ def assign_precision(
     options = {"precisions": precisions, "pattern": pattern, "keep": keep, "on_layer": on_layer}
     measured = measure_sensitivity(model, batches, **options)
     if max_bits is not None:
-        chosen = choose(measured, math.inf, max_bits=max_bits, cost_of=cost_of)
+        chosen = choose(measured, math.inf, max_bits=max_bits)
         return _with_loss(model, batches, chosen, measured, budget)
     allowed = budget * measured.loss
     for _ in range(_ROUNDS):
-        found = _with_loss(model, batches, choose(measured, allowed, cost_of=cost_of), measured, budget)
+        found = _with_loss(model, batches, choose(measured, allowed), measured, budget)
         rise = found.measured["loss_after"] - measured.loss
         if rise <= budget * measured.loss:
             return found
@@ -242,55 +228,44 @@ def measure_sensitivity(
     model: nn.Module, batches: Batches, *, precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD,
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:  # fmt: skip
-    """What each linear at each precision does to the predictions; arguments, and what is refused, as for `assign_precision`."""
+    """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
     linears = select_linears(model, pattern, keep)
+    divergence: dict[str, dict[str, float]] = {name: {} for name in linears}
     with _evaluating(model):
-        return _measured(model, batches, linears, precisions, on_layer)
-
-
-def _measured(
-    model: nn.Module, batches: Batches, linears: dict[str, nn.Linear], precisions: Sequence[str],
-    on_layer: Callable[[str, int, int], None] | None,
-) -> Sensitivity:  # fmt: skip
-    before = [_log_probabilities(model, inputs) for inputs, _ in batches]
-    loss = _mean_loss(before, batches)
-    if not math.isfinite(loss):
-        raise ConfigurationError(f"the calibration loss is {loss}: the model or the data is broken, or too long for it")
-    divergence: dict[str, dict[str, float]] = {}
-    for number, name in enumerate(linears, 1):
-        divergence[name] = {}
-        for precision in (each for each in BITS if each in precisions and each != "bf16"):
-            with weights_in(linears, {name: precision}):
-                divergence[name][precision] = max(0.0, _divergence(model, before, batches))
-        divergence[name]["bf16"] = 0.0
-        if on_layer is not None:
-            on_layer(name, number, len(linears))
+        before = [_log_probabilities(model, inputs) for inputs, _ in batches]
+        loss = _mean_loss(before, batches)
+        if not math.isfinite(loss):
+            raise ConfigurationError(
+                f"the calibration loss is {loss}: the model or the data is broken, or too long for it"
+            )
+        for number, name in enumerate(linears, 1):
+            for precision in (each for each in BITS if each in precisions and each != "bf16"):
+                with _weights_in(linears, {name: precision}):
+                    divergence[name][precision] = max(0.0, _divergence(model, before, batches))
+            divergence[name]["bf16"] = 0.0
+            if on_layer is not None:
+                on_layer(name, number, len(linears))
     return Sensitivity(loss, {name: _shape(linear) for name, linear in linears.items()}, divergence)
 
 
-def choose(
-    measured: Sensitivity, allowed: float, *, max_bits: float | None = None, cost_of: Cost = bytes_of
-) -> dict[str, str]:
+def choose(measured: Sensitivity, allowed: float, *, max_bits: float | None = None) -> dict[str, str]:
     """Precisions whose summed divergence is at most ``allowed`` nats, or that fill ``max_bits``."""
-    if max_bits is None:
-        chosen = {name: _cheapest(of, measured.shapes[name], cost_of) for name, of in measured.divergence.items()}
-    else:
-        chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
+    chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
     total = sum(measured.divergence[name][now] for name, now in chosen.items())
     weights = sum(n * k for n, k in measured.shapes.values())
-    held = sum(bytes_of(now, measured.shapes[name]) for name, now in chosen.items())
-    room = math.inf if max_bits is None else max_bits * weights / 8
+    held = sum(_bytes(now, measured.shapes[name]) for name, now in chosen.items())
+    budget = math.inf if max_bits is None else max_bits * weights / 8
     while total > allowed or max_bits is not None:
         steps = []
         for name, now in chosen.items():
             shape, of = measured.shapes[name], measured.divergence[name]
             for precision in list(of)[list(of).index(now) + 1 :]:
-                more = bytes_of(precision, shape) - bytes_of(now, shape)
-                saved, cost = of[now] - of[precision], cost_of(precision, shape) - cost_of(now, shape)
-                if saved > 0 and held + more <= room:
-                    steps.append((saved / max(cost, 1e-12), name, precision, saved, more))
+                more = _bytes(precision, shape) - _bytes(now, shape)
+                saved = of[now] - of[precision]
+                if saved > 0 and held + more <= budget:
+                    steps.append((saved / max(more, 1e-12), name, precision, saved, more))
         if not steps:
             break
         _, name, precision, saved, more = max(steps)
@@ -298,24 +273,19 @@ def choose(
     return chosen
 
 
-def _cheapest(precisions: Iterable[str], shape: tuple[int, int], cost_of: Cost) -> str:
-    """Of several that cost the same, the one of the fewest bytes."""
-    return min(precisions, key=lambda precision: (cost_of(precision, shape), BITS[precision]))
-
-
 @torch.no_grad()
 def _with_loss(
     model: nn.Module, batches: Batches, chosen: dict[str, str], measured: Sensitivity, budget: float
 ) -> Assignment:  # fmt: skip
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in chosen}
-    with weights_in(linears, chosen), _evaluating(model):
+    with _weights_in(linears, chosen), _evaluating(model):
         after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
     return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped: a divergence would be that of two draws. Every module is in its own mode again afterwards."""
+    """Inside, nothing is dropped, or a divergence would be that of two draws; afterwards every module is in its own mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -325,27 +295,20 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class weights_in:
+@contextmanager
+def _weights_in(linears: Mapping[str, nn.Linear], precisions: Mapping[str, str]) -> Iterator[None]:
     """Inside, linears compute with weights of other precisions; afterwards with their own memory again."""
-
-    def __init__(self, linears: Mapping[str, nn.Linear], precisions: Mapping[str, str]) -> None:
-        self._linears = {name: linears[name] for name, precision in precisions.items() if precision != "bf16"}
-        self._precisions, self._own = precisions, {name: linear.weight.data for name, linear in self._linears.items()}
-
-    def __enter__(self) -> None:
-        try:
-            for name, linear in self._linears.items():
-                linear.weight.data = pack(self._own[name], self._precisions[name], f"{name}.weight").dequantize()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        for name, linear in self._linears.items():
-            linear.weight.data = self._own[name]
+    own = {name: linears[name].weight.data for name, precision in precisions.items() if precision != "bf16"}
+    try:
+        for name, weight in own.items():
+            linears[name].weight.data = pack(weight, precisions[name], f"{name}.weight").dequantize()
+        yield
+    finally:
+        for name, weight in own.items():
+            linears[name].weight.data = weight
 
 
-def _shape(linear: Any) -> tuple[int, int]:
+def _shape(linear: Any) -> Shape:
     weight = linear._parameters.get("weight")
     return (0, 0) if weight is None or weight.dim() != 2 else (weight.shape[0], weight.shape[1])
 
@@ -356,7 +319,6 @@ def _log_probabilities(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _mean_loss(log_probabilities: Sequence[Tensor], batches: Batches) -> float:
-    """Mean over targets that are there."""
     total, count = 0.0, 0
     for log_p, (_, targets) in zip(log_probabilities, batches, strict=True):
         total += float(functional.nll_loss(log_p.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"))

@@ -3,52 +3,122 @@
 ``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the
 same by its fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory
 between the matrix products; on the CPU the plain expressions run, with the model's bits but for the loss. Call it
-before or after `enable_vgpu_stack_optimization`; a model that streams keeps its hooks.
+before or after `enable_vgpu_stack_optimization`; a model that streams keeps its hooks. In half precision the fused ops
+round once where transformers' round after every operation: nearer to the exact value, and not the same bits.
 
-In half precision the fused ops round once where transformers' round after every operation: nearer to the exact value,
-and not the same bits.
+The loss is computed in the head's call, chunk by chunk, by hooks alone. Where ``labels`` are given, the head is called
+with its hidden states *and targets* (`HiddenWithTargets`) and answers with the loss; the model hands that "logits" on
+to its ``loss_function``, which is ours and takes it; the output has ``logits=None``. Everything else in the model's
+forward runs as written, such as the routers' auxiliary loss of a mixture of experts. Shift, ``ignore_index``,
+``shift_labels`` and ``num_items_in_batch`` mean what they mean in transformers. Whether the forward really passes
+logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk: models that
+scale or cap their logits in between are left alone.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert import fused_loss
-from vblackwell.nn.convert.fused_loss import FusedLoss
-from vblackwell.nn.convert.fused_modules import KINDS, swap, unswap
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.nn.convert.fused_modules import KINDS, reason_of, swap, twin_of, unswap
+from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 
 @dataclass(frozen=True)
-class Acceleration:
-    """What `accelerate_causal_lm` did.
+class Row:
+    """What became of one module."""
 
-    Attributes:
-        replaced: names of the modules that now run fused, by kind: 'norm', 'feed_forward', 'experts', 'rotary',
-            'adapter', 'loss'.
-        left: why not, by module name, for those that looked like one of the kinds, and 'loss' for the loss.
-    """
+    kind: str  # linear, experts, attention, activation, norm, feed_forward, gate (of experts), rotary, adapter or loss
+    name: str  # of the module; '' for the model
+    became: str | None = None  # what computes it now; None if it was left
+    reason: str = ""  # why it was left
 
-    replaced: dict[str, list[str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+@dataclass(eq=False)
+class Conversion:
+    """What `convert` or `accelerate_causal_lm` did to a model, a row for each candidate, and how to undo it."""
+
+    model: nn.Module
+    rows: list[Row] = field(default_factory=list)
+    _undo: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def replaced(self) -> dict[str, list[str]]:
+        """Names of what was replaced, by kind."""
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.became is not None:
+                found.setdefault(row.kind, []).append(row.name)
+        return found
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Reasons by name, 'loss' for the loss."""
+        return {"loss" if row.kind == "loss" else row.name: row.reason for row in self.rows if row.became is None}
+
+    def undo(self) -> nn.Module:
+        """The model as it was; it is returned. Packed weights come back rounded, everything else bit for bit. Idempotent.
+
+        What was trained meanwhile stays trained: the parameters are the same, in a stack too.
+
+        Raises:
+            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come
+            back.
+        """
+        names = self.replaced.get("linear", []) if self._undo else []
+        made = [self.model.get_submodule(name) for name in names]
+        if any(isinstance(layer, FusedFP4Linear) and layer.is_quantized for layer in made) and in_stack(self.model):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
+            )
+        while self._undo:
+            self._undo.pop()()
+        return self.model
+
+    def summary(self) -> str:
+        """How many modules of each kind run fused, and how many were left for which reason."""
         lines = [f"{kind}: {len(names)} fused" for kind, names in self.replaced.items()]
         lines += [f"left {count}: {reason}" for reason, count in Counter(self.left.values()).items()]
-        return "\n".join(lines) or "nothing in this model has a fused form"
+        return ", ".join(lines) or "nothing in this model has a fused form"
+
+    def __str__(self) -> str:
+        """A table: layers that differ in their number alone are one line."""
+        lines = Counter(
+            (row.kind, re.sub(r"\d+", "*", row.name) or "the model", row.became, row.reason) for row in self.rows
+        )
+        cells = [
+            (kind, f"{name} x{count}" if count > 1 else name, became or f"left: {reason}")
+            for (kind, name, became, reason), count in lines.items()
+        ]
+        widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
+        return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
 
 
-_done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], FusedLoss | None]] = weakref.WeakKeyDictionary()
+def in_stack(model: nn.Module) -> bool:
+    """Whether parameters of the model are in a stack."""
+    return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
+
+
+# -- fused operators ---------------------------------------------------------------------------------------------------
+
+_done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]] = weakref.WeakKeyDictionary()
 
 
 def accelerate_causal_lm(
     model: nn.Module, *, modules: bool = True, loss: bool = True, chunk_tokens: int | None = None
-) -> Acceleration:
+) -> Conversion:
     """Make ``model`` run with fused operators, in place.
 
     Args:
@@ -63,18 +133,18 @@ def accelerate_causal_lm(
     """
     if model in _done:
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
-    report = Acceleration()
-    swapped = _replace_modules(model, report) if modules else []
-    fused = None
+    done, fused = Conversion(model, _undo=[lambda: restore_causal_lm(model)]), None
+    swapped = _replace_modules(model, done.rows) if modules else []
     if loss:
-        reason = fused_loss.why_not(model)
+        reason = _why_not_loss(model)
         if reason is None:
-            fused = FusedLoss(model, chunk_tokens)
-            report.replaced["loss"] = [_name_of(model, _head_of(model))]
+            fused = _FusedLoss(model, chunk_tokens)
+            head: Any = fused.head
+            done.rows.append(Row("loss", next(name for name, each in model.named_modules() if each is head), "fused"))
         else:
-            report.left["loss"] = reason
+            done.rows.append(Row("loss", "", None, reason))
     _done[model] = (swapped, fused)
-    return report
+    return done
 
 
 def is_accelerated(model: nn.Module) -> bool:
@@ -97,23 +167,235 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
     return model
 
 
-def _replace_modules(model: nn.Module, report: Acceleration) -> list[nn.Module]:
+def _replace_modules(model: nn.Module, rows: list[Row]) -> list[nn.Module]:
     swapped: list[nn.Module] = []
     for name, module in model.named_modules():
         for kind, find in KINDS.items():
             found = find(module)
             if isinstance(found, str):
-                report.left[name] = f"{kind} ({type(module).__name__}): {found}"
+                rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
             elif found is not None:
                 swap(module, found)
                 swapped.append(module)
-                report.replaced.setdefault(kind, []).append(name)
+                rows.append(Row(kind, name, "fused"))
     return swapped
 
 
-def _head_of(model: Any) -> nn.Module:
-    return model.get_output_embeddings()
+# -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+class LossInPlaceOfLogits:
+    """What the head gives instead of logits; who computes with it is told that there are none."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Unsupported(_NO_LOGITS.format(getattr(func, "__name__", func)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Unsupported(_NO_LOGITS.format(name))
+
+    def _refuse(self, *args: Any) -> Any:
+        raise Unsupported(_NO_LOGITS.format("arithmetic"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
+    __getitem__ = __iter__ = __len__ = __float__ = _refuse
+
+
+_NO_LOGITS = (
+    "{} on the logits of a model whose loss is computed in chunks: with labels there are none. Call it without labels, "
+    "or accelerate_causal_lm(model, loss=False)"
+)
+
+
+class _FusedLoss:
+    """The hooks on one model, and its loss function. Copies of the model carry inert ones."""
+
+    def __init__(self, model: Any, chunk_tokens: int | None) -> None:
+        self._original = model.loss_function
+        self._had_own = "_loss_function" in model.__dict__
+        self._signature = inspect.signature(type(model).forward)
+        self._chunk_tokens = chunk_tokens
+        self._asked = threading.local()
+        self.head = head = model.get_output_embeddings()
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._end), with_kwargs=False, always_call=False),
+            head.register_forward_pre_hook(_Hook(self._enter_head)),
+            head.register_forward_hook(_Hook(self._leave_head)),
+        ]
+        model.loss_function = self
+
+    def remove(self, model: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._had_own:
+            model.loss_function = self._original
+        else:
+            model.__dict__.pop("_loss_function", None)
+
+    def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return logits.loss if isinstance(logits, LossInPlaceOfLogits) else self._original(logits, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._original
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._original,)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = self._signature.bind_partial(model, *args, **kwargs)
+        given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
+        labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
+        self._asked.options = None
+        if labels is not None and isinstance(kept, int) and kept == 0:
+            count, ignored = given.get("num_items_in_batch"), given.get("ignore_index", IGNORED_TARGET)
+            self._asked.options = (labels, given.get("shift_labels"), count, ignored)
+
+    def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
+        options = getattr(self._asked, "options", None)
+        if options is None or not takes_targets(head):
+            return None
+        hidden, (labels, targets, count, ignored) = args[0], options
+        if targets is None:
+            targets = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        reduction = "mean" if count is None else "sum"
+        how = {"ignore_index": ignored, "reduction": reduction, "chunk_tokens": self._chunk_tokens}
+        return (HiddenWithTargets(hidden, targets.to(hidden.device), **how),)
+
+    def _leave_head(self, head: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not (args and isinstance(args[0], HiddenWithTargets)):
+            return None
+        _, _, count, _ = self._asked.options
+        if count is not None:
+            output = output / (count.to(output.device) if isinstance(count, Tensor) else count)
+        return LossInPlaceOfLogits(output)
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._asked.options = None
+        if isinstance(output, dict):
+            kept = {name: value for name, value in output.items() if not isinstance(value, LossInPlaceOfLogits)}
+            return type(output)(**kept) if len(kept) < len(output) else None
+        if isinstance(output, tuple):
+            return tuple(value for value in output if not isinstance(value, LossInPlaceOfLogits))
+        return None
+
+
+class _Hook:
+    """A module hook that a copy of the module does not carry."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+# -- whether the head can give the loss --------------------------------------------------------------------------------
+
+_CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
+
+
+class _Trunk(nn.Module):
+    """In a trunk's place: whatever it is called with, it answers with the same hidden states and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Output(self.hidden)
+
+
+class _Untouched(nn.Module):
+    """In a head's place: answers as the fused head does."""
+
+    def forward(self, hidden: Tensor) -> LossInPlaceOfLogits:
+        return LossInPlaceOfLogits(hidden.new_zeros(()))
+
+
+class _Output:
+    """Hidden states as a model's output: attributes that nobody set are None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _why_not_loss(model: Any) -> str | None:
+    """Why the loss of ``model`` cannot be computed in its head; None if it can."""
+    for name in ("get_output_embeddings", "loss_function", "base_model_prefix"):
+        if not hasattr(model, name):
+            return f"{type(model).__name__} has no {name}: it is no causal model of transformers"
+    head = model.get_output_embeddings()
+    head_name = next((name for name, child in model._modules.items() if child is head), None)
+    if not isinstance(head, nn.Linear) or not takes_targets(head) or head_name is None:
+        return f"its head is {type(head).__name__}, not a linear layer of its own"
+    loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
+    if loss != "ForCausalLMLoss":
+        return f"its loss is {loss}, not ForCausalLMLoss"
+    trunk_name = model.base_model_prefix
+    if not isinstance(model._modules.get(trunk_name), nn.Module):
+        return f"it has no trunk named {trunk_name!r}"
+    return _why_logits_change(model, head_name, trunk_name)
+
+
+def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | None:
+    width, words = model.get_output_embeddings().in_features, 7
+    small = nn.Linear(width, words, bias=False)
+    with torch.no_grad():
+        small.weight.normal_(0.0, 30.0 / width**0.5, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(1))
+    seen: list[Tensor] = []
+
+    def record(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(logits)
+        return logits.sum()
+
+    twin = twin_of(model, _modules={**model._modules, head_name: small, trunk_name: _Trunk(hidden)})
+    twin.__dict__["_loss_function"] = record
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    # A trunk without routers: the loss that is made of their logits is no part of this.
+    takes_routers = "output_router_logits" in inspect.signature(type(model).forward).parameters
+    options = {"output_router_logits": False} if takes_routers else {}
+    try:
+        with torch.no_grad():
+            type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
+    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
+        return reason_of(error)
+    if len(seen) != 1:
+        return "its forward does not call loss_function once"
+    expected = small(hidden)
+    if seen[0].shape != expected.shape or not torch.allclose(seen[0].float(), expected, rtol=1e-5, atol=1e-5):
+        return _CHANGED
+    # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
+    twin._modules[head_name] = _Untouched()
+    twin.__dict__["_loss_function"] = lambda *args, **kwargs: hidden.new_zeros(())
+    try:
+        with torch.no_grad():
+            type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
+    except Unsupported:
+        return _CHANGED
+    except Exception as error:  # a comparison or a power, which the stand-in does not know
+        return reason_of(error)
+    return None

@@ -1,6 +1,6 @@
 """Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward in place.
 
-Looks tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on
+Names tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on
 small random weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 +
 weight``, a feed-forward with another activation or a rotation of neighbouring elements is left alone, whatever it is
 called.
@@ -47,34 +47,20 @@ def _new(plain: type, *arguments: Any) -> Any:
 @functools.cache
 def _fused_class(original: type, overrides: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
     def plain_copy(self: nn.Module, protocol: Any) -> Any:
-        # copyreg.__newobj__ and (class,), then state; pickle insists that __newobj__ makes the very class it was asked
-        # about.
+        # copyreg.__newobj__ and (class,), then state; pickle insists that it makes the very class it was asked about.
         _, (_, *arguments), *rest = object.__reduce_ex__(self, 2)
         return _new, (original, *arguments), *rest
 
-    contents = {
-        **dict(overrides),
-        "__reduce_ex__": plain_copy,
-        "__module__": original.__module__,
-        "_vb_original": original,
-    }
+    ours = {"__reduce_ex__": plain_copy, "__module__": original.__module__, "_vb_original": original}
+    contents = {**dict(overrides), **ours, "_vb_overrides": overrides}
     return type(f"Fused{original.__name__}", (original,), contents)
 
 
 def swap(module: nn.Module, overrides: Overrides) -> None:
     """Make ``module``'s class one with these methods; a second swap adds to the first."""
-    original = plain_class(module)
-    before = {name: type(module).__dict__[name] for name in _swapped_names(module)}
-    fused = _fused_class(original, tuple(sorted({**before, **overrides}.items(), key=lambda item: item[0])))
-    object.__setattr__(module, "__class__", fused)
-
-
-def _swapped_names(module: nn.Module) -> list[str]:
-    if plain_class(module) is type(module):
-        return []
-    ours = {"__reduce_ex__", "__module__", "_vb_original", "__doc__"}
-    held = type(module).__dict__.items()
-    return [name for name, value in held if name not in ours and (callable(value) or isinstance(value, property))]
+    before = dict(type(module).__dict__.get("_vb_overrides", ()))
+    items = sorted({**before, **overrides}.items(), key=lambda item: item[0])
+    object.__setattr__(module, "__class__", _fused_class(plain_class(module), tuple(items)))
 
 
 def plain_class(module: nn.Module) -> type:
@@ -88,7 +74,7 @@ def unswap(module: nn.Module) -> None:
 
 
 def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module`` but these dictionaries of its ``__dict__`` (``_parameters``, ``_modules``)."""
+    """A module that shares everything with ``module`` but these dictionaries, such as ``_parameters`` and ``_modules``."""
     twin = copy.copy(module)
     twin.__dict__.update(replaced)
     return twin
@@ -99,7 +85,6 @@ def _close(got: Tensor, expected: Tensor) -> bool:
 
 
 def _more_inputs(module: nn.Module) -> str | None:
-    """Why a forward of one argument is not the module's: it takes more."""
     more = list(inspect.signature(plain_class(module).forward).parameters)[2:]
     return f"its forward takes {more[0]} in addition to its input" if more else None
 
@@ -117,10 +102,8 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
     if "RMSNorm" not in type(module).__name__ and not isinstance(module, nn.RMSNorm):
         return None
     weight = module._parameters.get("weight")
-    eps_name = next(
-        (name for name in ("variance_epsilon", "eps", "epsilon") if isinstance(getattr(module, name, None), float)),
-        None,
-    )
+    names = ("variance_epsilon", "eps", "epsilon")
+    eps_name = next((name for name in names if isinstance(getattr(module, name, None), float)), None)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1:
         return "it has no weight of one dimension, or other parameters"
     if eps_name is None:
@@ -153,8 +136,7 @@ def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
 
 
 def _separate_forward(self: Any, x: Tensor) -> Tensor:
-    # Not `gated_product`: under transformers' own checkpointing the second pass ends at the last tensor that backward
-    # needs, before the product of a plain linear, but after that of an operation of ours.
+    # Not `gated_product`: a second pass under torch's checkpointing would end after its product, not before.
     return self.down_proj(swiglu(*linears_of_one_input(x, self.gate_proj, self.up_proj)))
 
 
@@ -185,23 +167,24 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
             got, expected = type(module).forward(twin, x), forward(twin, x)
     except Exception as error:  # as above
         return reason_of(error)
-    return (
-        {"forward": forward} if _close(got, expected) else "it computes something else than down(silu(gate(x)) * up(x))"
-    )
+    if not _close(got, expected):
+        return "it computes something else than down(silu(gate(x)) * up(x))"
+    return {"forward": forward}
 
 
 def _gate(self: Any, gate_up_out: Tensor) -> Tensor:
     return swiglu(*gate_up_out.chunk(2, dim=-1))
 
 
-def fused_experts(module: nn.Module) -> Overrides | str | None:
+def fused_gate(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for transformers' experts: the gating between their grouped products."""
     gate: Any = getattr(type(module), "_apply_gate", None)
     if gate is None:
         return None
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation in (None, "eager"):
-        return f"experts_implementation is {implementation!r}, which gates inside its loop; 'grouped_mm' gates in one place"
+        gates = "gates inside its loop; 'grouped_mm' gates in one place"
+        return f"experts_implementation is {implementation!r}, which {gates}"
     x = _random(5, 12) * 2
     try:
         with torch.no_grad():
@@ -215,13 +198,11 @@ def fused_experts(module: nn.Module) -> Overrides | str | None:
 
 
 def fused_rotation(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: the same code, with the fused op under that name."""
+    """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: the same code, the fused op under that name."""
     forward: Any = plain_class(module).forward
     if ROTARY_NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         wrapped = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
-        return (
-            None if wrapped is None or ROTARY_NAME not in wrapped.co_names else "its forward is wrapped by a decorator"
-        )
+        return "its forward is wrapped by a decorator" if ROTARY_NAME in getattr(wrapped, "co_names", ()) else None
     theirs = forward.__globals__.get(ROTARY_NAME)
     reason = _why_not_rotation(theirs)
     return reason if reason is not None else {"forward": _with_rotation(forward, theirs)}
@@ -246,13 +227,8 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
             return theirs(q, k, cos, sin, *rest, **options)  # a layout that the op does not have, asked for by name
         return rotary(q, k, cos, sin)
 
-    renamed = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTARY_NAME: rotate},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    names = {**forward.__globals__, ROTARY_NAME: rotate}
+    renamed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     renamed.__kwdefaults__ = forward.__kwdefaults__
     return functools.update_wrapper(renamed, forward)
 
@@ -278,28 +254,19 @@ def _adapter_forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor
     name = None if args or options or torch.compiler.is_compiling() else _only_adapter(self, x)
     if name is None:
         return plain_class(self).forward(self, x, *args, **options)
-    return adapted_linear(
-        x, self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name]), self.base_layer
-    )
+    weights = (self.lora_A[name].weight, self.lora_B[name].weight)
+    return adapted_linear(x, *weights, float(self.scaling[name]), self.base_layer)
 
 
 def _only_adapter(module: Any, x: Tensor) -> str | None:
     """The adapter whose sum with the base is all that the module computes; None where peft's own forward has to run."""
     active = module.active_adapters
-    if (
-        not on_gpu(x)
-        or module.disable_adapters
-        or module.merged
-        or len(active) != 1
-        or torch.is_autocast_enabled("cuda")
-    ):
+    if not on_gpu(x) or module.disable_adapters or module.merged or len(active) != 1:
         return None
     name = active[0]
-    if (
-        name not in module.lora_A
-        or name in module.lora_variant
-        or not isinstance(module.lora_dropout[name], nn.Identity)
-    ):
+    if torch.is_autocast_enabled("cuda") or name not in module.lora_A or name in module.lora_variant:
+        return None
+    if not isinstance(module.lora_dropout[name], nn.Identity):
         return None
     parts = (module.base_layer, module.lora_A[name], module.lora_B[name])
     if any(hooked(part) or getattr(part, "bias", None) is not None for part in parts):
@@ -317,7 +284,7 @@ def on_gpu(x: Tensor) -> bool:
 KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "norm": fused_norm,
     "feed_forward": fused_feed_forward,
-    "experts": fused_experts,
+    "gate": fused_gate,
     "rotary": fused_rotation,
     "adapter": fused_adapter,
 }

@@ -6,10 +6,9 @@ the logits directly; a weight that two modules share, because packing one of the
 those whose weight transformers' code reads; an adapter's matrices, because they are small and are what is trained. The
 matrix under an adapter (``base_layer``) is a linear like any other.
 
-There are two ways to see that transformers reads a weight. A forward that multiplies by ``self.dt_proj.weight`` (Mamba)
-cannot be run on a model without values, so the source of transformers' module is searched (`reads_weight`).
-transformers' ``_init_weights`` can: it runs when a packed folder is opened there, for modules that lack a weight, and
-fails where it reads one (`needed_to_initialize`).
+A forward that multiplies by ``self.dt_proj.weight`` (Mamba) cannot be run on a model without values, so the source of
+transformers' module is searched for that (`reads_weight`). transformers' ``_init_weights`` can: it runs when a packed
+folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import SeparatedTensor
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
-# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type that flash attention gets of
-# fp32: not otherwise.
+# Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -70,7 +68,6 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             continue
         own = f"{name}.weight" if name else "weight"
         others = [other for other in owners[id(module._parameters.get("weight"))] if other != own]
-        reason = None
         if module is head:
             reason = "the output head: its error reaches the logits directly"
         elif others:
@@ -102,9 +99,8 @@ def _own_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
     if read := reads_weight(model, name):
         return read
     if type(module) is not nn.Linear:
-        return (
-            f"{type(module).__name__} is another class than nn.Linear: its owner may read the weight without calling it"
-        )
+        kind = type(module).__name__
+        return f"{kind} is another class than nn.Linear: its owner may read the weight without calling it"
     if hooked(module):
         return "it has hooks, which would be lost"
     return None
@@ -132,10 +128,8 @@ def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> 
         by_reason = defaultdict[str | None, list[str]](list)
         for name, reason in found.items():
             by_reason[reason].append(name)
-        left = [
-            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"
-            for reason, names in by_reason.items()
-        ]
+        more = {reason: f" and {len(names) - 1} more" if names[1:] else "" for reason, names in by_reason.items()}
+        left = [f"{names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
         raise ConfigurationError(
             f"pattern {pattern!r} selects no linear layer of {type(model).__name__}: {', '.join(left) or 'it has none'}"
         )
@@ -163,7 +157,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
 def replace_linears(
     model: nn.Module, linears: Mapping[str, nn.Linear], make: Callable[[nn.Linear], nn.Module]
 ) -> list[str]:
-    """Put ``make(linear)`` in the place of each, all made before the first is put there: where one fails, nothing has changed."""
+    """Put ``make(linear)`` in the place of each; all are made first: where one fails, nothing has changed."""
     replace_modules(model, {linear: make(linear).train(linear.training) for linear in linears.values()})
     return list(linears)
 
@@ -172,21 +166,10 @@ def convert_linears(
     model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = True,
     w4a8: bool = False, keep: str = HEAD,
 ) -> list[str]:  # fmt: skip
-    """Replaces the selected linears in place; parameters keep their identity, so an optimizer made before still fits.
-
-    Args:
-        model, pattern, keep: as for ``select_linears``.
-        format, scale_search: what ``quantize()`` will pack to.
-        use_fp4: train straight through the format from now on; ``False`` trains in full precision until ``quantize()``.
-        w4a8: packed mxfp4 layers will multiply on FP8 tensor cores, their inputs rounded to E4M3.
-
-    Returns:
-        Names of the replaced modules.
+    """Replaces the selected linears by `FusedFP4Linear` in place; parameters keep their identity. Returns their names.
 
     Raises:
-        ConfigurationError: as ``select_linears``; an unknown format or search; w4a8 with another format or odd sizes.
-        The model
-            is as it was.
+        ConfigurationError: as ``select_linears`` and the layer; the model is as it was.
     """
     options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
     linears = select_linears(model, pattern, keep)
@@ -196,10 +179,9 @@ def convert_linears(
 def store_linears(
     model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
 ) -> dict[str, str | None]:
-    """Put a `StoredFP4Linear`, whose bytes are on the meta device, in the place of the selected linears of ``model``.
+    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears of ``model``.
 
-    Returns:
-        Every linear: why it was left, or None if it was replaced.
+    Returns every linear: why it was left, or None if it was replaced.
 
     Raises:
         ConfigurationError: an invalid expression, or nothing is selected.
@@ -219,12 +201,7 @@ def store_linears(
 
 
 def install_packed(model: nn.Module, name: str, packed: PackedTensor | SeparatedTensor) -> PackedLinear:
-    """Puts a packed weight, or one in two parts, where the linear ``name`` is (it may be on the meta device); its bias stays.
-
-    Raises:
-        ConfigurationError: there is no linear of that name, or its shape is another.
-        CorruptData: the fine part is of another weight.
-    """
+    """Puts a packed weight where the linear ``name`` is, which may be on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
     kind = VBOptimizedLinear.from_separated if isinstance(packed, SeparatedTensor) else FusedFP4Linear.from_packed
     layer = kind(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
@@ -233,11 +210,7 @@ def install_packed(model: nn.Module, name: str, packed: PackedTensor | Separated
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:
-    """The linear ``name``, which a packed weight of this shape, or of any, may replace.
-
-    Raises:
-        ConfigurationError: there is no linear of that name, or its shape is another.
-    """
+    """The linear ``name``, which a packed weight of this shape, or of any, may replace; ConfigurationError if there is none."""
     try:
         linear = model.get_submodule(name)
     except AttributeError as error:
@@ -271,11 +244,7 @@ def _leaves_read(module: str) -> frozenset[str]:
 
 
 def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
-    """Those of the linears ``names`` whose weight transformers' ``_init_weights`` reads of their owner.
-
-    Args:
-        model: one of transformers', its parameters on the meta device; any other needs none.
-    """
+    """Those of the linears ``names`` whose weight the ``_init_weights`` of a model of transformers, on meta, reads."""
     if not hasattr(model, "_init_weights"):
         return []
     linears = {name: model.get_submodule(name) for name in names}

@@ -1,7 +1,8 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model.
 
-Only what peft has no word for is here: which linears by default, and models whose parameters are on the meta device.
-The modules are peft's own, under peft's names, so what is trained is what peft loads.
+Only what peft has no word for is here: the ``--lora`` flag, which linears by default, and models whose parameters are
+on the meta device. The modules are peft's own, under peft's names, so what is trained is what peft loads. Reading a
+flag must not import torch, so the functions do.
 """
 
 from __future__ import annotations
@@ -10,49 +11,89 @@ import json
 import math
 import re
 import zlib
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
-from vblackwell.nn.convert.linears import HEAD, find_linears
-from vblackwell.nn.convert.lora_config import Lora
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 ADAPTER = "default"  # peft's name of the one adapter
-# Names of experts' linears from before transformers stacked them; peft looks for a stacked parameter where it meets
-# one.
+# Of experts' linears before transformers stacked them; peft looks for a stacked parameter where it meets one.
 _OF_EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."  # of parameters in peft's files
 
 
-def require_peft() -> Any:
-    """The package peft.
+@dataclass(frozen=True)
+class Lora:
+    """Adapters ``x W^T + (alpha / rank) x A^T B^T``.
+
+    Args:
+        rank: rows of A.
+        alpha: scale, by default twice the rank.
+        dropout: of what goes into A.
+        targets: last parts of the names of linears; by default all but the output head.
 
     Raises:
-        Unsupported: it is not installed.
+        ConfigurationError: a value out of range.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise Unsupported("adapters need the package peft: pip install 'vblackwell[lora]'") from error
-    return peft
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank {self.rank} of adapters: give at least 1, e.g. --lora 16")
+        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigurationError(f"alpha {self.alpha} of adapters: give a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"dropout {self.dropout} of adapters: give a share of at least 0 and below 1")
+
+    @property
+    def scale(self) -> float:
+        return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """``'16'`` or ``'16,alpha=32,dropout=0.05,targets=q_proj+v_proj'``.
+
+        Raises:
+            ConfigurationError: anything else.
+        """
+        rank, *more = text.split(",")
+        known, values = ("alpha", "dropout", "targets"), dict[str, Any]()
+        try:
+            for item in more:
+                key, equals, value = item.strip().partition("=")
+                if key not in known or not equals:
+                    raise ConfigurationError(
+                        f"--lora {text!r}: {item.strip()!r} is none of alpha=, dropout=, targets={nearest(key, known)}"
+                    )
+                values[key] = tuple(filter(None, value.split("+"))) if key == "targets" else float(value)
+            return cls(int(rank), **values)
+        except ValueError as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            example = "--lora 16 or --lora 16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
+            raise ConfigurationError(f"--lora {text!r} cannot be read: write e.g. {example}") from None
 
 
 def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
-    """Wrap the targets in peft's layers, adapters on the meta device, and freeze everything else.
+    """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns peft's adapter_config.json.
 
-    Args:
-        base: path or id of the model, for readers of the adapter.
-
-    Returns:
-        peft's adapter_config.json.
+    ``base`` is the path or id of the model, for readers of the adapter.
 
     Raises:
         ConfigurationError: a target that no linear has.
         Unsupported: peft is not installed, or refuses the model; or a target that it takes for experts'.
     """
-    peft = require_peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise Unsupported("adapters need the package peft: pip install 'vblackwell[lora]'") from error
     left = adapter_targets(model)
     found = {name: model.get_submodule(name) for name, why in left.items() if why is None}
     names = sorted({name.rpartition(".")[2] for name in found})
@@ -60,16 +101,15 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
         taken = [name for name in names if name in _OF_EXPERTS]
         if lora.targets is not None and (asked := [name for name in lora.targets if name in taken]):
             raise Unsupported(
-                f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no adapters here: "
-                f"choose from {', '.join(name for name in names if name not in taken)}"
+                f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no "
+                f"adapters here: choose from {', '.join(name for name in names if name not in taken)}"
             )
         names = [name for name in names if name not in taken]
     wanted = names if lora.targets is None else list(lora.targets)
     for target in wanted:
         if target not in names:
-            refused = next(
-                (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}")), ""
-            )
+            reasons = (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}"))
+            refused = next(reasons, "")
             raise ConfigurationError(
                 f"--lora targets={target}: {type(model).__name__} has no such linear{refused}, only "
                 f"{', '.join(names)}{nearest(target, names)}"
@@ -83,15 +123,16 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise Unsupported(
-            f"peft puts no adapters into {type(model).__name__}: {' '.join(str(error).split())}"
-        ) from error
+        said = " ".join(str(error).split())
+        raise Unsupported(f"peft puts no adapters into {type(model).__name__}: {said}") from error
     stated = config.to_dict() | {"inference_mode": True}
-    return json.loads(json.dumps(stated, default=_plain))
+    return json.loads(json.dumps(stated, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
 def adapter_targets(model: nn.Module) -> dict[str, str | None]:
     """Every linear of ``model``: why no adapter goes around it, or None if one may."""
+    from vblackwell.nn.convert.linears import HEAD, find_linears
+
     getter: Any = getattr(model, "get_output_embeddings", None)
     head = getter() if getter is not None else None
     found: dict[str, str | None] = {}
@@ -103,7 +144,10 @@ def adapter_targets(model: nn.Module) -> dict[str, str | None]:
 
 
 def _why_no_product(linear: Any) -> str | None:
-    """Why calling ``linear`` does not give its outputs alone: a mixture's router may be a linear by class that answers with choices."""
+    """Why a call does not give a product alone: a mixture's router may be a linear by class that answers with choices."""
+    import torch
+    from torch import nn
+
     if type(linear) is nn.Linear or not isinstance(linear, nn.Linear):
         return None
     weight, kind = linear.weight, type(linear).__name__
@@ -111,13 +155,9 @@ def _why_no_product(linear: Any) -> str | None:
         output = linear(torch.empty((2, linear.in_features), dtype=weight.dtype, device=weight.device))
     except Exception as error:  # whatever a foreign forward raises, it is no plain product
         return f"{kind} given two rows failed: {' '.join(f'{type(error).__name__} {error}'.split())[:200]}"
-    if isinstance(output, Tensor) and output.shape == (2, linear.out_features):
+    if isinstance(output, torch.Tensor) and output.shape == (2, linear.out_features):
         return None
     return f"{kind} answers with something else than a product"
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def is_adapter(name: str) -> bool:
@@ -135,12 +175,14 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-@torch.no_grad()
 def fill_adapter(name: str, out: Tensor, seed: int) -> None:
-    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base. The same whatever the placement."""
-    if f".lora_B.{ADAPTER}." in name:
-        out.zero_()
-        return
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
-    bound = 1 / math.sqrt(out.shape[1])
-    out.copy_(torch.empty(out.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base; wherever ``out`` is."""
+    import torch
+
+    with torch.no_grad():
+        if f".lora_B.{ADAPTER}." in name:
+            out.zero_()
+            return
+        generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(out.shape[1])
+        out.copy_(torch.empty(out.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))

@@ -1,13 +1,13 @@
-"""Any model on this package's operators: linears in FP4, attention by the dispatcher, norms and gated feed-forwards fused; and back.
+"""Any model on this package's operators: linears in FP4, attention by the dispatcher, the rest fused; and back.
 
 ``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4,
 what was asked for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all.
 Parameters keep names and identity, but for those that are packed.
 
-Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, so there is no module to
-replace: their forward reads ``self.gate_up_proj``. Their class becomes a subclass (as in fused_modules.py) in which
-that name is a property: the parameter rounded, its gradient straight through, all experts of a layer sharing the tensor
-scale of the one parameter. The parameter stays under its name, so optimizers, stacks and files see what they saw.
+Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, which their forward
+reads. Their class becomes a subclass (as in fused_modules.py) in which ``gate_up_proj`` is a property: the parameter
+rounded, its gradient straight through, all experts of a layer sharing one tensor scale. The parameter stays under its
+name, so optimizers, stacks and files see what they saw.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.attention.interface import use_dispatcher, why_not_dispatcher
-from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, restore_causal_lm
+from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
+from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_lm, in_stack
 from vblackwell.nn.convert.fused_modules import swap
 from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
@@ -32,84 +30,6 @@ from vblackwell.nn.linear.rounded import fp4_round_trip
 
 _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
 _EXPERTS = ("gate_up_proj", "down_proj")
-_TOLD = {"experts": "gate"}  # what is fused there; the experts' weights have other rows
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of one module.
-
-    Attributes:
-        kind: 'linear', 'experts', 'attention', 'activation', 'norm', 'feed_forward', 'gate' (of experts), 'rotary' or
-            'loss'.
-        name: of the module; '' for the model.
-        became: what computes it now; None if it was left.
-        reason: why it was left.
-    """
-
-    kind: str
-    name: str
-    became: str | None = None
-    reason: str = ""
-
-
-@dataclass(eq=False)
-class Conversion:
-    """What `convert` did to a model, a row for each candidate, and how to undo it.
-
-    Attributes:
-        rows: in the order of the walks.
-    """
-
-    model: nn.Module
-    rows: list[Row] = field(default_factory=list)
-    _undo: list[Callable[[], object]] = field(default_factory=list)
-
-    @property
-    def replaced(self) -> dict[str, list[str]]:
-        """Names of what was replaced, by kind."""
-        found: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.became is not None:
-                found.setdefault(row.kind, []).append(row.name)
-        return found
-
-    @property
-    def left(self) -> dict[str, str]:
-        """Reasons by name."""
-        return {row.name: row.reason for row in self.rows if row.became is None}
-
-    def undo(self) -> nn.Module:
-        """The model as it was; it is returned. A packed weight comes back rounded, everything else bit for bit. Idempotent.
-
-        What was trained meanwhile stays trained: the parameters are the same. That holds in a stack too, but not for
-        packed weights.
-
-        Raises:
-            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come
-            back.
-        """
-        names = self.replaced.get("linear", []) if self._undo else []
-        made = [self.model.get_submodule(name) for name in names]
-        if any(isinstance(layer, FusedFP4Linear) and layer.is_quantized for layer in made) and _in_stack(self.model):
-            raise ConfigurationError(
-                f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
-            )
-        while self._undo:
-            self._undo.pop()()
-        return self.model
-
-    def __str__(self) -> str:
-        """A table: layers that differ in their number alone are one line."""
-        lines = Counter(
-            (row.kind, re.sub(r"\d+", "*", row.name) or "the model", row.became, row.reason) for row in self.rows
-        )
-        cells = [
-            (kind, f"{name} x{count}" if count > 1 else name, became or f"left: {reason}")
-            for (kind, name, became, reason), count in lines.items()
-        ]
-        widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
-        return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
 
 
 def convert(
@@ -137,10 +57,9 @@ def convert(
 
     Raises:
         ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing
-        that FP4 was asked
-            for is there, or the model is in a stack or accelerated already. The model is as it was.
+            that FP4 was asked for is there, or the model is in a stack or accelerated already. The model is as it was.
     """
-    if _in_stack(model):
+    if in_stack(model):
         raise ConfigurationError(f"{type(model).__name__} is in a stack: convert it first, or release(model)")
     done = Conversion(model)
     try:
@@ -159,19 +78,10 @@ def convert(
     return done
 
 
-def _in_stack(model: nn.Module) -> bool:
-    return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
-
-
 def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
-    report = accelerate_causal_lm(done.model, modules=modules, loss=loss)
-    done._undo.append(lambda: restore_causal_lm(done.model))
-    for kind, names in report.replaced.items():
-        told = _TOLD.get(kind, kind)
-        done.rows += [Row(told, name, "fused") for name in names]
-    for name, reason in report.left.items():
-        kind = "loss" if name == "loss" else reason.partition(" ")[0]
-        done.rows.append(Row(_TOLD.get(kind, kind), "" if name == "loss" else name, None, reason))
+    fused = accelerate_causal_lm(done.model, modules=modules, loss=loss)
+    done._undo += fused._undo
+    done.rows += fused.rows
     known = {row.name for row in done.rows}
     for name, module in done.model.named_modules():
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known and modules:
@@ -218,7 +128,7 @@ def _linears(
 
 
 def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """For linears in an ``nn.Sequential``: name and module of the activation right after, where it is the epilogue's formula."""
+    """For linears in an ``nn.Sequential``: name and module of the activation right after, if it is an epilogue's formula."""
     counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[str, nn.Module]] = {}
     for prefix, sequence in model.named_modules():
@@ -277,9 +187,7 @@ def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack
 
 def _why_not_rounded(experts: Any) -> str | None:
     if getattr(experts, "is_transposed", False):
-        return (
-            "its experts are stored as (inputs, outputs), so blocks along their rows would not be blocks of a product"
-        )
+        return "its experts are stored as (inputs, outputs), so blocks along their rows would be no blocks of a product"
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) in (None, "eager"):
         return "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'"
     return None
@@ -298,7 +206,8 @@ def _refuse_nothing(done: Conversion, pattern: str) -> None:
     if not any(row.became for row in done.rows if row.kind in ("linear", "experts")):
         left = [f"{row.name} ({row.reason})" for row in done.rows if row.kind in ("linear", "experts")][:2]
         raise ConfigurationError(
-            f"fp4_layers {pattern!r} selects no linear of {type(done.model).__name__}: {'; '.join(left) or 'it has none'}"
+            f"fp4_layers {pattern!r} selects no linear of {type(done.model).__name__}: "
+            f"{'; '.join(left) or 'it has none'}"
         )
 
 

@@ -1,8 +1,7 @@
 """`enable_vb_optimization` and `VBModelWrapper`: a model whose linears have weights in two parts.
 
 Every chosen linear is replaced by a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties
-and optimizers stay, and caches are made when a layer is first used. Heads, tied weights and what linears.py lists are
-left alone.
+and optimizers stay. Heads, tied weights and what linears.py lists are left alone.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from typing import Any
 from torch import nn
 
 from vblackwell.nn.convert.linears import replace_linears, select_linears
-from vblackwell.nn.linear.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, precision_of
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import (
+    BITS,
+    DRIFT_THRESHOLD,
+    REFRESH_EVERY,
+    Settings,
+    VBOptimizedLinear,
+    precision_of,
+)
 from vblackwell.units import format_bytes
 
 LARGE_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 
 
 def enable_vb_optimization(
-    model: nn.Module,
-    mode: str = "auto",
-    enable_quantization: bool = True,
-    enable_fp4: bool = True,
-    replace_pattern: str = "all",
-    *,
-    refresh_every: int = REFRESH_EVERY,
-    drift_threshold: float = DRIFT_THRESHOLD,
+    model: nn.Module, mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True,
+    replace_pattern: str = "all", *, refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
     verbose: bool = False,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Put weights in two parts into ``model``, in place, and return it.
 
     Args:
@@ -120,13 +119,12 @@ class VBModelWrapper(nn.Module):
         """The statistics as a table on standard output."""
         stats = self.get_all_stats()
         width = max((len(name) for name in stats), default=4)
-        print(
-            f"{'name':{width}}  {'shape':>13}  {'weight':>10}  {'cached':>10}  {'steps':>6}  {'renewals':>8}  {'drift':>6}"
-        )
+        columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
+        print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
         for name, row in stats.items():
             shape, drift = "x".join(str(size) for size in row["shape"]), row["drift"]
+            sizes = (format_bytes(row[kind]) for kind in ("weight_bytes", "cached_bytes"))
             said = "" if drift is None else f"{drift:.3f}"
-            sizes = f"{format_bytes(row['weight_bytes']):>10}  {format_bytes(row['cached_bytes']):>10}"
-            print(f"{name:{width}}  {shape:>13}  {sizes}  {row['steps']:>6}  {row['renewals']:>8}  {said:>6}")
+            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], said))
         weight, cached = (sum(row[column] for row in stats.values()) for column in ("weight_bytes", "cached_bytes"))
         print(f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches")

@@ -1,10 +1,9 @@
 """What a training run asks of its model: the loss, the heads, fused operators, and which attention backend runs.
 
-The model is a `Decoder` or a causal model of transformers. The attention backend is looked up beforehand for the run's
-real shapes and said. With ``--use-flash-attn`` the dispatcher (nn/attention/backends.py) names a fused backend, the
-model runs that one or raises, and where there is none the run is refused: it must not end in the slow path unnoticed.
-Without the flag torch chooses. Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a
-deterministic backward.
+The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` the dispatcher
+(nn/attention/backends.py) names a fused backend for the run's real shapes, the model runs that one or raises, and where
+there is none the run is refused: it must not end in the slow path unnoticed. Without the flag torch chooses.
+Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import Unsupported
 from vblackwell.nn.attention import backends as dispatcher
-from vblackwell.nn.convert.causal_lm import Acceleration, accelerate_causal_lm, has_fused_loss
+from vblackwell.nn.convert.causal_lm import Conversion, accelerate_causal_lm, has_fused_loss
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, Decoder
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -33,11 +32,7 @@ def training_loss(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def attention_heads(model: nn.Module) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and the width of one.
-
-    Raises:
-        Unsupported: a model without attention.
-    """
+    """Query heads, key and value heads, and the width of one; Unsupported for a model without attention."""
     if isinstance(model, Decoder):
         return model.config.num_heads, model.config.kv_heads, model.config.head_size
     made: Any = model
@@ -45,22 +40,18 @@ def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this "
-            "command"
+            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this command"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def fuse(model: nn.Module) -> Acceleration | None:
-    """Run a causal model of transformers on fused operators, its loss in chunks of tokens; None of a `Decoder`, which
-    always does.
-    """
+def fuse(model: nn.Module) -> Conversion | None:
+    """Run a causal model of transformers on fused operators, its loss in chunks; None of a `Decoder`, which always does."""
     if isinstance(model, Decoder):
         return None
-    takes_shifted = any(
-        each.kind is each.VAR_KEYWORD or each.name == "shift_labels" for each in _parameters_of(model).values()
-    )
+    parameters = _parameters_of(model).values()
+    takes_shifted = any(each.kind is each.VAR_KEYWORD or each.name == "shift_labels" for each in parameters)
     return accelerate_causal_lm(model, loss=takes_shifted)
 
 
@@ -71,9 +62,8 @@ def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 class NextTokenLoss:
     """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count.
 
-    After `fuse` there are never the logits of a whole batch, which for a vocabulary of 150,000 are larger than anything
-    else of a step; and in training the routers' loss is added where the model's configuration says so
-    (``output_router_logits``).
+    After `fuse` the logits of a whole batch never exist, and in training the routers' loss is added where the model's
+    configuration says so (``output_router_logits``).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,10 +72,7 @@ class NextTokenLoss:
     def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
         given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
         if has_fused_loss(self._model):
-            given |= {
-                "labels": targets_BS,
-                "shift_labels": targets_BS,
-            }  # the first asks for a loss, the second is what counts
+            given |= {"labels": targets_BS, "shift_labels": targets_BS}  # the first asks for a loss, the second counts
             if not self._model.training and "output_router_logits" in _parameters_of(self._model):
                 given["output_router_logits"] = False
             return self._model(input_ids=input_ids_BS, use_cache=False, **given).loss
@@ -120,14 +107,7 @@ def fused_backend(
     num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
     deterministic: bool = False,
 ) -> str:  # fmt: skip
-    """The dispatcher's choice for causal training of this shape among the fused backends: the fastest measured here, or
-    the stated order's.
-
-    FlexAttention, which compiles, is not among them.
-
-    Raises:
-        Unsupported: all refuse; the message has their reasons.
-    """
+    """The dispatcher's choice for causal training of this shape among the fused backends; Unsupported, with all reasons."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = dispatcher.AttentionRequest(
         device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
@@ -145,11 +125,7 @@ def fused_backend(
 def chosen_backend(
     num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """What torch takes for a causal head shape in the current context: 'flash', 'cudnn', 'efficient' or 'math'.
-
-    Raises:
-        Unsupported: none that is allowed takes this shape and type.
-    """
+    """What torch takes for a causal head shape in this context: 'flash', 'cudnn', 'efficient', 'math', or Unsupported."""
     query = torch.empty(1, num_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_kv_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     try:
@@ -169,6 +145,6 @@ def chosen_backend(
 
 def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
     return Unsupported(
-        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: leave the "
-        "flag out, or add --mixed-precision"
+        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: "
+        "leave the flag out, or add --mixed-precision"
     )

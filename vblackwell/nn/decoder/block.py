@@ -1,22 +1,171 @@
-"""One block of the decoder: attention and SwiGLU feed-forward (Shazeer, arXiv:2002.05202), each after an RMSNorm.
+"""Blocks of a decoder: attention and a feed-forward network, each after an RMSNorm, and the keys and values they keep.
 
-On CUDA what is no matrix product runs as fused kernels (vblackwell/kernels), one pass over memory each way; on the CPU
-as the plain expressions. A few rows of a packed decoder meet their first norm inside the projections
-(linear/normed.py). RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it
-too. In fp32 both give the same bits; in bf16 ours is the nearer to the exact value.
+Pre-norm (Xiong et al., arXiv:2002.04745), SwiGLU (Shazeer, arXiv:2002.05202), grouped-query attention; parameters are
+named as in Hugging Face's Llama. On CUDA what is no matrix product runs as fused kernels, on the CPU as the plain
+expressions. RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too: the
+same bits in fp32, and in bf16 ours is the nearer to the exact value.
+
+Attention is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends,
+on an H200 nine times slower for eight documents in a row of 8k (docs/journal/attention.md). So on CUDA packed
+documents, and prompts that continue a filled cache, go to the dispatcher.
+
+Legend: B batch, S new positions, T all positions, D model width, F feed-forward width, N query heads, K key-value
+heads, H head width.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm
-from vblackwell.nn.decoder.attention import SelfAttention
-from vblackwell.nn.decoder.cache import KVCache, SteadyCache
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.attention.decode import decode_attention
+from vblackwell.kernels.fp4.reference import activate
+from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm, rotary, store_rotated
+from vblackwell.nn.attention.backends import attention
+from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, rotary_tables
+from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.linear.normed import lean_feed_forward, normed, normed_later
-from vblackwell.nn.linear.one_input import Unnormed, gated_product, hooked, linears_of_one_input
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.one_input import (
+    Unnormed,
+    gated_product,
+    hooked,
+    lean_feed_forward,
+    linears_of_one_input,
+    normed,
+    normed_later,
+)
+
+BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """An `AttentionCache` of ``max_length`` positions for every layer of a ``Decoder``."""
+
+    def __init__(self, config: DecoderConfig, max_length: int) -> None:
+        if not 1 <= max_length <= config.max_position:
+            raise ConfigurationError(f"a cache of {max_length} positions: the model's limit is {config.max_position}")
+        self._layers = [AttentionCache(max_length) for _ in range(config.num_layers)]
+        self.max_length = max_length
+        self.length = 0  # positions read so far, by all layers
+
+    def extend(self, layer: int, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values of a layer; returns all of them so far, (B, K, length + S, H) each."""
+        cache = self._layers[layer]
+        cache.length = self.length
+        return cache.extend(k_BKSH, v_BKSH)
+
+    def advance(self, num_positions: int) -> None:
+        self.length += num_positions
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that has stored some, all positions (B, K, T, H) each."""
+        found = self._layers[layer].tensors
+        assert found is not None, "a prompt was read"
+        return found
+
+
+class SteadyCache:
+    """A filled ``cache`` for steps that are captured once and replayed: nothing that a call launches depends on the length.
+
+    ``position_1`` is where the next position goes, int64 on the device, where `advance` adds one.
+    """
+
+    def __init__(self, cache: KVCache, config: DecoderConfig) -> None:
+        self._cache = cache
+        device = cache.tensors(0)[0].device
+        self.position_1 = torch.tensor([cache.length], device=device)
+        self._tables = rotary_tables(0, cache.max_length, config.head_size, config.rope_theta, device)
+
+    def restart(self) -> None:
+        self.position_1.fill_(self._cache.length)
+
+    def attend(self, layer: int, q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor) -> Tensor:
+        """Stores a position's keys and values; returns what its queries gather, (B, N, H)."""
+        held = self._cache.tensors(layer)
+        q_BNH = store_rotated(q_BNH, k_BKH, v_BKH, *held, *self._tables, self.position_1)
+        return decode_attention(q_BNH, *held, self.position_1)
+
+    def advance(self) -> None:
+        self.position_1.add_(1)
+
+
+# -- the decoder's blocks ----------------------------------------------------------------------------------------------
+
+
+class SelfAttention(nn.Module):
+    """Attention of one block; passes without a cache run on ``backend`` of nn/attention/backends.py, None: PyTorch's choice."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        width, head = config.hidden_size, config.head_size
+        self.layer, self.head_dim = layer, head
+        self.backend: str | None = None
+        self.grouped = config.kv_heads != config.num_heads
+        self.q_proj = nn.Linear(width, config.num_heads * head, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * head, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head, width, bias=False)
+
+    def forward(
+        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
+        mask_BSS: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
+        heads = (*x_BSD.shape[:2], -1, self.head_dim)
+        # Transposed views all the way: cuDNN and flash attention read and write them as they are.
+        q_BNSH, k_BKTH, v_BKTH = (
+            x.view(heads).transpose(1, 2)
+            for x in linears_of_one_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)  # no name keeps them
+        )
+        if isinstance(cache, SteadyCache):
+            y_BNH = cache.attend(self.layer, q_BNSH.squeeze(2), k_BKTH.squeeze(2), v_BKTH.squeeze(2))
+            return self.o_proj(y_BNH.reshape(*x_BSD.shape[:2], -1))
+        q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
+        if cache is not None:
+            k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
+        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask_BSS, cache is not None)
+        return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
+
+    def _attended(
+        self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BSS: Tensor | None, cached: bool
+    ) -> Tensor:
+        if mask_BSS is not None:
+            return self._masked(q_BNSH, k_BKTH, v_BKTH, mask_BSS[:, None])
+        if self.backend is not None and not cached:
+            return attention(q_BNSH, k_BKTH, v_BKTH, causal=True, backend=self.backend)[0]
+        new, known, mask_ST = q_BNSH.shape[2], k_BKTH.shape[2], None
+        if 1 < new < known:
+            if q_BNSH.is_cuda:
+                return attention(q_BNSH, k_BKTH, v_BKTH, causal=True, bottom_right=True)[0]
+            mask_ST = torch.ones(new, known, dtype=torch.bool, device=q_BNSH.device).tril(known - new)
+        return functional.scaled_dot_product_attention(
+            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
+        )
+
+    def _masked(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_B1SS: Tensor) -> Tensor:
+        if self.backend is not None:
+            raise Unsupported(
+                f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: "
+                "pack nothing, or leave the choice open"
+            )
+        if q_BNSH.is_cuda:
+            return attention(q_BNSH, k_BKTH, v_BKTH, mask=mask_B1SS)[0]
+        if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
+            k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
+        return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_B1SS)
+
+
+def within_documents(positions_BS: Tensor) -> Tensor:
+    """What each token may attend to, (B, S, S): itself and what precedes it in its document, where positions begin at 0."""
+    document_BS = (positions_BS == 0).cumsum(1)
+    length = positions_BS.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril()
+    return (document_BS[:, :, None] == document_BS[:, None, :]) & causal
 
 
 class RMSNorm(nn.RMSNorm):
@@ -62,21 +211,15 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self,
-        x_BSD: Tensor,
-        cos_SH: Tensor,
-        sin_SH: Tensor,
-        cache: KVCache | SteadyCache | None = None,
-        mask_BSS: Tensor | None = None,
-        wanted: bool = True,
-        lean: tuple[str, ...] = (),
-    ) -> Tensor:
+        self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
+        mask_BSS: Tensor | None = None, wanted: bool = True, lean: tuple[str, ...] = (),
+    ) -> Tensor:  # fmt: skip
         """(B, S, D) to the same.
 
         Args:
             wanted: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone (linear/normed.py):
-                those under a checkpoint which keeps nothing of them.
+            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone
+                (linear/one_input.py): those under a checkpoint which keeps nothing of them.
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -96,13 +239,9 @@ class DecoderLayer(nn.Module):
         return x_BSD + mlp(normed_BSD, wanted)
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
-        """One position a row, (B, 1, D): as `forward` with the last sum left to the next norm, which makes it on the way.
+        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm, which computes it as well.
 
-        Args:
-            added_BSD: what is still to be added to ``x_BSD``; None: nothing.
-
-        Returns:
-            The same two after this layer.
+        ``added_BSD`` is what is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -110,7 +249,6 @@ class DecoderLayer(nn.Module):
             x_BSD = x_BSD if added_BSD is None else x_BSD + added_BSD
             y_BSD = self(x_BSD, x_BSD, x_BSD, cache)
             return torch.zeros_like(y_BSD), y_BSD
-        rows_BSD: Tensor | Unnormed
         if added_BSD is None:
             rows_BSD = normed(x_BSD, norm, *projections)
         else:
@@ -118,3 +256,88 @@ class DecoderLayer(nn.Module):
         attended_BSD = attention(rows_BSD, x_BSD, x_BSD, cache)  # tables are the cache's
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return mlp(normed_BSD), x_BSD
+
+
+# -- a block for other models ------------------------------------------------------------------------------------------
+
+
+class OptimizedTransformerBlock(nn.Module):
+    """``h = x + attention(norm(x))``, then ``h + down(gelu(up(norm(h))))``, to build models of one's own from.
+
+    Biases, GELU and dropout (on both branches and on attention's probabilities) as in ``nn.TransformerEncoderLayer``.
+
+    Args:
+        d_model: D, the width of inputs and outputs.
+        n_heads: query heads, a divisor of ``d_model``.
+        d_ff: F, the width between the two linears of the feed-forward network.
+        dropout: probability, while training.
+        use_fp4: all four projections train straight through nvfp4, and ``quantize()`` packs them.
+        use_checkpoint: keep only the input for backward and compute the block again there.
+        n_kv_heads, causal, window, rotary_theta, backend: as for ``FlashAttention``.
+
+    Raises:
+        ConfigurationError: sizes below 1, heads that do not divide the width, a dropout outside [0, 1).
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, d_ff: int, dropout: float = 0.0, use_fp4: bool = False,
+        use_checkpoint: bool = False, *, n_kv_heads: int | None = None, causal: bool = False, window: int | None = None,
+        rotary_theta: float | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if d_ff < 1:
+            raise ConfigurationError(f"a feed-forward width of {d_ff}: give at least 1, usually 4 x {d_model}")
+        self.dropout, self.use_fp4, self.use_checkpoint = dropout, use_fp4, use_checkpoint
+        self.attention = FlashAttention(
+            d_model, n_heads, dropout, n_kv_heads=n_kv_heads, causal=causal, window=window, rotary_theta=rotary_theta,
+            backend=backend, use_fp4=use_fp4,
+        )  # fmt: skip
+        self.attention_norm = RMSNorm(d_model, BLOCK_NORM_EPSILON)
+        self.feed_forward_norm = AddRMSNorm(d_model, BLOCK_NORM_EPSILON)
+        self.up_proj: nn.Linear | FusedFP4Linear
+        self.down_proj: nn.Linear | FusedFP4Linear
+        if use_fp4:
+            self.up_proj = FusedFP4Linear(d_model, d_ff, activation="gelu", use_fp4=True)
+            self.down_proj = FusedFP4Linear(d_ff, d_model, use_fp4=True)
+        else:
+            self.up_proj, self.down_proj = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
+
+    def quantize(self) -> OptimizedTransformerBlock:
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the block.
+
+        Raises:
+            ConfigurationError: a weight has inf or NaN.
+        """
+        for module in (self.attention, self.up_proj, self.down_proj):
+            if isinstance(module, (FlashAttention, FusedFP4Linear)):
+                module.quantize()
+        return self
+
+    def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, S, D) of (B, S, D).
+
+        Args:
+            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added to the
+                scores.
+
+        Raises:
+            ConfigurationError: an input or mask of another shape or type.
+        """
+        if self.use_checkpoint and torch.is_grad_enabled():
+            # No buffers to protect: nothing in the block writes one, and packed weights are buffers and would be copied.
+            return checkpoint(self._compute, x_BSD, mask, modules=())
+        return self._compute(x_BSD, mask)
+
+    def _compute(self, x_BSD: Tensor, mask: Tensor | None) -> Tensor:
+        attended_BSD = self._drop(self.attention(self.attention_norm(x_BSD), mask))
+        normed_BSD, x_BSD = self.feed_forward_norm(attended_BSD, x_BSD)
+        hidden_BSF = self.up_proj(normed_BSD)
+        if not self.use_fp4:  # a FusedFP4Linear applies it itself
+            hidden_BSF = activate(hidden_BSF, "gelu")
+        return x_BSD + self._drop(self.down_proj(hidden_BSF))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -1,4 +1,4 @@
-"""Activation checkpointing that leaves no trace: a block is computed again in backward exactly as it was the first time.
+"""Activation checkpointing that leaves no trace: a block is computed again in backward exactly as the first time.
 
 ``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it
 counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it
@@ -45,7 +45,7 @@ from vblackwell.kernels.pointwise import linears
 Slot = tuple[nn.Module, str]
 InputHooks = Callable[[], AbstractContextManager[Any]]
 
-HUGGING_FACE_FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
+_FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
 NAMES = ("attention", "projections", "gates")
 _aten: Any = torch.ops.aten
 _own: Any = torch.ops.vblackwell
@@ -62,44 +62,36 @@ _input_hooks: ContextVar[InputHooks] = ContextVar("input_hooks", default=nullcon
 def checkpoint(function: Callable[..., Any], *args: Any, modules: tuple[nn.Module, ...] | None = None) -> Any:
     """``function(*args)``, keeping only ``args`` for backward, where the rest is computed again.
 
-    Args:
-        function: a module, or a function.
-        args: what it is called with.
-        modules: whose buffers ``function`` may write; by default ``function`` itself if it is a module.
+    ``modules`` are those whose buffers it may write; by default ``function`` itself if it is a module.
     """
     if modules is None:
         modules = (function,) if isinstance(function, nn.Module) else ()
     before = _snapshot(modules)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _BuffersReplaced(before)
+
     with _input_hooks.get()():
-        return torch_checkpoint.checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            context_fn=lambda: (nullcontext(), _BuffersReplaced(before)),
-        )
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
 def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, every `checkpoint` of this thread saves its inputs under ``hooks()``.
+    """Inside, every `checkpoint` of this thread saves its inputs under ``hooks()``, a new context for each.
 
-    Args:
-        hooks: makes a context, such as ``torch.autograd.graph.saved_tensors_hooks(...)``, anew for each checkpoint.
-        model: its modules that checkpoint themselves as transformers' do take part. Modules that call
-            ``torch.utils.checkpoint`` by themselves do not.
+    So do modules of ``model`` that checkpoint as transformers' do, but not those that call ``torch.utils.checkpoint``.
     """
-    routed = [] if model is None else [m for m in model.modules() if HUGGING_FACE_FUNCTION in m.__dict__]
-    functions = [module.__dict__[HUGGING_FACE_FUNCTION] for module in routed]
+    modules = () if model is None else model.modules()
+    own = {module: module.__dict__[_FUNCTION] for module in modules if _FUNCTION in module.__dict__}
     outer = _input_hooks.get()
     _input_hooks.set(hooks)
     try:
-        for module, function in zip(routed, functions, strict=True):
-            module.__dict__[HUGGING_FACE_FUNCTION] = _under(hooks, function)
+        for module, function in own.items():
+            module.__dict__[_FUNCTION] = _under(hooks, function)
         yield
     finally:
-        for module, function in zip(routed, functions, strict=True):
-            module.__dict__[HUGGING_FACE_FUNCTION] = function
+        for module, function in own.items():
+            module.__dict__[_FUNCTION] = function
         _input_hooks.set(outer)
 
 
@@ -111,30 +103,29 @@ def _under(hooks: InputHooks, function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, tuple[Tensor, Tensor]]:
-    """For each place that holds a buffer: the buffer, and a copy of it as it is now (one copy where places share it)."""
+def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, Tensor]:
+    """A copy of each buffer as it is now, by place; one copy where places share it."""
     copies: dict[int, Tensor] = {}
-    found: dict[Slot, tuple[Tensor, Tensor]] = {}
+    found: dict[Slot, Tensor] = {}
     for root in modules:
         for module in root.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    copy = copies.setdefault(id(buffer), buffer.detach().clone())
-                    found[module, name] = (buffer, copy)
+                    found[module, name] = copies.setdefault(id(buffer), buffer.detach().clone())
     return found
 
 
 class _BuffersReplaced:
-    """Inside, fresh copies of the snapshot are in the buffers' places. Entered anew by every backward of a retained graph."""
+    """Inside, fresh copies of the snapshot are in the buffers' places; entered by every backward of a retained graph."""
 
-    def __init__(self, before: dict[Slot, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, before: dict[Slot, Tensor]) -> None:
         self._before = before
         self._current: dict[Slot, Tensor | None] = {}
 
     def __enter__(self) -> None:
         fresh: dict[int, Tensor] = {}
         self._current = {(module, name): module._buffers[name] for module, name in self._before}
-        for (module, name), (_, copy) in self._before.items():
+        for (module, name), copy in self._before.items():
             module._buffers[name] = fresh.setdefault(id(copy), copy.clone())
 
     def __exit__(self, *error: object) -> None:
@@ -147,11 +138,7 @@ class _BuffersReplaced:
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names as a tuple.
-
-    Raises:
-        ConfigurationError: one of them is not known.
-    """
+    """The names as a tuple; ConfigurationError if one of them is not known."""
     found = tuple(names)
     for name in found:
         if name not in NAMES:
@@ -162,12 +149,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
 class Keeping:
     """``function``, called once in the forward; once more in backward it is ``again``, and what was kept is taken.
 
-    Make a new one for each checkpoint.
-
-    Args:
-        function: what is checkpointed.
-        names: what to keep, of `NAMES`.
-        again: what computes the same, or at least all that backward reads, in the second pass; default: ``function``.
+    ``names`` are of `NAMES`; ``again`` computes the same, or at least all that backward reads. One for each checkpoint.
     """
 
     def __init__(
@@ -182,9 +164,7 @@ class Keeping:
         if self._contexts is None:
             return function(*args)
         if not self._contexts:
-            raise Unsupported(
-                "a second backward through a graph with kept activations: they were given up in the first"
-            )
+            raise Unsupported("a second backward through a graph with kept activations: the first gave them up")
         with self._contexts.pop(0):
             return function(*args)
 

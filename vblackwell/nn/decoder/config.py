@@ -1,12 +1,12 @@
-"""The shape of a decoder: one frozen value from which weights, parameter counts and Hugging Face's ``config.json`` follow.
+"""The shape of a decoder, to and from Hugging Face's ``config.json``, and the shapes that ``--config`` knows by name.
 
-Llama's family and nothing more: RMSNorm before each half of a block, rotary positions, grouped-query attention, SwiGLU,
-no biases, embeddings that are not tied to the head. A foreign configuration that asks for anything else is refused by
-name, because a decoder that ignores a key computes something else than the file says.
+Llama's family and nothing more. A foreign configuration that asks for anything else is refused by name: a decoder that
+ignores a key computes something else than the file says.
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +15,20 @@ from vblackwell.errors import ConfigurationError, Unsupported
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a ``Decoder``.
-
-    Args:
-        vocab_size: rows of the embedding and of the head.
-        hidden_size: width of the residual stream.
-        intermediate_size: width inside the SwiGLU feed-forward.
-        num_layers: blocks.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of ``num_heads``; ``None``: as many as query heads.
-        head_dim: width of a head, even; ``None``: ``hidden_size / num_heads``.
-        max_position: longest sequence in tokens.
-        rope_theta: base of the rotary wavelengths.
-        norm_eps: added to the mean square in RMSNorm.
-        initializer_range: standard deviation of the initial weights.
-        bos_token_id, eos_token_id: tokens that begin and end a document, where the tokenizer has them.
-
-    Raises:
-        ConfigurationError: a shape that does not fit together.
-    """
+    """Shape of a ``Decoder``; ConfigurationError where it does not fit together."""
 
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    hidden_size: int  # width of the residual stream
+    intermediate_size: int  # width inside the SwiGLU feed-forward
     num_layers: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    max_position: int = 2048
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
+    num_heads: int  # of queries
+    num_kv_heads: int | None = None  # a divisor of num_heads; None: as many
+    head_dim: int | None = None  # even; None: hidden_size / num_heads
+    max_position: int = 2048  # longest sequence in tokens
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    initializer_range: float = 0.02  # standard deviation of the initial weights
+    bos_token_id: int | None = None  # begins and ends a document, where the tokenizer has such tokens
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,19 +60,16 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
         assert self.num_kv_heads is not None
         return self.num_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of one head."""
         assert self.head_dim is not None
         return self.head_dim
 
     @property
     def parameters_per_layer(self) -> int:
-        """Parameters of one block."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
 
@@ -186,3 +165,67 @@ def not_supported_reasons(config: dict[str, Any]) -> list[str]:
     if config.get("quantization_config"):
         reasons.append("its weights are quantised")
     return reasons
+
+
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+GPT2_VOCAB_SIZE = 50257
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A decoder's shape without its vocabulary, which is the tokenizer's.
+
+    Widths are multiples of 64 so that every block format divides them. Parameters, in millions, by vocabulary:
+
+    =======  ======  ======  =====  =======  ========  ========  ========
+    preset   hidden  layers  heads  feed-f.     4,096    32,000    50,257
+    =======  ======  ======  =====  =======  ========  ========  ========
+    tiny        128       9      4      384      2.97      10.1      14.8
+    small       512      12      8     1536      45.1      73.7      92.4
+    medium      768      12     12     2048      91.2     134.1     162.1
+    large      1024      24     16     2752     312.0     369.1     406.5
+    xl         2048      22     16     5632      1147      1261      1336
+    7b         4096      32     32    11008      6510      6738      6888
+    =======  ======  ======  =====  =======  ========  ========  ========
+
+    ``7b`` is Llama 2's shape (6.74 G with its 32,000 tokens). ``tiny`` is deep and narrow: its embedding, the
+    largest single group, is under a fifth of the model, so it streams through a third of its training state.
+    """
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_position: int
+
+    def decoder_config(
+        self, vocab_size: int, max_position: int | None = None, eos_token_id: int | None = None
+    ) -> DecoderConfig:
+        """The decoder for a tokenizer of ``vocab_size`` tokens and sequences of up to ``max_position``."""
+        shape = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads)
+        longest = max_position or self.max_position
+        return DecoderConfig(vocab_size, *shape, max_position=longest, eos_token_id=eos_token_id)
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("tiny", 128, 384, 9, 4, 256),
+        Preset("small", 512, 1536, 12, 8, 1024),
+        Preset("medium", 768, 2048, 12, 12, 1024),
+        Preset("large", 1024, 2752, 24, 16, 1024),
+        Preset("xl", 2048, 5632, 22, 16, 2048),
+        Preset("7b", 4096, 11008, 32, 32, 4096),
+    )
+}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset called ``name``; ConfigurationError, with the nearest name, if there is none."""
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(f"preset {name!r} is not known; {hint}There are {', '.join(PRESETS)}")

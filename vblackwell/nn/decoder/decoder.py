@@ -7,7 +7,8 @@ one.
 
 With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens
 at a time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss
-are one operation (kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once.
+are one operation (kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once: the head is
+called with `HiddenWithTargets`.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -16,27 +17,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import add_rms_norm
-from vblackwell.nn.attention.rotary import rotary_tables, rotary_tables_at
-from vblackwell.nn.decoder.attention import SelfAttention, within_documents
-from vblackwell.nn.decoder.block import DecoderLayer, RMSNorm
-from vblackwell.nn.decoder.cache import KVCache, SteadyCache
+from vblackwell.nn.attention.layer import rotary_tables, rotary_tables_at
+from vblackwell.nn.decoder.block import DecoderLayer, KVCache, RMSNorm, SelfAttention, SteadyCache, within_documents
 from vblackwell.nn.decoder.checkpoint import Keeping, check_names, checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.nn.decoder.head_loss import HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.one_input import hooked
 
 IGNORED_TARGET = -100
 
 
+class HiddenWithTargets:
+    """Hidden states (..., D) and targets (...) for a linear head, which answers with the cross entropy of its logits.
+
+    ``nn.Linear`` passes them to ``torch.nn.functional.linear``, which hands the call to ``__torch_function__``: logits
+    never exist whole. The head stays a plain ``nn.Linear`` and is called as one: hooks that load its weight run, a
+    parametrised weight is used, its gradient arrives where it always does. ``options`` are `linear_cross_entropy`'s.
+    """
+
+    def __init__(self, hidden: Tensor, targets: Tensor, **options: Any) -> None:
+        self.hidden = hidden
+        self.targets = targets
+        self.options = options
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        if func is not functional.linear or not isinstance(args[0], cls):
+            raise Unsupported(
+                f"{getattr(func, '__name__', func)} on hidden states with targets: only a linear head takes them; call it "
+                "with the hidden states alone and compute the loss from its logits"
+            )
+        given, weight_VD, *bias_V = args
+        bias = bias_V[0] if bias_V else (kwargs or {}).get("bias")
+        return linear_cross_entropy(given.hidden, weight_VD, given.targets, bias, **given.options)
+
+
+def takes_targets(head: nn.Module) -> bool:
+    """Whether ``head`` may be called with `HiddenWithTargets`: it computes as ``nn.Linear`` does."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
 class DecoderTrunk(nn.Module):
-    """Embedding, blocks and final norm: everything but the head. It exists for the names of the weights."""
+    """Everything but the head. It exists for the names of the weights."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -63,13 +93,9 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        seed: int = 0,
-        device: torch.device | str | None = None,
+        self, config: DecoderConfig, *, seed: int = 0, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
@@ -85,11 +111,10 @@ class Decoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks, first to last."""
         return self.model.layers
 
     def use_attention(self, backend: str | None) -> None:
-        """Passes without a cache attend on this backend of nn/attention/backends.py, or raise; None: on what PyTorch chooses."""
+        """Passes without a cache attend on this backend of nn/attention/backends.py, or raise; None: PyTorch's choice."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.backend = backend
@@ -108,11 +133,10 @@ class Decoder(nn.Module):
             fill(name, parameter)
 
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
-        """A function that fills a tensor with the initial value of a parameter, also of a decoder on the meta device.
+        """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device.
 
-        It is to be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one
-        generator. Values are normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms
-        are 1.
+        To be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one generator.
+        Values are normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
         """
         generator = torch.Generator().manual_seed(seed)
         spread, num_layers = self.config.initializer_range, self.config.num_layers
@@ -136,19 +160,15 @@ class Decoder(nn.Module):
         return fill
 
     def forward(
-        self,
-        input_ids_BS: Tensor,
-        targets_BS: Tensor | None = None,
-        positions_BS: Tensor | None = None,
-        *,
+        self, input_ids_BS: Tensor, targets_BS: Tensor | None = None, positions_BS: Tensor | None = None, *,
         cache: KVCache | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
 
         Args:
-            input_ids_BS: token numbers; with a cache, those that follow what it holds. targets_BS: for each position
-            the token that follows. positions_BS: of rows that hold several documents: counted from 0 in each. No token
-            attends to another document.
+            input_ids_BS: token numbers; with a cache, those that follow what it holds.
+            targets_BS: for each position the token that follows.
+            positions_BS: of rows of several documents: counted from 0 in each. No token attends to another document.
             cache: keys and values of earlier positions; extended by this call.
 
         Raises:
@@ -191,10 +211,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_BSD)
 
     def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
-        """Logits (B, V) after one more token a row, which is stored at the cache's position.
-
-        Nothing of it asks the device, so that it may be captured in a graph and replayed.
-        """
+        """Logits (B, V) after one more token a row, stored at the cache's position; waits for no device: may be captured."""
         added_BSD, x_BSD = None, self.model.embed_tokens(input_ids_B1)
         for layer in self.layers:
             added_BSD, x_BSD = layer.step(added_BSD, x_BSD, cache)  # type: ignore[operator]
@@ -219,10 +236,8 @@ class Decoder(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._loss_sum(hidden_TD, targets_T) / counted
         pieces = zip(hidden_TD.split(self.loss_chunk_tokens), targets_T.split(self.loss_chunk_tokens), strict=True)
-        return (
-            torch.stack([checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]).sum()
-            / counted
-        )
+        sums = [checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]
+        return torch.stack(sums).sum() / counted
 
     def _loss_sum(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
         logits_TV = self.lm_head(hidden_TD).float()

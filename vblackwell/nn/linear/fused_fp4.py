@@ -25,8 +25,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
-from vblackwell.nn.linear.packed_linear import PackedLinear
-from vblackwell.nn.linear.packed_weight import place
+from vblackwell.nn.linear.packed_linear import PackedLinear, place
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.fp4 import quantize

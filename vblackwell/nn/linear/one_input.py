@@ -1,12 +1,16 @@
-"""Linears of one input as one product: queries, keys and values of a token in one launch, gate and up in another.
+"""Linears of one input as one product, and with the RMSNorm before them.
 
 Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up.
 Without gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed
 ones (`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an
-H200 5.5 us, of which its bytes need 2.2: the rest is what any launch costs. Packed weights that lie together share a
-tensor scale: those with a smaller one have their block scales, whose exponents have room, moved down by the difference.
-It is a power of two wherever this is done, and no number changes. Each linear keeps its buffers, which are views of the
-joint ones: it works alone as before.
+H200 5.5 us, of which its bytes need 2.2: the rest is what any launch costs. Each linear keeps its buffers, which are
+views of the joint ones: it works alone as before.
+
+What computes several projections of one normalised input takes an `Unnormed` in its place and passes it to
+`linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the products'
+kernels, so a decoded token costs no launch for it. And in blocks that a checkpoint computes again in backward the
+residual stream alone is kept: what a norm makes of it, and gate and up, are computed once more where backward needs
+them. All that is done on CUDA only, where every module involved is plain: elsewhere modules are called one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from torch.nn import functional
 
 from vblackwell.kernels.fp4.layout import TILE_N, is_tiled
 from vblackwell.kernels.fp4.linear import fp4_linear
-from vblackwell.kernels.pointwise.linears import shared_input_linears
+from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
+from vblackwell.kernels.pointwise.linears import feed_forward_block, normed_linears, shared_input_linears
 from vblackwell.kernels.pointwise.rows import swiglu, swiglu_linear
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
@@ -31,7 +36,7 @@ MIN_FIELD = 9  # of an E5M3 scale that is also a normal E4M3 one: 2^-6
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class (FP4, a parametrisation)."""
+    """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class."""
     return type(linear) is nn.Linear and linear.bias is None and not hooked(linear)
 
 
@@ -44,21 +49,14 @@ def hooked(module: nn.Module) -> bool:
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
     """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain linears, of one type, no autocast."""
-    return (
-        x.is_cuda
-        and all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    if not x.is_cuda or torch.is_autocast_enabled(x.device.type):
+        return False
+    return all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, eq=False)
 class Unnormed(ABC):
-    """Rows and the RMSNorm that they have not been through: for linears that compute the norm themselves.
-
-    Attributes:
-        x: (..., D).
-        norm: over D.
-    """
+    """Rows (..., D) and the RMSNorm over D that they have not been through: for linears that compute it themselves."""
 
     x: Tensor
     norm: nn.RMSNorm
@@ -94,7 +92,7 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
 
 
 def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | None:
-    """What layers that round their weights multiply ``x`` by; None where one of them is no such layer, or is not training."""
+    """What layers that round their weights multiply ``x`` by; None where one is no such layer, or is not training."""
     found: list[Rounded] = []
     for linear in linears:
         give: Any = getattr(type(linear), "rounded_for", None)
@@ -120,7 +118,7 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose rows (first dimension) are those of ``parts``, as a view without gradients; None if they lie elsewhere."""
+    """The tensor whose rows (first dimension) are those of ``parts``, a view without gradients; None if there is none."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
@@ -136,9 +134,9 @@ def joined(parts: list[Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def lay_together(*linears: nn.Module) -> bool:
-    """Let the weights of plain linears with one input lie one after the other, for one product without gradients.
+    """Let the weights of plain linears with one input lie one after the other; parameters keep names and identity.
 
-    Parameters keep names and identity. False, and nothing is done, where one of them is not plain, or in a stack.
+    False, and nothing is done, where one of them is not plain, or in a stack.
     """
     weights = [linear.weight for linear in linears if is_plain(linear)]
     alike = len(weights) == len(linears) and len({(w.dtype, w.device, w.shape[1]) for w in weights}) == 1  # type: ignore[index]
@@ -152,24 +150,21 @@ def lay_together(*linears: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class JointPacked:
-    """The weights of several packed linears, one after the other.
-
-    Attributes:
-        codes, scales, tensor_scale: in the tiled layout ``layout``.
-        rows: of each linear; columns: of all.
-    """
+    """The weights of several packed linears, one after the other, in the tiled layout ``layout``."""
 
     codes: Tensor
     scales: Tensor
     tensor_scale: Tensor
     layout: str
-    rows: list[int]
+    rows: list[int]  # of each linear
     columns: int
 
-    def product(self, x: Tensor) -> list[Tensor]:
-        """``linear(x)`` of each, as views of one tensor."""
-        placed, shape = (self.codes, self.scales, self.tensor_scale, None, self.layout), (sum(self.rows), self.columns)
-        return list(fp4_linear(x, *placed, "none", *shape).split(self.rows, -1))
+    def product(self, x: Tensor, norm: nn.RMSNorm | None = None) -> list[Tensor]:
+        """``linear(x)``, or ``linear(norm(x))``, of each, as views of one tensor."""
+        placed = (self.codes, self.scales, self.tensor_scale, None, self.layout, "none", sum(self.rows), self.columns)
+        if norm is None:
+            return list(fp4_linear(x, *placed).split(self.rows, -1))
+        return list(fp4_norm_linear(x, norm.weight, None, _epsilon(norm, x), *placed).split(self.rows, -1))
 
 
 def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
@@ -194,8 +189,9 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
 def lay_packed_together(*linears: nn.Module) -> bool:
     """Let the tiles of packed linears with one input lie one after the other, so that one product computes them all.
 
-    False, and nothing is done, where they are not all packed into tiles without bias, activation or hooks, where rows
-    do not fill bands, or where tensor scales differ by what block scales have no room for. Waits for the device.
+    They share a tensor scale: block scales of the others, whose exponents have room, are moved down by the difference,
+    a power of two, so no number changes. False, and nothing is done, where they are not all packed into tiles without
+    bias, activation or hooks, rows do not fill bands, or scales have no such room. Waits for the device.
     """
     layers = _packed_alike(linears)
     if layers is None or len(layers) < 2:
@@ -230,11 +226,11 @@ def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None
 
 
 def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
-    """E5M3 scales divided by ``ratio``, a power of two of at least 1; None where that is none, or one is too small for it."""
+    """E5M3 scales divided by ``ratio`` >= 1; None where that is no power of two, or a scale is too small for it."""
     mantissa, exponent = math.frexp(ratio)
+    down = exponent - 1
     if mantissa != 0.5:
         return None
-    down = exponent - 1
     if not down:
         return scales
     # A block of zeros may have any scale. Words of codes are [h][g][t][r][i] in a tile, scales [g][t][h r]
@@ -245,3 +241,93 @@ def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
     if live.numel() and (int(live.min()) >> 3) - down < MIN_FIELD:
         return None
     return torch.where(scales == 0, scales, scales - (down << 3))
+
+
+# -- linears with the norm before them ---------------------------------------------------------------------------------
+
+
+def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
+    return norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
+
+
+class NormedByPacked(Unnormed):
+    """A few rows whose norm is one kernel with each packed linear after it."""
+
+    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+        """``linear(norm(x))`` of each, as one op each; as one for all where their weights lie together."""
+        joint = joint_packed(linears)
+        if joint is not None:
+            return joint.product(self.x, self.norm)
+        return [self._linear(linear) for linear in linears]  # type: ignore[arg-type]
+
+    def _linear(self, linear: FusedFP4Linear) -> Tensor:
+        placed = (linear.weight_codes, linear.weight_scales, linear.weight_tensor_scale, linear.bias, linear._layout)
+        shape, norm = (linear.out_features, linear.in_features), self.norm
+        return fp4_norm_linear(self.x, norm.weight, None, _epsilon(norm, self.x), *placed, linear.activation, *shape)
+
+
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedByPacked:
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it.
+
+    More rows than one kernel is faster for on this GPU are normalised once, for all of them.
+    """
+    if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
+        return norm(x)
+    columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
+    few = x.numel() <= max_rows(_capability(x), features, columns) * columns
+    return NormedByPacked(x, norm) if few else norm(x)
+
+
+def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
+    """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients."""
+    if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
+        return False
+    if not is_tiled(linear._layout) or x.numel() > MAX_ROWS * linear.in_features:
+        return False
+    if not (on_gpu(x) and x.dtype == norm.weight.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
+        return False
+    parameters = [norm.weight, linear.bias]
+    trained = any(parameter is not None and parameter.requires_grad for parameter in parameters)
+    return not (torch.is_grad_enabled() and (x.requires_grad or trained))
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether there is a fused kernel for the device of ``x``."""
+    return x.is_cuda
+
+
+class NormedLater(Unnormed):
+    """Rows whose norm is computed with the linears after it, and once more in their backward."""
+
+    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+        """``[linear(norm(x)) for linear in linears]`` as one operation."""
+        weights = [linear.weight for linear in linears]
+        return normed_linears(self.x, self.norm.weight, _epsilon(self.norm, self.norm.weight), weights)  # type: ignore[arg-type]
+
+
+def normed_later(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> NormedLater | None:
+    """What stands for ``norm(x)`` before these linears; None where norm and linears must be called as they are."""
+    return NormedLater(x, norm) if _plain(x, norm) and may_fuse(x, *linears) else None
+
+
+def lean_feed_forward(
+    x: Tensor, residual: Tensor, norm: nn.RMSNorm, mlp: nn.Module, linears: tuple[nn.Module, ...], wanted: bool
+) -> Tensor | None:
+    """``total + mlp(norm(total))`` of ``total = x + residual``, which alone is kept; None where modules must be called.
+
+    ``linears`` are gate, up and down of ``mlp``, ``down(silu(gate) * up)``; without ``wanted`` the result is not used.
+    """
+    if hooked(mlp) or not _plain(x, norm) or not may_fuse(x, *linears):
+        return None
+    weights = [linear.weight for linear in linears]
+    return feed_forward_block(x + residual, norm.weight, _epsilon(norm, norm.weight), *weights, wanted)  # type: ignore[arg-type]
+
+
+def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:
+    if not isinstance(norm, nn.RMSNorm) or hooked(norm):
+        return False
+    return norm.weight is not None and norm.weight.dtype == x.dtype

@@ -1,51 +1,184 @@
 """What linears that can be packed have in common: a parameter until then, and from then on bytes in buffers.
 
-``weight`` is ``None`` once it is packed. The buffers are left out of torch's own state-dict handling, because a GPU
-holds them in the kernels' layout and a state dict in the published one (packed_weight.py). Either kind of checkpoint
-loads into a layer in either state. Moving a layer moves the bytes, and lays them out anew where the device asks for
-another layout; casting it casts parameters.
+``weight`` is ``None`` once it is packed. In a state dict, and on the CPU, a packed weight has the canonical layout
+(numerics/packed.py), so that a file means the same on every machine; on a GPU a layer holds the tiled layout of the
+fused kernels. So the buffers are left out of torch's own state-dict handling: ``weight_codes``, ``weight_scales``,
+``weight_tensor_scale`` and ``weight_meta``, its JSON description as bytes (safetensors and
+``torch.load(weights_only=True)`` hold tensors), stand for it there, and ``weight_fine`` of a weight in two parts
+(numerics/separation.py). Either kind of checkpoint loads into a layer in either state. Moving a layer moves the bytes,
+and lays them out anew where the device asks for another layout; casting it casts parameters.
 
 Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``, and here there may be none.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError
-from vblackwell.nn.linear.packed_weight import (
-    CODES,
-    FINE,
-    PARTS,
-    STATE_NAMES,
-    PlacedWeight,
-    copied,
-    from_state,
-    place,
-    to_state,
-    unplace,
-)
+from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4.encode import nvfp4_tiles
+from vblackwell.kernels.fp4.linear import fp4_linear
+from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.numerics.formats import Format
+from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor
+from vblackwell.numerics.separation import SeparatedTensor, separate
+from vblackwell.units import MiB
+
+PARTS = CODES, SCALES, TENSOR_SCALE = ("weight_codes", "weight_scales", "weight_tensor_scale")
+FINE, META = "weight_fine", "weight_meta"
+STATE_NAMES = (*PARTS, META)
+PACKING_BYTES = 256 * MiB  # of a GPU while it packs: with less, a few MiB are seventy tiles of hundreds of launches
+_SHUFFLE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedWeight:
+    """A packed weight as its device computes with it."""
+
+    layout: str  # the format with its layout: 'nvfp4', or 'nvfp4-tiled'
+    codes: Tensor  # with the scales the coarse part, or the only one
+    scales: Tensor
+    tensor_scale: Tensor
+    fine: Tensor | None = None  # None where there is none, or it is elsewhere
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.codes, self.scales, self.tensor_scale, self.fine) if tensor is not None]
+
+    def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
+        """``activation(x W^T + bias)``, with the fine part where it is there."""
+        if self.fine is None:
+            return fp4_linear(x, self.codes, self.scales, self.tensor_scale, bias, self.layout, activation, n, k)
+        parts = (self.codes, self.fine, self.scales, self.tensor_scale)
+        return two_part_linear(x, *parts, bias, self.layout, activation, n, k)
+
+
+def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
+    """``weight`` packed as 'two-part', or in a format, many blocks of it at once; raises as `quantize`."""
+    if precision == "two-part":
+        return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
+    return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
+
+
+def place(packed: PackedTensor | SeparatedTensor, tiles: bool = False) -> PlacedWeight:
+    """Tiled on CUDA where the format has tiles and the values fit them; with ``tiles`` tiled anywhere, or Unsupported."""
+    on_cuda = packed.device.type == "cuda"
+    if isinstance(packed, SeparatedTensor):
+        coarse = packed.coarse
+        if not (on_cuda or tiles):
+            return PlacedWeight(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, packed.fine)
+        parts = (coarse.codes, packed.fine, coarse.block_scales, coarse.tensor_scale)
+        codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, coarse.n, coarse.k)
+        return PlacedWeight(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
+    if tiles:
+        return tiled(packed)
+    if on_cuda and packed.format in ("nvfp4", "mxfp4"):
+        with suppress(Unsupported):  # an mxfp4 tensor of extreme range: there are backends for the canonical layout too
+            return tiled(packed)
+    return PlacedWeight(packed.format, packed.codes, packed.block_scales, packed.tensor_scale)
+
+
+def tiled(packed: PackedTensor) -> PlacedWeight:
+    """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values.
+
+    Where no kernel shuffles, rows are shuffled in bands, because that takes several bytes a weight, more than a GPU may
+    have free. Bands of mxfp4 share the exponent that moves into the tensor scale.
+    """
+    n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
+    if (tensors := nvfp4_tiles(packed)) is not None:
+        return PlacedWeight(name, *tensors, packed.tensor_scale)
+    band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
+    top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
+    if n <= band_rows:
+        tensors = (packed.codes, packed.block_scales, packed.tensor_scale)
+        return PlacedWeight(name, *layout.to_tiled(*tensors, packed.format, n, k, top))
+    codes_shape, scales_shape = layout.shapes(name, n, k)
+    codes = torch.empty(codes_shape, dtype=torch.uint8, device=packed.device)
+    scales = torch.empty(scales_shape, dtype=torch.uint8, device=packed.device)
+    tensor_scale = packed.tensor_scale
+    for row in range(0, n, band_rows):
+        rows = slice(row, min(n, row + band_rows))
+        bands = slice(row // layout.TILE_N, -(-rows.stop // layout.TILE_N))
+        codes[bands], scales[bands], tensor_scale = layout.to_tiled(
+            packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format, rows.stop - row, k, top
+        )
+    return PlacedWeight(name, codes, scales, tensor_scale)
+
+
+def unplace(
+    placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> PackedTensor | SeparatedTensor:
+    """The canonical tensor again, of a weight of this format, shape (N, K) and dtype."""
+    codes, scales, tensor_scale, fine = placed.codes, placed.scales, placed.tensor_scale, placed.fine
+    if layout.is_tiled(placed.layout):
+        if fine is None:
+            codes, scales, tensor_scale = layout.from_tiled(codes, scales, tensor_scale, placed.layout, *shape)
+            tensor_scale = tensor_scale.clone()  # a copy like the others: layers laid together share theirs
+        else:
+            codes, fine, scales, tensor_scale = layout.parts_from_tiled(codes, fine, scales, tensor_scale, *shape)
+    coarse = PackedTensor(form, shape, dtype, codes, scales, tensor_scale)
+    return coarse if fine is None else SeparatedTensor(coarse, fine)
+
+
+def copied(packed: PackedTensor | SeparatedTensor, device: torch.device) -> PackedTensor | SeparatedTensor:
+    """A copy on ``device`` that shares no memory with ``packed``."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device).copy_(tensor)
+
+    if isinstance(packed, SeparatedTensor):
+        coarse = copied(packed.coarse, device)
+        assert isinstance(coarse, PackedTensor)
+        return SeparatedTensor(coarse, copy(packed.fine))
+    tensors = {name: copy(tensor) for name, tensor in packed.tensors().items()}
+    return PackedTensor(packed.form, packed.shape, packed.dtype, **tensors)
+
+
+def to_state(packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
+    """Entries of a state dict, by local name."""
+    coarse = packed.coarse if isinstance(packed, SeparatedTensor) else packed
+    meta = torch.frombuffer(bytearray(json.dumps(coarse.meta()).encode()), dtype=torch.uint8)
+    entries = {CODES: coarse.codes, SCALES: coarse.block_scales, TENSOR_SCALE: coarse.tensor_scale, META: meta}
+    return entries | ({FINE: packed.fine} if isinstance(packed, SeparatedTensor) else {})
+
+
+def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor | SeparatedTensor:
+    """The packed weight that ``to_state`` wrote under ``prefix``; CorruptData where entries are missing or do not fit."""
+    missing = [name for name in STATE_NAMES if prefix + name not in entries]
+    if missing:
+        raise CorruptData(f"packed weight {prefix}weight lacks {', '.join(missing)}: the file is incomplete")
+    try:
+        meta = json.loads(bytes(entries[prefix + META].cpu().tolist()))
+    except (ValueError, TypeError) as error:
+        raise CorruptData(f"{prefix}{META} is not the description of a packed weight ({error})") from error
+    names = {"codes": CODES, "block_scales": SCALES, "tensor_scale": TENSOR_SCALE}
+    packed = PackedTensor.from_tensors({key: entries[prefix + name] for key, name in names.items()}, meta)
+    if prefix + FINE not in entries:
+        return packed
+    separated = SeparatedTensor(packed, entries[prefix + FINE])
+    try:
+        separated.check()
+    except CorruptData as error:
+        raise CorruptData(f"{prefix}{FINE}: {error}") from error
+    return separated
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
 
 
 class PackedLinear(nn.Module):
-    """A linear with a weight that can be packed; a subclass has the ``forward`` and decides when to pack.
+    """A linear of K -> N features whose weight can be packed; a subclass has the ``forward`` and decides when to pack.
 
-    Args:
-        in_features, out_features: K and N, any size.
-        bias: whether there is one.
-        form: format of the packed weight, or of its coarse part.
-        device, dtype: of the parameters, as for ``nn.Linear``.
-
-    Raises:
-        ConfigurationError: a size below 1.
+    ``form`` is the format of the packed weight, or of its coarse part.
     """
 
     weight: nn.Parameter | None
@@ -103,30 +236,22 @@ class PackedLinear(nn.Module):
 
     @property
     def packs_to(self) -> str:
-        """What the weight is packed to: a format, or 'two-part'."""
         return self.form.name
 
     def _name(self) -> str:
         return f"weight of {type(self).__name__}({self.in_features} -> {self.out_features})"
 
     def _placed(self) -> PlacedWeight:
-        return PlacedWeight(
-            self._layout, self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_fine
-        )
+        parts = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_fine)
+        return PlacedWeight(self._layout, *parts)
 
     def _adopt(self, packed: PackedTensor | SeparatedTensor) -> None:
-        """Becomes a packed layer of ``packed``, laid out for its device."""
         self.hold(place(packed, tiles=False))
 
     def hold(self, placed: PlacedWeight) -> None:
         """Becomes a packed layer that computes from these very tensors."""
-        self._layout = placed.layout
-        self.weight_codes, self.weight_scales, self.weight_tensor_scale = (
-            placed.codes,
-            placed.scales,
-            placed.tensor_scale,
-        )
-        self.weight_fine = placed.fine
+        self._layout, self.weight_codes, self.weight_scales = placed.layout, placed.codes, placed.scales
+        self.weight_tensor_scale, self.weight_fine = placed.tensor_scale, placed.fine
         self.weight = None  # last: a thread that sees no weight finds all that stands for it
 
     def _forget(self) -> None:

@@ -7,7 +7,7 @@ graph.
 `rounded_linears` is one node for autograd, however many weights have one input. As an op that rounds, an op that
 multiplies and a hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a step of a model
 that a GPU computes quickly is the host's time. Gradients of one input add up inside the matrix kernels, as in
-kernels/pointwise/shared_input.py.
+kernels/pointwise/linears.py.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_weight import FINE, PARTS, PlacedWeight, place, unplace
-from vblackwell.nn.linear.two_part_linear import VBOptimizedLinear
+from vblackwell.nn.linear.packed_linear import FINE, PARTS, PlacedWeight, place, unplace
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor

@@ -1,8 +1,8 @@
-"""What is kept of a weight for products with it rounded: scales while it trains, packed parts when it does not.
+"""Weights in two parts: rounded straight through while they train, packed for inference.
 
-A `VirtualBlackwellAdapter` keeps that for weights by name, at most ``max_weights`` of them, the least recently used
-going first. Per weight it holds either scales (half a bit a weight, while training) or packed parts (8.5 bits, for
-inference), detached, and never both; statistics are a few numbers a weight.
+A `VirtualBlackwellAdapter` keeps what that needs for weights by name, the least recently used going first: either
+scales (half a bit a weight, while training) or packed parts (8.5 bits, for inference), detached, and never both. A
+`VBOptimizedLinear` is a layer on one of its own.
 
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight
 has drifted; a step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated,
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -30,9 +30,10 @@ from vblackwell.errors import ConfigurationError, UnknownKey, nearest
 from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.fp4.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
-from vblackwell.nn.linear.packed_weight import PlacedWeight, pack, place
+from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linear
-from vblackwell.numerics.separation import Scales
+from vblackwell.numerics.formats import format_named
+from vblackwell.numerics.separation import Scales, SeparatedTensor
 
 MODES = ("auto", "training", "inference")
 PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
@@ -73,44 +74,35 @@ class Settings:
         drift: object = self.drift_threshold
         if isinstance(drift, bool) or not isinstance(drift, (int, float)) or not 0 < drift <= 1:
             raise ConfigurationError(
-                f"drift_threshold {self.drift_threshold!r} is out of range: above 0 (always renew) and up to 1, e.g. {DRIFT_THRESHOLD}"
+                f"drift_threshold {self.drift_threshold!r} is out of range: above 0 (always renew) and up to 1, "
+                f"e.g. {DRIFT_THRESHOLD}"
             )
 
 
 def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
-    """The precision that two switches mean.
-
-    Raises:
-        ConfigurationError: both are off, so there is nothing to do.
-    """
+    """The precision that two switches mean; ConfigurationError where both are off."""
     precision = PRECISIONS.get((bool(enable_fp4), bool(enable_quantization)))
     if precision is None:
         raise ConfigurationError(
-            "enable_quantization=False with enable_fp4=False leaves weights as they are: switch one of them on, or use the model as it is"
+            "enable_quantization=False with enable_fp4=False leaves weights as they are: switch one of them on, or use "
+            "the model as it is"
         )
     return precision
 
 
-class _OptimizerSteps:
-    """Steps that any optimizer has taken, counted from the first question on.
-
-    A tensor's version says that it was changed in place, but not by torch's fused optimizers, nor by kernels of ours.
-    """
-
-    def __init__(self) -> None:
-        self._count: int | None = None
-
-    def taken(self) -> int:
-        if self._count is None:
-            self._count = 0
-            register_optimizer_step_post_hook(self._add)
-        return self._count
-
-    def _add(self, *_: Any) -> None:
-        self._count = (self._count or 0) + 1
+_steps: list[int] = []  # that any optimizer has taken, from the first question on
 
 
-_STEPS = _OptimizerSteps()
+def _optimizer_steps() -> int:
+    """A tensor's version says that it was changed in place, but not by torch's fused optimizers, nor by kernels of ours."""
+    if not _steps:
+        _steps.append(0)
+        register_optimizer_step_post_hook(_count_step)
+    return _steps[0]
+
+
+def _count_step(*_: Any) -> None:
+    _steps[0] += 1
 
 
 @dataclass(eq=False)
@@ -136,9 +128,13 @@ class _Held:
     def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
         return self.__dict__ | {"owner": None, "again": None}
 
+    def stats(self) -> dict[str, Any]:
+        drift = None if self.drift is None else float(self.drift)
+        counts = {"steps": self.steps, "renewals": int(self.renewals), "packings": self.packings}
+        return {"shape": self.shape, **counts, "drift": drift, "cached_bytes": self.nbytes}
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches."""
         scales = 0 if self.scales is None else self.scales.nbytes
         return scales + sum(tensor.nbytes for tensor in (self.parts.tensors() if self.parts else ()))
 
@@ -162,14 +158,15 @@ class VirtualBlackwellAdapter:
         self._held: OrderedDict[str, _Held] = OrderedDict()
 
     def register_weight(self, name: str, weight: Tensor) -> None:
-        """Announce a weight (N, K) under ``name``; one that is there already is replaced. Nothing is computed before the first use.
+        """Announce a weight (N, K) under ``name``, in place of what is there; nothing is computed before the first use.
 
         Raises:
             ConfigurationError: no matrix of floating-point numbers.
         """
         if weight.dim() != 2 or not weight.is_floating_point():
             raise ConfigurationError(
-                f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point numbers"
+                f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point "
+                "numbers"
             )
         self._held[name] = _Held(tuple(weight.shape))
         self._held.move_to_end(name)
@@ -207,7 +204,6 @@ class VirtualBlackwellAdapter:
         return parts.linear(x, bias, activation, *held.shape)
 
     def trains(self, weight: Tensor) -> bool:
-        """Whether a product with ``weight`` now would be one of training."""
         mode = self.settings.mode
         return mode == "training" or (mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
 
@@ -218,7 +214,8 @@ class VirtualBlackwellAdapter:
         self._held.move_to_end(name)
         if held.shape != tuple(weight.shape):
             raise ConfigurationError(
-                f"{name!r} was registered with shape {held.shape}, not {tuple(weight.shape)}: register it again under its new shape"
+                f"{name!r} was registered with shape {held.shape}, not {tuple(weight.shape)}: register it again under "
+                "its new shape"
             )
         return held
 
@@ -250,9 +247,8 @@ class VirtualBlackwellAdapter:
 
     def _scales(self, held: _Held, weight: Tensor) -> Scales:
         kept = held.scales
-        due = (
-            held.steps - held.measured_at >= DRIFT_EVERY or held.steps - held.renewed_at >= self.settings.refresh_every
-        )
+        due = held.steps - held.measured_at >= DRIFT_EVERY
+        due = due or held.steps - held.renewed_at >= self.settings.refresh_every
         return self._renewed(held, weight) if kept is None or due or kept.block.device != weight.device else kept
 
     @torch.no_grad()
@@ -273,7 +269,7 @@ class VirtualBlackwellAdapter:
     @torch.no_grad()
     def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedWeight:
         version = None if weight.is_inference() else weight._version
-        source = (weight.data_ptr(), weight.device, version, _STEPS.taken() if weight.requires_grad else 0)
+        source = (weight.data_ptr(), weight.device, version, _optimizer_steps() if weight.requires_grad else 0)
         streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
         if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source or streams:
             with torch.inference_mode(False):
@@ -299,30 +295,15 @@ class VirtualBlackwellAdapter:
         return sum(held.nbytes for held in self._held.values())
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` when last measured (None before), ``cached_bytes``. Waits
-        for the device."""
-        return {
-            name: {
-                "shape": held.shape,
-                "steps": held.steps,
-                "renewals": int(held.renewals),
-                "packings": held.packings,
-                "drift": None if held.drift is None else float(held.drift),
-                "cached_bytes": held.nbytes,
-            }
-            for name, held in self._held.items()
-        }
+        """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` when last measured (None before),
+        ``cached_bytes``. Waits for the device."""
+        return {name: held.stats() for name, held in self._held.items()}
 
 
 def create_virtual_blackwell(
-    mode: str = "auto",
-    enable_quantization: bool = True,
-    enable_fp4: bool = True,
-    *,
-    refresh_every: int = REFRESH_EVERY,
-    drift_threshold: float = DRIFT_THRESHOLD,
-    max_weights: int = MAX_WEIGHTS,
-) -> VirtualBlackwellAdapter:
+    mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True, *,
+    refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD, max_weights: int = MAX_WEIGHTS,
+) -> VirtualBlackwellAdapter:  # fmt: skip
     """An adapter for weights by name; arguments as of `Settings`, the switches as of `precision_of`.
 
     Raises:
@@ -330,3 +311,164 @@ def create_virtual_blackwell(
     """
     settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class VBOptimizedLinear(PackedLinear):
+    """``x W^T + b`` with a weight in two parts.
+
+    Before ``quantize()`` forward multiplies by the parameter rounded. After, or from the first forward on in mode
+    'inference', packed buffers stand for it, 8.5 bits a weight, and ``drop_fine()`` gives the fine half away until
+    ``attach_fine()``: the layer answers from the coarse one.
+
+    Args:
+        in_features, out_features: K and N, any size.
+        bias: whether there is one.
+        mode: 'auto', 'training' or 'inference'; see `Settings`.
+        precision: 'two-part' (8.5 bits), 'nvfp4' (4.5) or 'int8' (8).
+        refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
+        device, dtype: of the parameters, as for ``nn.Linear``.
+
+    Raises:
+        ConfigurationError: a size below 1, or a value that `Settings` refuses.
+    """
+
+    state_names = (*STATE_NAMES, FINE)
+    packed_by = "precision"
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, mode: str = "auto", *, precision: str = "two-part",
+        refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        settings = Settings(mode, precision, refresh_every, drift_threshold)
+        form = format_named("nvfp4" if precision == "two-part" else precision)
+        super().__init__(in_features, out_features, bias, form, device, dtype)
+        self.settings = settings
+        self._adapter: VirtualBlackwellAdapter | None = None
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, settings: Settings) -> VBOptimizedLinear:
+        """A layer on the very parameters of ``linear``: nothing is copied, ties and optimizers stay."""
+        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+        layer = cls(*sizes, bias, precision=settings.precision, device="meta")
+        layer.settings = settings
+        layer._share(linear)
+        return layer
+
+    @classmethod
+    def from_separated(cls, packed: SeparatedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
+        """A packed layer of mode 'inference' on these very parts, moved into its device's layout."""
+        n, k = packed.shape
+        layer = cls(k, n, bias is not None, "inference", device="meta", dtype=packed.dtype)
+        layer.bias = bias
+        layer._adopt(packed)
+        return layer
+
+    @property
+    def packs_to(self) -> str:
+        return self.settings.precision
+
+    @property
+    def has_fine(self) -> bool:
+        """Whether the layer is packed and its fine part is here."""
+        return self.weight_fine is not None
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight once packed, scales included."""
+        return BITS[self.settings.precision]
+
+    def quantize(self) -> VBOptimizedLinear:
+        """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
+
+        Raises:
+            ConfigurationError: the weight has inf or NaN. The layer stays as it was.
+        """
+        weight = self.weight  # another thread may be at it as well
+        if weight is not None:
+            self._adopt(pack(weight, self.settings.precision, self._name()))
+        return self
+
+    def drop_fine(self) -> Tensor:
+        """Gives the fine part away, bytes in the layout of the layer's device, and computes from the coarse one from now on.
+
+        Raises:
+            ConfigurationError: the layer is not packed, or has no fine part.
+        """
+        fine = self.weight_fine
+        if fine is None:
+            raise ConfigurationError(f"{self._name()} has no fine part to drop: quantize() a layer in two parts first")
+        self.weight_fine = None
+        return fine
+
+    def attach_fine(self, fine: Tensor) -> None:
+        """Takes what ``drop_fine`` gave back, on the layer's device, without copying it.
+
+        Raises:
+            ConfigurationError: the layer is not packed in nvfp4, or the bytes are of another shape, type or device.
+        """
+        codes = self.weight_codes
+        if self.weight is not None or not self._layout.startswith("nvfp4"):
+            raise ConfigurationError(f"{self._name()} has no coarse part that a fine one could refine")
+        if fine.shape != codes.shape or fine.dtype != codes.dtype or fine.device != codes.device:
+            raise ConfigurationError(
+                f"{self._name()}: a fine part of {fine.dtype} {tuple(fine.shape)} on {fine.device}, expected "
+                f"{codes.dtype} {tuple(codes.shape)} on {codes.device}"
+            )
+        self.weight_fine = fine
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N), in the type of ``x`` or of autocast."""
+        if self.weight is not None and self.settings.mode == "inference":
+            self.quantize()
+        weight = self.weight
+        if weight is None:
+            return self._placed().linear(x, self.bias, "none", self.out_features, self.in_features)
+        return self._adapting().compress(weight, x, "weight", self.bias)
+
+    def rounded_for(self, x: Tensor) -> Rounded | None:
+        """What training multiplies ``x`` by, for several layers of one input; None where the layer is to be called."""
+        own = self._parameters  # attributes of a module cost a search each
+        weight = own.get("weight")
+        if weight is None or own.get("bias") is not None or not torch.is_grad_enabled() or not computes_at_once():
+            return None
+        adapter = self._adapter or self._adapting()
+        if torch.is_autocast_enabled(x.device.type) or not adapter.trains(weight):
+            return None
+        return adapter.rounding(weight, "weight", x.dtype)
+
+    def _adapting(self) -> VirtualBlackwellAdapter:
+        adapter = self._adapter
+        if adapter is None:
+            adapter = self._adapter = VirtualBlackwellAdapter(self.settings, max_weights=1)
+        return adapter
+
+    def stats(self) -> dict[str, Any]:
+        """Shape, precision, whether it is packed, bytes held, and what the adapter knows."""
+        held = next(iter(self._adapter.stats().values()), {}) if self._adapter is not None else {}
+        packed_bytes = sum(tensor.nbytes for tensor in self._placed().tensors()) if self.weight is None else 0
+        return {"steps": 0, "renewals": 0, "packings": 0, "drift": None, "cached_bytes": 0} | held | {
+            "shape": (self.out_features, self.in_features),
+            "precision": self.settings.precision,
+            "packed": self.is_quantized,
+            "has_fine": self.has_fine,
+            "weight_bytes": packed_bytes if self.weight is None else self.weight.nbytes,
+        }  # fmt: skip
+
+    def extra_repr(self) -> str:
+        packed = f"packed={self._layout}{' + fine' if self.has_fine else ''}"
+        state, bias = packed if self.is_quantized else self.settings.mode, self.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={bias}, {self.settings.precision}, {state}"
+
+    def __getstate__(self) -> dict[str, Any]:  # of copies and files: caches belong to one weight
+        return self.__dict__ | {"_adapter": None}
+
+    def _forget(self) -> None:
+        self._adapter = None
+
+    def hold(self, placed: PlacedWeight) -> None:
+        super().hold(placed)
+        self._adapter = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import NUM_SMS, KnownGPU, find_gpu
 from vblackwell.machine.rates import rates_of
-from vblackwell.nn.decoder.presets import GPT2_VOCAB_SIZE, PRESETS
+from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.planner.estimate.advice import advice_of
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Estimated
