@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from vblackwell.planner.estimate.result import SHOWN, Estimated
+from vblackwell.planner.parallel.plan import ParallelPlan
 from vblackwell.planner.parallel.strategies import Strategy
 from vblackwell.trace.timeline import Timeline, timeline
 from vblackwell.units import GiB, KiB, MiB, format_bytes
@@ -183,7 +184,7 @@ def _plan(estimated: Estimated) -> str:
         body += "<h3>What would help</h3>" + _list([str(each) for each in estimated.advice])
     parallel = estimated.parallel
     if parallel is not None:
-        rows = "".join(_strategy(each, parallel.fits(each)) for each in parallel.strategies)
+        rows = "".join(_strategy(parallel, each) for each in parallel.strategies)
         body += (
             f"<h3>On {parallel.num_gpus} such GPUs</h3><p class='note'>{escape(parallel.topology)}; "
             f"{escape(parallel.link)}</p>"
@@ -198,15 +199,7 @@ def _list(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
 
 
-def _strategy(each: Strategy, fits: bool) -> str:
+def _strategy(plan: ParallelPlan, each: Strategy) -> str:
     if each.refused:
         return f'<tr><td>{escape(each.name)}</td><td class="why" colspan="6">{escape(each.refused)}</td></tr>'
-    cells = (
-        f"{each.tokens / each.step_seconds:,.0f}",
-        f"{each.efficiency:.0%}",
-        f"{each.exposed_seconds / each.step_seconds:.0%}",
-        format_bytes(int(each.sent_bytes)),
-        format_bytes(each.gpu_bytes),
-        "fits" if fits else "does not fit",
-    )
-    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in plan.cells(each)) + "</tr>"

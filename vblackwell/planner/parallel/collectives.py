@@ -1,15 +1,10 @@
 """What collectives cost by the alpha-beta model: a message takes a latency and its bytes over the rate of a GPU's port.
 
 One port a GPU, both ways at once, shared by all that it sends at a time; a step of a collective lasts as long as its
-busiest port. The
-algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings along rows and
-then columns of a mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication: theory, practice,
-and experience, 2007, "bucket" algorithms), and direct exchange where every GPU reaches every other (the same, and
-Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005).
-``tests/planner/test_collectives.py`` moves real pieces through the same steps and counts.
-
-Legend: p GPUs, n bytes of the whole tensor (all-reduce: on every GPU; all-gather: gathered; reduce-scatter: before;
-    all-to-all: one GPU's).
+busiest port. The algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings
+along rows and then columns of a mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication:
+theory, practice, and experience, 2007, "bucket" algorithms), and direct exchange where every GPU reaches every other
+(the same, and Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005).
 """
 
 from __future__ import annotations
@@ -17,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.gpus import KnownGPU
-from vblackwell.machine.rates import BOTH_SHARE
 
 TOPOLOGIES = ("ring", "mesh", "all_to_all")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -46,16 +39,6 @@ class Link:
             )
 
 
-def peer_link(card: KnownGPU) -> tuple[Link, str]:
-    """The port of ``card`` to its like, and what it is in words: NVLink where the card has it, else its PCIe link.
-
-    The share of the nominal rate is that of an H200's PCIe link both ways.
-    """
-    kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
-    rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)
-    return Link(bytes_per_second=rate), f"{kind}, {rate / 1e9:.0f} GB/s each way by the data sheet of {card.name}"
-
-
 @dataclass(frozen=True)
 class Cost:
     """Steps in a row, and the bytes that a port sends in all of them."""
@@ -78,9 +61,8 @@ def grid_of(num_gpus: int) -> tuple[int, int]:
 
 
 def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ring") -> Cost:
-    """Steps and bytes of one collective.
-
-    With n bytes on p GPUs, a mesh of r rows and c columns:
+    """Steps and bytes of one collective of n bytes (all-reduce: on every GPU; all-gather: gathered; reduce-scatter:
+    before; all-to-all: one GPU's) on p GPUs, a mesh of r rows and c columns:
 
     ============== ============================= ======================================= ==============================
     steps, bytes   ring                          mesh                                    all_to_all
@@ -96,29 +78,21 @@ def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ri
     Raises:
         ConfigurationError: an unknown operation or topology, fewer than one GPU, negative bytes.
     """
-    if operation not in OPERATIONS:
-        raise ConfigurationError(
-            f"operation {operation!r} is none of {', '.join(OPERATIONS)}{nearest(operation, OPERATIONS)}"
-        )
-    if topology not in TOPOLOGIES:
-        raise ConfigurationError(
-            f"topology {topology!r} is none of {', '.join(TOPOLOGIES)}{nearest(topology, TOPOLOGIES)}"
-        )
+    for what, value, known in (("operation", operation, OPERATIONS), ("topology", topology, TOPOLOGIES)):
+        if value not in known:
+            raise ConfigurationError(f"{what} {value!r} is none of {', '.join(known)}{nearest(value, known)}")
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
         raise ConfigurationError(f"num_gpus is {num_gpus!r}: give a whole number of at least 1")
     if not num_bytes >= 0:
         raise ConfigurationError(f"num_bytes is {num_bytes}: give at least 0")
     if num_gpus == 1:
         return Cost()
-    if operation == "all_reduce":
-        return cost_of("reduce_scatter", num_bytes, num_gpus, topology) + cost_of(
-            "all_gather", num_bytes, num_gpus, topology
-        )
     rows, columns = grid_of(num_gpus) if topology == "mesh" else (1, num_gpus)
     steps = 1 if topology == "all_to_all" else rows + columns - 2
     if operation == "all_to_all" and topology != "all_to_all":
         return Cost(steps, num_bytes * (rows + columns - 2) / 2)
-    return Cost(steps, num_bytes * (num_gpus - 1) / num_gpus)
+    one = Cost(steps, num_bytes * (num_gpus - 1) / num_gpus)
+    return one + one if operation == "all_reduce" else one
 
 
 def communication_cost(

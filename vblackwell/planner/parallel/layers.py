@@ -59,11 +59,8 @@ class Layer:
 
 
 def linear_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ...]:
-    """The layers of ``model`` in the order in which ``forward`` calls them.
-
-    Args:
-        model: on meta.
-        forward: runs it once on meta, as on the CPU; fused CUDA paths may pass modules by.
+    """The layers of ``model``, which is on meta, in the order in which ``forward`` calls them, as on the CPU: fused CUDA
+    paths may pass modules by.
     """
     calls: list[tuple[str, nn.Module, Tensor | None]] = []
     handles = [
@@ -86,16 +83,14 @@ def linear_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, 
         sizes, copies = ([], 1) if x is None else _made_of(module, x.shape[-1])
         if x is None or not sizes:
             last, joined = None, False
-            continue
-        rows = x.numel() // max(1, x.shape[-1])
-        if x is last and len(sizes) == 1:
-            found[-1] = Layer(found[-1].name, rows, x.shape[-1], (*found[-1].parts, sizes[0]), found[-1].joined)
-            continue
-        inner = x.shape[-1]
-        for size in sizes:
-            found.append(Layer(name, rows, inner, (size,), joined, copies))
-            inner, joined = size, True
-        last = x if len(sizes) == 1 else None
+        elif x is last and len(sizes) == 1:
+            found[-1] = replace(found[-1], parts=(*found[-1].parts, sizes[0]))
+        else:
+            inner, rows = x.shape[-1], x.numel() // max(1, x.shape[-1])
+            for size in sizes:
+                found.append(Layer(name, rows, inner, (size,), joined, copies))
+                inner, joined = size, True
+            last = x if len(sizes) == 1 else None
     return tuple(found)
 
 
@@ -106,9 +101,7 @@ def _floating(inputs: Any) -> Tensor | None:
 
 def _made_of(module: nn.Module, in_features: int) -> tuple[list[int], int]:
     """The widths that a module's matrices make of ``in_features``, one after the other, [] where it is no product; and
-    how many experts.
-
-    One matrix: a linear, either way round. Stacked matrices of experts: into their inner width, and back.
+    how many experts. One matrix: a linear, either way round. Stacked ones of experts: into their inner width, and back.
     """
     matrices = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
     if len(matrices) == 1 and matrices[0].dim() == 2 and in_features in matrices[0].shape:
@@ -141,66 +134,35 @@ class Size:
 
 def with_heads(model: nn.Module, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], tuple[Size, ...]]:
     """``layers`` with the heads of those that make queries, keys and values; and all that a number of GPUs should
-    divide.
-
-    Heads are looked for in the model's configuration and in its attention modules; where neither tells, they are not
-    among the sizes.
+    divide. Heads are looked for in attention modules and the model's configuration, and may not be found.
     """
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    # Experts' gates and values are one matrix: the half of its width is what has to divide.
+    halves = _number(text, ["moe_intermediate_size"]), _number(text, ["intermediate_size"])
+    modules = dict(model.named_modules())
     found: list[Layer] = []
     sizes: dict[Size, None] = {}
-    modules = dict(model.named_modules())
-    for index, layer in enumerate(layers):
-        feeds = index + 1 < len(layers) and layers[index + 1].joined
-        heads = _heads(model, modules, layer.name) if feeds else None
-        if heads is not None:
-            layer = replace(layer, heads=heads)
-            sizes |= {
-                Size(name, count): None for name, count in zip(("attention heads", "key heads"), heads, strict=False)
-            }
-        elif feeds and not _is_attention(modules, layer.name):
-            inner = layers[index + 1].in_features
-            sizes |= {Size("intermediate size", _unfused(model, part)): None for part in layer.parts if part == inner}
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        parts = layer.name.split(".")
+        names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # the module and those around it
+        words = [layer.name, *(type(modules[name]).__name__ for name in names[1:])]
+        is_attention = any("attn" in word.lower() or "attention" in word.lower() for word in words)
+        if following is not None and following.joined and is_attention:
+            owners = [*(modules[name] for name in names[1:]), text]
+            owner = next((each for each in owners if _number(each, _HEADS)), None)
+            if (heads := _number(owner, _HEADS)) is not None:
+                keys = _number(owner, _KEY_HEADS) or _number(text, _KEY_HEADS)
+                layer = replace(layer, heads=(heads,) if keys is None or keys == heads else (heads, keys))
+                names_of = zip(("attention heads", "key heads"), layer.heads, strict=False)
+                sizes |= {Size(name, count): None for name, count in names_of}
+        elif following is not None and following.joined and following.in_features in layer.parts:
+            wide = following.in_features
+            sizes[Size("intermediate size", wide // 2 if wide % 2 == 0 and wide // 2 in halves else wide)] = None
         found.append(layer)
     if found and not found[-1].joined:
         sizes[Size(VOCABULARY, found[-1].out_features)] = None
     return tuple(found), tuple(sizes)
-
-
-def _heads(model: nn.Module, modules: dict[str, nn.Module], name: str) -> tuple[int, ...] | None:
-    """Of queries, and of keys where those are fewer, in the attention that module ``name`` belongs to."""
-    if not _is_attention(modules, name):
-        return None
-    text = _text_config(model)
-    around = [modules[each] for each in _ancestors(name)]
-    for owner in (*around, text):
-        heads = _number(owner, _HEADS)
-        if heads is not None:
-            keys = _number(owner, _KEY_HEADS) or _number(text, _KEY_HEADS)
-            return (heads,) if keys is None or keys == heads else (heads, keys)
-    return None
-
-
-def _unfused(model: nn.Module, width: int) -> int:
-    """``width``, or half of it where experts' gates and values are one matrix: the half is what has to divide."""
-    text = _text_config(model)
-    halves = (_number(text, ["moe_intermediate_size"]), _number(text, ["intermediate_size"]))
-    return width // 2 if width % 2 == 0 and width // 2 in halves else width
-
-
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    return getattr(config, "get_text_config", lambda: config)()
-
-
-def _is_attention(modules: dict[str, nn.Module], name: str) -> bool:
-    words = [name, *(type(modules[each]).__name__ for each in _ancestors(name) if each)]
-    return any("attn" in word.lower() or "attention" in word.lower() for word in words)
-
-
-def _ancestors(name: str) -> list[str]:
-    """Names of the modules around ``name``, the nearest first, but for the model itself."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def _number(owner: Any, names: Sequence[str]) -> int | None:

@@ -12,19 +12,11 @@ import torch
 from torch import nn
 
 from vblackwell.machine.gpus import KnownGPU, context_bytes
-from vblackwell.machine.rates import Rates, rates_of
+from vblackwell.machine.rates import BOTH_SHARE, Rates, rates_of
 from vblackwell.offload.layout.groups import EXACT, find_groups
-from vblackwell.planner.memory_estimate import NOT_STATE, Run, peak_of
-from vblackwell.planner.parallel.collectives import peer_link
-from vblackwell.planner.parallel.layers import (
-    VOCABULARY,
-    Layer,
-    Size,
-    legal_degree,
-    linear_layers,
-    undivided,
-    with_heads,
-)
+from vblackwell.planner.memory_estimate import NOT_STATE, Run, peak_of, state_bytes
+from vblackwell.planner.parallel.collectives import Link
+from vblackwell.planner.parallel.layers import VOCABULARY, Size, legal_degree, linear_layers, undivided, with_heads
 from vblackwell.planner.parallel.strategies import Strategy, Unit, Workload, strategies
 from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace
@@ -50,30 +42,30 @@ class ParallelPlan:
     strategies: tuple[Strategy, ...]
     sizes: tuple[Size, ...] = ()
 
-    @property
-    def degree(self) -> int:
-        """The most of these GPUs that may share one copy of the weights so that all but the vocabulary divides."""
-        return legal_degree(self.sizes, self.num_gpus)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values; ``fits`` next to each strategy."""
         rows: list[dict[str, Any]] = []
         for each in self.strategies:
-            row: dict[str, Any] = {"strategy": each.name}
-            if each.refused:
-                row["refused"] = each.refused
-            else:
-                values = asdict(each) | {"layers": dict(each.layers), "fits": self.fits(each)}
-                row |= {name: value for name, value in values.items() if name not in ("name", "refused")}
-            rows.append(row)
+            values = asdict(each) | {"layers": dict(each.layers), "fits": self.fits(each)}
+            name, refused = values.pop("name"), values.pop("refused")
+            rows.append({"strategy": name} | ({"refused": refused} if refused else values))
         return {
             "num_gpus": self.num_gpus, "topology": self.topology, "link": self.link, "strategies": rows,
-            "tensor_sizes": {size.name: size.count for size in self.sizes}, "tensor_degree": self.degree,
+            "tensor_sizes": {size.name: size.count for size in self.sizes},
+            "tensor_degree": legal_degree(self.sizes, self.num_gpus),
         }  # fmt: skip
 
     def fits(self, strategy: Strategy) -> bool:
         """Whether one GPU holds its part."""
         return strategy.gpu_bytes <= self.room
+
+    def cells(self, each: Strategy) -> list[str]:
+        """What tables show of one that is possible: tokens/s, efficiency, waiting, sent a GPU, one holds, whether it fits."""
+        return [
+            f"{each.tokens / each.step_seconds:,.0f}", f"{each.efficiency:.0%}",
+            f"{each.exposed_seconds / each.step_seconds:.0%}", format_bytes(int(each.sent_bytes)),
+            format_bytes(each.gpu_bytes), "fits" if self.fits(each) else "does not fit",
+        ]  # fmt: skip
 
     def lines(self) -> list[str]:
         """The same for people."""
@@ -85,49 +77,40 @@ class ParallelPlan:
             if each.refused:
                 found.append(f"    {each.name:<10} not possible: {each.refused}")
                 continue
-            waiting, sent = each.exposed_seconds / each.step_seconds, format_bytes(int(each.sent_bytes))
-            found.append(
-                f"    "
-                f"{each.name:<10}{each.tokens / each.step_seconds:>10,.0f}{each.efficiency:>12.0%}{waiting:>9.0%}{sent:>12}"
-                f"{format_bytes(each.gpu_bytes):>11}  {'fits' if self.fits(each) else 'does not fit'}"
-            )
-        tensor = next((each for each in self.strategies if each.name.startswith("tensor") and each.layers), None)
+            *cells, fits = self.cells(each)
+            widths = (10, 12, 9, 12, 11)
+            row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+            found.append(f"    {each.name:<10}{row}  {fits}")
         found += [f"    {line}" for line in self.division()]
-        return found + ([f"    {tensor.name}: {', '.join(_brief(tensor.layers))}"] if tensor else [])
+        tensor = next((each for each in self.strategies if each.name.startswith("tensor") and each.layers), None)
+        if tensor is not None:  # equal layers of all blocks in one word
+            counts = Counter((re.sub(r"\.\d+\.", ".*.", name), kind) for name, kind in tensor.layers)
+            words = (f"{name} {kind}{f' (x{n})' if n > 1 else ''}" for (name, kind), n in counts.items())
+            found.append(f"    {tensor.name}: {', '.join(words)}")
+        return found
 
     def division(self) -> list[str]:
         """What the GPUs divide and what they do not, and what follows from that, a line each."""
-        bad, p, degree = undivided(self.sizes, self.num_gpus), self.num_gpus, self.degree
+        p, degree = self.num_gpus, legal_degree(self.sizes, self.num_gpus)
+        bad = undivided(self.sizes, p)
         if not bad:
             return [f"tensor parallelism: {_listed(self.sizes)} divide by {p} GPUs"] if self.sizes else []
-        found = [f"tensor parallelism: {_listed(bad)} do{'es' if _is_one(bad) else ''} not divide by {p} GPUs"]
+        is_one = len(bad) == 1 and not bad[0].is_heads
+        found = [f"tensor parallelism: {_listed(bad)} do{'es' if is_one else ''} not divide by {p} GPUs"]
         if all(size.name == VOCABULARY for size in bad):
             return [f"{found[0]}: the head is divided by its input features, or whole on every GPU"]
         possible = any(each.name == "tensor" and not each.refused for each in self.strategies)
         if possible and any(size.is_heads for size in bad):
             found.append("'tensor' gathers before attention, which every GPU computes whole; both are counted")
         if degree > 1:
-            found.append(
+            return [
+                *found,
                 f"'tensor x{degree}' is {p // degree} groups of {degree} GPUs, which do divide; each has a separate "
-                "batch"
-            )
-        else:
-            found.append(
-                f"no part of {p} GPUs divides: take {_listed(self._others(), 'or')} GPUs for tensor parallelism"
-            )
-        return found
-
-    def _others(self) -> list[str]:
-        """Numbers of GPUs near this one that divide all but the vocabulary."""
-        below = [each for each in range(2, self.num_gpus) if legal_degree(self.sizes, each) == each]
-        above = [
-            each for each in range(self.num_gpus + 1, 2 * self.num_gpus + 1) if legal_degree(self.sizes, each) == each
-        ]
-        return [str(each) for each in (*below[-1:], *above[:1])] or ["other"]
-
-
-def _is_one(sizes: Sequence[Size]) -> bool:
-    return len(sizes) == 1 and not sizes[0].is_heads
+                "batch",
+            ]
+        good = [each for each in range(2, 2 * p + 1) if legal_degree(self.sizes, each) == each]
+        near = [str(each) for each in ([n for n in good if n < p][-1:] + [n for n in good if n > p][:1])] or ["other"]
+        return [*found, f"no part of {p} GPUs divides: take {_listed(near, 'or')} GPUs for tensor parallelism"]
 
 
 def _listed(words: Sequence[object], last: str = "and") -> str:
@@ -136,62 +119,56 @@ def _listed(words: Sequence[object], last: str = "and") -> str:
     return f" {last} ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
 
-def _brief(layers: Sequence[tuple[str, str]]) -> list[str]:
-    """Equal layers of all blocks in one word."""
-    counts = Counter((re.sub(r"\.\d+\.", ".*.", name), kind) for name, kind in layers)
-    return [f"{name} {kind}{f' (x{count})' if count > 1 else ''}" for (name, kind), count in counts.items()]
-
-
 def parallel_plan(
     run: Run, trace: Trace, batch_size: int, card: KnownGPU, gpu_bytes: int, num_gpus: int, topology: str
 ) -> ParallelPlan:
-    """Strategies for ``num_gpus`` such cards.
+    """Strategies for ``num_gpus`` such cards, joined by NVLink where the card has it, else by PCIe.
+
+    The share of the nominal rate is that of an H200's PCIe link both ways.
 
     Raises:
         ConfigurationError: fewer than two GPUs, or an unknown topology.
     """
-    link, words = peer_link(card)
-    work = workload_of(run, trace, batch_size, rates_of(card))
-    found = tuple(strategies(work, num_gpus, topology, link))
+    kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
+    rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)
+    words = f"{kind}, {rate / 1e9:.0f} GB/s each way by the data sheet of {card.name}"
+    work = _workload_of(run, trace, batch_size, rates_of(card))
+    found = tuple(strategies(work, num_gpus, topology, Link(bytes_per_second=rate)))
     return ParallelPlan(num_gpus, topology, words, gpu_bytes - context_bytes(run.capability), found, work.sizes)
 
 
-def workload_of(run: Run, trace: Trace, batch_size: int, rates: Rates) -> Workload:
+def _workload_of(run: Run, trace: Trace, batch_size: int, rates: Rates) -> Workload:
     """What ``run`` is on one GPU that holds it."""
-    model, tokens = run.model(), batch_size * run.seq_length
-    layers, sizes = with_heads(model, _layers(run, model, batch_size))
+    model, count = run.model(), batch_size * run.seq_length
+    tokens = torch.zeros((batch_size, run.seq_length), dtype=torch.int64, device="meta")
+    with plain_batches():
+        layers = linear_layers(model, lambda: run.spec.loss(model, {"input_ids": tokens, "labels": tokens}))
+    layers, sizes = with_heads(model, layers)
     seconds = phase_seconds(trace.work, rates)
     optimizer = seconds.pop("optimizer", 0.0)
     unissued = replace(rates, issue_seconds=NO_ISSUE)
     multiplying = [each for each in trace.work if each.flops and each.phase != "optimizer"]
-    products = phase_seconds(multiplying, unissued)
+    products = sum(phase_seconds(multiplying, unissued).values())
     attention = phase_seconds([each for each in multiplying if each.kind == "attention"], unissued)
     width = 4 if run.precision == "fp32" else 2
-    state = trace.total("weights") + sum(peak_of(trace, (category,)) for category in ("gradients", "optimizer"))
     forward = seconds.get("forward", 0.0) + seconds.get("loss", 0.0)
     backward = sum(seconds.values()) - forward
     return Workload(
         layers=layers,
         units=_units(model, forward, backward),
         parameters=trace.num_parameters,
-        tokens=tokens,
+        tokens=count,
         width=width,
-        products=sum(products.values()),
-        others=max(0.0, forward + backward - sum(products.values())),
+        products=products,
+        others=max(0.0, forward + backward - products),
         optimizer=optimizer,
-        state_bytes=state,
+        state_bytes=state_bytes(trace),
         activation_bytes=peak_of(trace, NOT_STATE, outside="optimizer"),
-        boundary_bytes=tokens * (layers[-1].in_features if layers else 0) * width,
+        boundary_bytes=count * (layers[-1].in_features if layers else 0) * width,
         recompute=run.checkpointing,
         sizes=sizes,
         attention=sum(attention.values()),
     )
-
-
-def _layers(run: Run, model: nn.Module, batch_size: int) -> tuple[Layer, ...]:
-    tokens = torch.zeros((batch_size, run.seq_length), dtype=torch.int64, device="meta")
-    with plain_batches():
-        return linear_layers(model, lambda: run.spec.loss(model, {"input_ids": tokens, "labels": tokens}))
 
 
 def _units(model: nn.Module, forward: float, backward: float) -> tuple[Unit, ...]:

@@ -22,8 +22,8 @@ An S that must become an R is gathered. So a layer on its own is cheapest by col
 the whole way costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns
 where both are alike and GPUs are many; and two joined layers are cheapest as column and row. The cheapest chain of
 choices is found exactly, by dynamic programming. Where heads do not divide, queries, keys and values that are divided
-are gathered before attention (`vblackwell.planner.parallel.layers`), and the
-largest part of the GPUs that divides everything is tried as well, the others being replicas with batches of their own.
+are gathered before attention, and the largest part of the GPUs that divides everything is tried as well, the others
+being replicas with separate batches.
 
 *FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights
 are gathered before its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced
@@ -65,11 +65,9 @@ class Workload:
         layers, units: in the order of the forward. parameters: elements of all weights.
         tokens: in a step. width: bytes of an element of an activation.
         products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but
-            the optimizer's.
-        optimizer: of those.
+            the optimizer's. optimizer: of those.
         state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their
-            most.
-        boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
+            most. boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
         sizes: what the GPUs of a tensor-parallel group should divide.
     """
 
@@ -87,11 +85,6 @@ class Workload:
     recompute: bool = False
     sizes: tuple[Size, ...] = ()
     attention: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Of the step on one GPU."""
-        return self.products + self.others + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -124,6 +117,16 @@ class Strategy:
     refused: str | None = None
 
 
+@dataclass(frozen=True)
+class _Net:
+    num_gpus: int
+    topology: str
+    link: Link
+
+    def cost(self, operation: str, num_bytes: float, num_gpus: int | None = None) -> Cost:
+        return cost_of(operation, num_bytes, num_gpus or self.num_gpus, self.topology)
+
+
 def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link | None = None) -> list[Strategy]:
     """All of them, the fastest first, those that are not possible last.
 
@@ -132,12 +135,16 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     """
     check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
-    found = [tensor(work, net, KINDS, "tensor")]
-    found += [tensor(work, net, (kind,), kind) for kind in KINDS]
+    found = [_tensor(work, net, KINDS, "tensor")]
+    found += [_tensor(work, net, (kind,), kind) for kind in KINDS]
     degree = legal_degree(work.sizes, num_gpus)
     if work.layers and 1 < degree < num_gpus:
-        found.append(replicated(work, net, degree))
-    found += [fsdp(work, net), pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
+        found.append(_replicated(work, net, degree))
+    found += [_fsdp(work, net), _pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
+    alone = num_gpus * work.tokens / (work.products + work.others + work.optimizer)
+    found = [
+        each if each.refused else replace(each, efficiency=each.tokens / each.step_seconds / alone) for each in found
+    ]
     return sorted(found, key=lambda each: (each.refused is not None, -each.efficiency))
 
 
@@ -148,40 +155,25 @@ def check_several(num_gpus: int, topology: str) -> None:
     cost_of("all_reduce", 1, num_gpus, topology)
 
 
-@dataclass(frozen=True)
-class _Net:
-    num_gpus: int
-    topology: str
-    link: Link
-
-    def cost(self, operation: str, num_bytes: float, num_gpus: int) -> Cost:
-        return cost_of(operation, num_bytes, num_gpus, self.topology)
-
-
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
 def layer_cost(
     layer: Layer, kind: str, divided: bool, width: int, num_gpus: int, topology: str = "ring"
 ) -> tuple[Cost, Cost]:
-    """(forward, backward) of one layer; ``divided``: whether its input arrives as S. Its output leaves as the table
-    above says.
-    """
-    net = _Net(num_gpus, topology, Link())
+    """(forward, backward) of one layer; ``divided``: its input arrives as S. Its output leaves as the table above says."""
+    cost = _Net(num_gpus, topology, Link()).cost
     made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
-    nothing = Cost()
-    gathered = net.cost("all_gather", taken, num_gpus) if divided else nothing
+    gathered = cost("all_gather", taken) if divided else Cost()
     if kind == "column":
-        back = net.cost("reduce_scatter" if divided else "all_reduce", taken, num_gpus)
-        return gathered, back
+        return gathered, cost("reduce_scatter" if divided else "all_reduce", taken)
     if kind == "row":
-        return net.cost("all_reduce", made, num_gpus), nothing if divided else net.cost("all_gather", taken, num_gpus)
+        return cost("all_reduce", made), Cost() if divided else cost("all_gather", taken)
     if kind == "hybrid":
         rows, columns = grid_of(num_gpus)
-        forward = net.cost("all_reduce", made / columns, rows) + net.cost("all_gather", made, columns)
-        back = net.cost("all_reduce", taken / rows, columns) + net.cost("all_gather", taken, rows)
-        return gathered + forward, back
-    return gathered, nothing
+        forward = cost("all_reduce", made / columns, rows) + cost("all_gather", made, columns)
+        return gathered + forward, cost("all_reduce", taken / rows, columns) + cost("all_gather", taken, rows)
+    return gathered, Cost()  # whole
 
 
 def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
@@ -192,144 +184,115 @@ def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The best way to a layout: seconds, costs of both directions, kinds so far."""
+    """The best way to a layout: seconds, cost of both directions, kinds so far."""
 
-    seconds: float
-    forward: Cost
-    backward: Cost
-    kinds: tuple[str, ...]
+    seconds: float = 0.0
+    cost: Cost = Cost()
+    kinds: tuple[str, ...] = ()
+
+    def then(self, forward: Cost, backward: Cost, link: Link, repeats: int, kind: str | None = None) -> _Chain:
+        """With one more part, whose forward is computed, and communicated, ``repeats`` times."""
+        cost = sum([forward] * repeats, start=backward)
+        kinds = (*self.kinds, kind) if kind else self.kinds
+        return _Chain(self.seconds + cost.seconds(link), self.cost + cost, kinds)
 
 
-def cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
+def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
     """The chain of choices with the least communication; or in words the layer that none of ``kinds`` can divide."""
-    largest = max((layer.elements for layer in work.layers), default=0)
+    largest = max(layer.elements for layer in work.layers)
     repeats = 2 if work.recompute else 1
-    best: dict[bool, _Chain] = {False: _Chain(0.0, Cost(), Cost(), ())}  # by whether the output is divided
+    best: dict[bool, _Chain] = {False: _Chain()}  # by whether the output is divided
     for index, layer in enumerate(work.layers):
         allowed = [kind for kind in kinds if _possible(layer, kind, net.num_gpus)]
         if layer.elements <= SMALL_SHARE * largest:
             allowed = ["whole"]
         if not allowed:
             made = " + ".join(f"{part:,}" for part in layer.parts)
-            return f"{layer.name}, {layer.in_features:,} to {made} features,"
+            return f"{layer.name}, {layer.in_features:,} to {made} features, does not divide by {net.num_gpus} GPUs"
         following: dict[bool, _Chain] = {}
         for divided, chain in best.items():
             before = work.layers[index - 1]
-            loose = divided and not (layer.joined and all(count % net.num_gpus == 0 for count in before.heads))
+            loose = divided and not (layer.joined and _divides(before.heads, net.num_gpus))
             if loose:  # made whole for what lies between
-                whole = net.cost("all_gather", before.rows * before.out_features * work.width, net.num_gpus)
-                chain = _add(chain, whole, Cost(), net.link, repeats)
+                chain = chain.then(_gather(before, work, net), Cost(), net.link, repeats)
             for kind in allowed:
                 costs = layer_cost(layer, kind, divided and not loose, work.width, net.num_gpus, net.topology)
-                grown = _add(chain, *costs, net.link, repeats)
-                grown = replace(grown, kinds=(*grown.kinds, kind))
-                layout = kind == "column"
+                grown, layout = chain.then(*costs, net.link, repeats, kind), kind == "column"
                 if layout not in following or grown.seconds < following[layout].seconds:
                     following[layout] = grown
         best = following
-    if True in best and work.layers:
-        last = work.layers[-1]
-        whole = net.cost("all_gather", last.rows * last.out_features * work.width, net.num_gpus)
-        best[True] = _add(best[True], whole, Cost(), net.link, 1)
+    if True in best:
+        best[True] = best[True].then(_gather(work.layers[-1], work, net), Cost(), net.link, 1)
     return min(best.values(), key=lambda chain: chain.seconds)
 
 
-def _add(chain: _Chain, forward: Cost, backward: Cost, link: Link, repeats: int) -> _Chain:
-    for _ in range(repeats - 1):
-        backward = backward + forward  # recomputed, and communicated again
-    seconds = chain.seconds + (forward + backward).seconds(link)
-    return replace(chain, seconds=seconds, forward=chain.forward + forward, backward=chain.backward + backward)
+def _divides(heads: Sequence[int], num_gpus: int) -> bool:
+    return all(count % num_gpus == 0 for count in heads)
 
 
-def tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
+def _gather(layer: Layer, work: Workload, net: _Net) -> Cost:
+    return net.cost("all_gather", layer.rows * layer.out_features * work.width)
+
+
+def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
     """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted
-    whole.
-
-    Attention is divided where queries, keys and values arrive so, by heads; of a model whose heads are not known it is
-    taken to be.
+    whole. Attention is divided where queries, keys and values arrive so, by heads, or heads are not known.
     """
     if not work.layers:
         return Strategy(name, refused="no linear layers were found")
-    chain = cheapest(work, net, kinds)
+    chain = _cheapest(work, net, kinds)
     if isinstance(chain, str):
-        return Strategy(name, refused=f"{chain} does not divide by {net.num_gpus} GPUs")
-    total = chain.forward + chain.backward
-    inside = [
-        kind == "column" and all(count % net.num_gpus == 0 for count in layer.heads)
-        for layer, kind in zip(work.layers, chain.kinds, strict=True)
-        if layer.heads
-    ]
+        return Strategy(name, refused=chain)
+    pairs = list(zip(work.layers, chain.kinds, strict=True))
+    inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
     compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
-    cut = sum(layer.elements for layer, kind in zip(work.layers, chain.kinds, strict=True) if kind != "whole")
-    share = min(1.0, cut / work.parameters)
+    share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
     state = work.state_bytes * (1 - share + share / net.num_gpus)
-    return _strategy(
-        work,
-        net,
+    return Strategy(
         name,
         compute + chain.seconds,
         work.tokens,
         chain.seconds,
         chain.seconds,
-        total.num_bytes,
-        state + work.activation_bytes,
-        tuple((layer.name, kind) for layer, kind in zip(work.layers, chain.kinds, strict=True)),
+        chain.cost.num_bytes,
+        gpu_bytes=int(state + work.activation_bytes),
+        layers=tuple((layer.name, kind) for layer, kind in pairs),
     )
 
 
-def replicated(work: Workload, net: _Net, degree: int) -> Strategy:
+def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
     """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up after the
     backward.
     """
     groups = net.num_gpus // degree
-    one = tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
+    one = _tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
     if one.refused:
         return one
-    whole = sum(layer.elements for layer, (_, kind) in zip(work.layers, one.layers, strict=True) if kind == "whole")
-    cut = min(work.parameters, sum(layer.elements for layer in work.layers) - whole)
+    kinds = zip(work.layers, one.layers, strict=True)
+    cut = min(work.parameters, sum(layer.elements for layer, (_, kind) in kinds if kind != "whole"))
     summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
     seconds = summed.seconds(net.link)
-    return _strategy(
-        work,
-        net,
-        one.name,
-        one.step_seconds + seconds,
-        groups * work.tokens,
-        one.communication_seconds + seconds,
-        one.exposed_seconds + seconds,
-        one.sent_bytes + summed.num_bytes,
-        one.gpu_bytes,
-        one.layers,
+    return replace(
+        one,
+        step_seconds=one.step_seconds + seconds,
+        tokens=groups * work.tokens,
+        communication_seconds=one.communication_seconds + seconds,
+        exposed_seconds=one.exposed_seconds + seconds,
+        sent_bytes=one.sent_bytes + summed.num_bytes,
     )
-
-
-def _strategy(
-    work: Workload,
-    net: _Net,
-    name: str,
-    seconds: float,
-    tokens: int,
-    busy: float,
-    exposed: float,
-    sent: float,
-    held: float,
-    layers: tuple[tuple[str, str], ...] = (),
-) -> Strategy:
-    alone = net.num_gpus * work.tokens / work.seconds
-    return Strategy(name, seconds, tokens, busy, max(0.0, exposed), sent, tokens / seconds / alone, int(held), layers)
 
 
 # -- sharded data parallelism ------------------------------------------------------------------------------------------
 
 
-def fsdp(work: Workload, net: _Net) -> Strategy:
+def _fsdp(work: Workload, net: _Net) -> Strategy:
     """Every GPU a batch of ``work.tokens``; all states divided; weights gathered and gradients scattered unit by unit."""
     if not work.units:
         return Strategy("fsdp", refused="no layer groups were found")
     p, last = net.num_gpus, len(work.units) - 1
-    gather = [net.cost("all_gather", unit.weight_bytes, p) for unit in work.units]
-    scatter = [net.cost("reduce_scatter", unit.weight_bytes, p) for unit in work.units]
+    gather = [net.cost("all_gather", unit.weight_bytes) for unit in work.units]
+    scatter = [net.cost("reduce_scatter", unit.weight_bytes) for unit in work.units]
     port = compute = begun = 0.0  # when each is free; when the compute before began
     for unit, cost in zip(work.units, gather, strict=True):
         port = max(port, begun) + cost.seconds(net.link)
@@ -346,12 +309,17 @@ def fsdp(work: Workload, net: _Net) -> Strategy:
         begun = max(compute, ready)
         compute = ended = begun + work.units[index].backward
     port = max(port, compute) + scatter[0].seconds(net.link)
-    seconds = port + work.optimizer / p
     total = sum([*gather, *gather[:-1], *scatter], start=Cost())
     ideal = sum(unit.forward + unit.backward for unit in work.units)
     held = work.state_bytes / p + 3 * max(unit.weight_bytes for unit in work.units) + work.activation_bytes
-    return _strategy(
-        work, net, "fsdp", seconds, p * work.tokens, total.seconds(net.link), port - ideal, total.num_bytes, held
+    return Strategy(
+        "fsdp",
+        port + work.optimizer / p,
+        p * work.tokens,
+        total.seconds(net.link),
+        max(0.0, port - ideal),
+        total.num_bytes,
+        gpu_bytes=int(held),
     )
 
 
@@ -389,30 +357,24 @@ def flow_seconds(stages: Sequence[float], link_seconds: float, jobs: int) -> flo
     return sum(through) + (jobs - 1) * max(through)
 
 
-def pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
+def _pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
     """Stages of consecutive units; ``work.tokens`` in each of ``micro_batches``."""
     p = net.num_gpus
     if len(work.units) < p:
         return Strategy("pipeline", refused=f"{len(work.units)} layer groups do not make {p} stages")
     stages = stages_of(work.units, p)
-    one = Cost(1, work.boundary_bytes)
-    passing = one.seconds(net.link)
-    seconds = sum(
-        flow_seconds(times, passing, micro_batches)
-        for times in ([sum(u.forward for u in s) for s in stages], [sum(u.backward for u in s) for s in stages])
-    )
+    passing = Cost(1, work.boundary_bytes).seconds(net.link)
+    times = [sum(unit.forward for unit in stage) for stage in stages], [sum(u.backward for u in s) for s in stages]
+    seconds = sum(flow_seconds(each, passing, micro_batches) for each in times)
     weights = [sum(unit.weight_bytes for unit in stage) for stage in stages]
     share = max(weights) / max(1, sum(weights))
     ideal = micro_batches * sum(unit.forward + unit.backward for unit in work.units) / p
-    busy = 2 * micro_batches * passing
-    return _strategy(
-        work,
-        net,
+    return Strategy(
         "pipeline",
         seconds + work.optimizer * share,
         micro_batches * work.tokens,
-        busy,
-        seconds - ideal,
-        2 * micro_batches * one.num_bytes,
-        work.state_bytes * share + work.activation_bytes,
+        2 * micro_batches * passing,
+        max(0.0, seconds - ideal),
+        2 * micro_batches * work.boundary_bytes,
+        gpu_bytes=int(work.state_bytes * share + work.activation_bytes),
     )
