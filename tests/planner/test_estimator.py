@@ -95,29 +95,21 @@ def test_levels_for_a_stack():
         return (estimate.context + P99_BYTES + (step + free_mb * MiB) * (1 + P99_PERCENT / 100)) / MiB + 0.01
 
     whole = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
-    assert [level["device"] for level in whole["levels"]] == ["cuda:0"] and whole.hit_rate == 1.0
+    assert [level["device"] for level in whole["levels"]] == ["cuda:0"]
     assert whole["levels"][0]["capacity_mb"] * MiB == pytest.approx(estimate.state_bytes, abs=1)
     # A little more than the step: less than all states, and with a share of the weights.
     part = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(1.5)], target_hit_rate=0.5, host_memory_mb=2)
     assert [level["device"] for level in part["levels"]] == ["cuda:0", "cpu", "ssd"]
-    assert part.hit_rate >= 0.5 and part["levels"][1]["capacity_mb"] == 2
+    assert part["levels"][0]["capacity_mb"] * MiB >= 0.5 * estimate.weights and part["levels"][1]["capacity_mb"] == 2
     assert sum(level["capacity_mb"] for level in part["levels"]) * MiB >= estimate.state_bytes
     more = estimator.generate_vgpu_config(estimate, gpus=[gpu_with(2), 8 * 1024])
     assert [level["device"] for level in more["levels"]] == ["cuda:0", "cuda:1"]
 
 
-def test_the_rule_of_thumb_stands_beside_the_plan():
-    estimate, estimator = small_run()
-    config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
-    sizes = [level["capacity_mb"] * MiB for level in config.rule_of_thumb["levels"]]
-    assert sizes == pytest.approx([1.5 * estimate.weights, 6 * estimate.weights, 24 * estimate.weights], abs=1)
-    assert any("rule of thumb" in line for line in config.lines)
-
-
 def test_a_stack_takes_the_levels(tmp_path):
     estimate, estimator = small_run()
     config = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
-    assert parse_levels(config) and parse_levels(config.rule_of_thumb)
+    assert parse_levels(config)
     here = {"levels": [level | {"device": "arena"} for level in config["levels"]]}
     with vb.VGPUStack(here) as stack:
         stack.register("weight", torch.ones(1000))

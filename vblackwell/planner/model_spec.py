@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.trace.causal_lm import build_causal_lm, language_loss
 from vblackwell.trace.storage_log import StoragesWithBytes
-from vblackwell.trace.trace import Untraceable, on_meta
+from vblackwell.trace.trace import Untraceable, brief, on_meta
 from vblackwell.units import format_bytes
 
 MAX_TOKENS = 1 << 28
@@ -88,11 +88,12 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
 
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
     """Our decoder of that shape."""
-
-    def build(dtype: torch.dtype) -> nn.Module:
-        return Decoder(config, device="meta", dtype=dtype).train()
-
-    return ModelSpec(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
+    return ModelSpec(
+        name,
+        lambda dtype: Decoder(config, device="meta", dtype=dtype).train(),
+        config.vocab_size,
+        lambda model, batch: model(batch["input_ids"], batch["labels"]),
+    )
 
 
 def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec:
@@ -105,13 +106,11 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
         raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
-    for name in ("model_type", "vocab_size"):
+    for name, why in (
+        ("model_type", "it is no configuration of transformers"),
+        ("vocab_size", "without it the size of the model is not known"),
+    ):
         if name not in fields:
-            why = (
-                "without it the size of the model is not known"
-                if name == "vocab_size"
-                else "it is no configuration of transformers"
-            )
             raise ConfigurationError(f"{source} lacks the field {name!r}: {why}")
     vocab = fields["vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
@@ -125,13 +124,14 @@ def _of_factory(text: str) -> ModelSpec:
     """
     module_name, _, factory_name = text.partition(":")
     try:
-        with _working_folder_on_path():
+        # Imports look into the working folder first, as under `python -m`.
+        with mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]):
             factory = getattr(importlib.import_module(module_name), factory_name)
     except VBError:
         raise
     except Exception as error:  # a stranger's code may raise anything
         raise ConfigurationError(
-            f"{text} cannot be imported: {_brief(error)} (modules are looked for in the working folder, then where "
+            f"{text} cannot be imported: {brief(error)} (modules are looked for in the working folder, then where "
             "Python finds them)"
         ) from error
     if isinstance(factory, nn.Module) or not callable(factory):
@@ -166,7 +166,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
             found = factory()
         return (on_meta(found) if isinstance(found, nn.Module) else found), None
     except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
-        on_meta_error = _brief(error)
+        on_meta_error = brief(error)
     free = memory_facts().available_bytes
     refusal = (
         f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the "
@@ -179,7 +179,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     except VBError:
         raise
     except Exception as error:
-        again = _brief(error)
+        again = brief(error)
         alike = "" if again == on_meta_error else f"; on device 'meta': {on_meta_error}"
         raise ConfigurationError(f"{text} cannot be built: {again}{alike}") from error
     note = f"{text} cannot be built on device 'meta' ({on_meta_error}): it was built for real in this machine's RAM"
@@ -187,23 +187,6 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
         return (on_meta(found) if isinstance(found, nn.Module) else found), note
     except Untraceable:
         return found, note
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-@contextmanager
-def _working_folder_on_path() -> Iterator[None]:
-    """Imports look into the working folder first, as under `python -m`; afterwards ``sys.path`` is the list that it
-    was.
-    """
-    before = sys.path
-    sys.path = [str(Path.cwd()), *before]
-    try:
-        yield
-    finally:
-        sys.path = before
 
 
 def _any_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -219,24 +202,19 @@ def _any_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": width,
-        "n_layer": layers,
-        "n_head": heads,
-    }
+        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": width, "n_layer": layers, "n_head": heads,
+    }  # fmt: skip
 
 
 def _llama(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
-    names = (
+    names = [
         "vocab_size",
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
-    )
+    ]
     values = fields.pop("shape")
     return {"model_type": model_type, "tie_word_embeddings": False} | dict(zip(names, values, strict=True)) | fields
 

@@ -99,7 +99,7 @@ def on_meta(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
-        said = f"{type(model).__name__} cannot be copied ({_brief(error)}): build it on device='meta'"
+        said = f"{type(model).__name__} cannot be copied ({brief(error)}): build it on device='meta'"
         raise Untraceable(said) from error
 
 
@@ -160,7 +160,7 @@ def trace_training(
         refuse_frozen(model)  # whose loss needs no gradient, unless the batch asks for one
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         raise Untraceable(
-            f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {_brief(error)}"
+            f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         ) from error
     parameters = list(model.parameters())
     return Trace(
@@ -192,11 +192,12 @@ def trace_forward(
     except VBError:
         raise
     except Exception as error:  # as above
-        raise Untraceable(f"{type(model).__name__} cannot be traced in its forward: {_brief(error)}") from error
+        raise Untraceable(f"{type(model).__name__} cannot be traced in its forward: {brief(error)}") from error
     return tuple(replace(each, issues=1.0) for each in recorder.work if each.kind != "host")
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Its class and the beginning of its words, in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

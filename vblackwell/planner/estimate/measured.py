@@ -8,7 +8,7 @@ what is free there, on the CPU by looking at the RAM first. Weights are drawn an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,13 @@ from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
 from vblackwell.planner.memory_estimate import Run, optimizer_named
 from vblackwell.trace.storage_log import StorageLog, StoragesWithBytes
-from vblackwell.trace.trace import Trace, Untraceable
+from vblackwell.trace.trace import Trace, Untraceable, brief
 from vblackwell.units import format_bytes
 
 STEPS = 2
 RAM_A_PARAMETER = 20  # weights, gradients and two moments in fp32, and a gradient on its way
 MAX_RECORDS = 1_000_000
+LASTING = {"setup": "weights", "backward": "gradients", "optimizer": "optimizer"}  # what outlives its phase
 
 
 @dataclass(frozen=True)
@@ -47,158 +48,129 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         Untraceable: there is no way to make the model with bytes, or it fails with them too.
         InsufficientMemory: the machine has no room for it.
     """
-    make = run.spec.make
-    if make is None:
-        raise Untraceable(f"{run.spec.name} has no factory, so that it cannot be made with its bytes and measured")
+    name = run.spec.name
+    if run.spec.make is None:
+        raise Untraceable(f"{name} has no factory, so that it cannot be made with its bytes and measured")
     if device is None:
         device = torch.device("cpu") if why_no_cuda(list_gpus()) else torch.device("cuda", 0)
-    _check_ram(run, device)
-    record = _on_gpu if device.type == "cuda" else _on_cpu
+    count = sum(p.numel() for p in run.model().parameters())
+    free = memory_facts().available_bytes
+    if (needed := count * (4 if device.type == "cuda" else RAM_A_PARAMETER)) > free:
+        raise InsufficientMemory(
+            f"{name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
+            f"{format_bytes(free)} are free",
+            needed_bytes=needed,
+            available_bytes=free,
+        )
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
     try:
-        with record(device) as recorded:
-            model, seconds = _train(run, make, batch_size, device, recorded)
+        with _recorded_on_gpu(device) if device.type == "cuda" else _recorded_on_cpu(free) as record:
+            model, seconds = _train(run, run.spec.make(), batch_size, device, record)
             parameters = list(model.parameters())
             counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-            recorded.close()
+            log, marks = record.close()
     except VBError:
         raise
     except torch.OutOfMemoryError as error:
         raise InsufficientMemory(
-            f"{run.spec.name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size",
+            f"{name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size",
             needed_bytes=0,
             available_bytes=0,
         ) from error
     except Exception as error:  # a stranger's code may raise anything
-        words = " ".join(str(error).split())[:200]
-        raise Untraceable(
-            f"{run.spec.name} cannot be traced, and fails when it is measured, too: {type(error).__name__}: {words}"
-        ) from error
-    return Measured(recorded.trace(*counts), seconds, where)
-
-
-def _check_ram(run: Run, device: torch.device) -> None:
-    count = sum(p.numel() for p in run.model().parameters())
-    needed, free = count * (4 if device.type == "cuda" else RAM_A_PARAMETER), memory_facts().available_bytes
-    if needed > free:
-        raise InsufficientMemory(
-            f"{run.spec.name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
-            f"{format_bytes(free)} are "
-            "free",
-            needed_bytes=needed,
-            available_bytes=free,
-        )
+        raise Untraceable(f"{name} cannot be traced, and fails when it is measured, too: {brief(error)}") from error
+    events = tuple(log.events)
+    trace = Trace(tuple(log.sizes), _categories(log, marks), events, tuple(marks), *counts)
+    return Measured(trace, seconds, where)
 
 
 def _train(
-    run: Run, make: Callable[[], nn.Module], batch_size: int, device: torch.device, recorded: _Record
+    run: Run, model: nn.Module, batch_size: int, device: torch.device, record: _OnCPU | _OnGPU
 ) -> tuple[nn.Module, float]:
-    enter = recorded.enter
-    model = run.prepared(make().to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
-    recorded.see_weights(model)
+    model = run.prepared(model.to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
+    record.see_weights(model)
     optimizer = optimizer_named(run.optimizer)(model.parameters())
     seconds = 0.0
     for step in range(STEPS):
         began = time.perf_counter()
-        enter(step, "forward")
+        record.enter(step, "forward")
         tokens = torch.randint(0, run.spec.vocab_size, (batch_size, run.seq_length), device=device)
         batch = {"input_ids": tokens, "labels": tokens}
         with torch.autocast(device.type, torch.bfloat16, enabled=run.precision == "autocast"):
             loss = run.spec.loss(model, batch)
-        enter(step, "backward")
+        record.enter(step, "backward")
         loss.backward()
         del loss
-        enter(step, "optimizer")
+        record.enter(step, "optimizer")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - began
-    enter(STEPS - 1, "setup")
+    record.enter(STEPS - 1, "setup")
     return model, seconds
 
 
-class _Record:
-    """Events and phases of real steps; what outlives its phase says what it was for."""
+Marks = list[tuple[int, int, str]]  # (index into events, step, phase)
 
-    def __init__(self, log: StorageLog) -> None:
-        self.log = log
-        self.marks: list[tuple[int, int, str]] = [(0, 0, "setup")]
+
+def _categories(log: StorageLog, marks: Marks) -> tuple[str, ...]:
+    """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there before
+    weights.
+    """
+    events = log.events
+    found = ["activations"] * len(log.sizes)
+    ends = [begin for begin, _, _ in marks[1:]] + [len(events)]
+    freed_at = {~event: position for position, event in enumerate(events) if event < 0}
+    for (begin, _, phase), end in zip(marks, ends, strict=True):
+        for event in events[begin:end] if phase in LASTING else ():
+            if event >= 0:
+                found[event] = LASTING[phase] if freed_at.get(event, len(events)) >= end else "workspace"
+    return tuple(found)
+
+
+class _OnCPU:
+    """The record of storages in RAM."""
+
+    def __init__(self, storages: StoragesWithBytes) -> None:
+        self.storages, self.marks = storages, [(0, 0, "setup")]
 
     def enter(self, step: int, phase: str) -> None:
         """A phase begins."""
-        self.marks.append((len(self.log.events), step, phase))
+        self.marks.append((len(self.storages.log.events), step, phase))
 
     def see_weights(self, model: nn.Module) -> None:
         """The model is made; a factory may have had its weights before, or have them from a file."""
-
-    def close(self) -> None:
-        """Nothing more happens."""
-
-    def trace(self, num_parameters: int, trainable: int) -> Trace:
-        """The record with a category for every storage."""
-        return Trace(
-            tuple(self.log.sizes),
-            tuple(self._categories()),
-            tuple(self.log.events),
-            tuple(self.marks),
-            num_parameters,
-            trainable,
-        )
-
-    def _categories(self) -> list[str]:
-        """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there
-        before weights.
-        """
-        events = self.log.events
-        found = ["activations"] * len(self.log.sizes)
-        ends = [begin for begin, _, _ in self.marks[1:]] + [len(events)]
-        freed_at = {~event: position for position, event in enumerate(events) if event < 0}
-        for (begin, _, phase), end in zip(self.marks, ends, strict=True):
-            kind = {"setup": "weights", "backward": "gradients", "optimizer": "optimizer"}.get(phase)
-            if kind is None:
-                continue
-            for event in events[begin:end]:
-                if event >= 0:
-                    found[event] = kind if freed_at.get(event, len(events)) >= end else "workspace"
-        return found
-
-
-class _OnCPU(_Record):
-    """The record of storages in RAM."""
-
-    def __init__(self) -> None:
-        free = memory_facts().available_bytes
-        self.storages = StoragesWithBytes(
-            free,
-            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that "
-            "were free: give a "
-            "smaller --batch-size",
-        )
-        super().__init__(self.storages.log)
-
-    def see_weights(self, model: nn.Module) -> None:
         self.storages.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
         for tensor in [*model.parameters(), *model.buffers()]:
             self.storages.see(tensor)
 
+    def close(self) -> tuple[StorageLog, Marks]:
+        """Nothing more happens."""
+        return self.storages.log, self.marks
+
 
 @contextmanager
-def _on_cpu(device: torch.device) -> Iterator[_Record]:
-    record = _OnCPU()
-    with record.storages:
-        yield record
+def _recorded_on_cpu(free: int) -> Iterator[_OnCPU]:
+    refusal = (
+        f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were free: "
+        "give a smaller --batch-size"
+    )
+    with StoragesWithBytes(free, refusal) as storages:
+        yield _OnCPU(storages)
 
 
-class _OnGPU(_Record):
-    """The record of a GPU's allocator, read at the end; phases are places in it."""
+class _OnGPU:
+    """The record of a GPU's allocator, read at the end; marks are places in it."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(StorageLog())
-        self.device, self._places = device, [(0, 0, "setup")]
+        self.device, self.marks = device, [(0, 0, "setup")]
 
     def enter(self, step: int, phase: str) -> None:
-        self._places.append((len(self._entries()), step, phase))
+        self.marks.append((len(self._entries()), step, phase))
+
+    def see_weights(self, model: nn.Module) -> None:
+        """They were made meanwhile."""
 
     def _entries(self) -> list[Any]:
         torch.cuda.synchronize(self.device)
@@ -206,22 +178,21 @@ class _OnGPU(_Record):
         entries = snapshot["device_traces"][self.device.index]
         return [each for each in entries if each["action"] in ("alloc", "free_completed")]
 
-    def close(self) -> None:
-        alive: dict[int, int] = {}
-        places = list(self._places)
-        self.marks.clear()
+    def close(self) -> tuple[StorageLog, Marks]:
+        log, alive = StorageLog(), dict[int, int]()
+        places, marks = list(self.marks), Marks()
         for position, entry in enumerate(self._entries()):
             while places and places[0][0] <= position:
-                self.marks.append((len(self.log.events), *places.pop(0)[1:]))
+                marks.append((len(log.events), *places.pop(0)[1:]))
             if entry["action"] == "alloc":
-                alive[entry["addr"]] = self.log.add(entry["size"])
+                alive[entry["addr"]] = log.add(entry["size"])
             elif entry["addr"] in alive:
-                self.log.free(alive.pop(entry["addr"]))
-        self.marks += [(len(self.log.events), step, phase) for _, step, phase in places]
+                log.free(alive.pop(entry["addr"]))
+        return log, marks + [(len(log.events), step, phase) for _, step, phase in places]
 
 
 @contextmanager
-def _on_gpu(device: torch.device) -> Iterator[_Record]:
+def _recorded_on_gpu(device: torch.device) -> Iterator[_OnGPU]:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 0.95 * free / total), device)
     torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_RECORDS)  # pyright: ignore
