@@ -4,11 +4,10 @@ a cap.
 Its rules, as in c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. A size is rounded up to 512 B.
 Up to 1 MiB comes from the small pool, whose segments are 2 MiB; more from the large pool, whose segments are 20 MiB for
 sizes below 10 MiB, else the size rounded up to 2 MiB. The free block that fits best is taken, among equals the one at
-the lowest address (a later segment lies below
-an earlier one: with that, what fourteen recorded runs reserved on an H200 is met to the byte), and split if what is
-left is at least 512 B (small pool) or more than 1 MiB (large pool); otherwise the whole block counts as allocated. A
-freed block joins its free neighbours. Segments are kept; only when the cap is hit are those that are entirely free
-given back, once, before the allocation fails.
+the lowest address (a later segment lies below an earlier one: with that, what fourteen recorded runs reserved on an
+H200 is met to the byte), and split if what is left is at least 512 B (small pool) or more than 1 MiB (large pool);
+otherwise the whole block counts as allocated. A freed block joins its free neighbours. Segments are kept; only when the
+cap is hit are those that are entirely free given back, once, before the allocation fails.
 
 With expandable segments each pool is one range of addresses, mapped in pages of 2 MiB (small) or 20 MiB (large) where
 it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.units import GiB, MiB, align_up, format_bytes
@@ -60,14 +59,8 @@ def segment_size(size: int) -> int:
 class CachingAllocator:
     """Blocks without bytes.
 
-    Args:
-        cap_bytes: most that may be reserved; None: no limit. (`set_per_process_memory_fraction`, or what the card has
-            left.)
-        expandable: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
-
-    Attributes:
-        allocated, reserved: bytes now; peak_allocated, peak_reserved: at most.
-        flushes: how often the cap made it give segments back.
+    At most ``cap_bytes`` are reserved (None: no limit), where that takes a flush: free segments are given back.
+    ``expandable``: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
     """
 
     def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
@@ -257,15 +250,6 @@ def _could_become(block: Block) -> int:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-class Events(Protocol):
-    """What is replayed: ``i`` in ``events`` allocates ``sizes[i]`` bytes, ``~i`` frees them."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def events(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True)
 class Replay:
     """What a sequence of allocations makes the allocator hold.
@@ -274,26 +258,19 @@ class Replay:
         fits: whether every allocation succeeded; if not, the rest describes what came before.
         peak_allocated, peak_reserved: bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count.
         peak_event: index of the event at which allocated bytes were at their peak.
-        reserved_then: bytes reserved at that moment.
-        flushes: how often free segments had to be given back.
-        failed_event: index of the allocation that failed, or None.
     """
 
     fits: bool
     peak_allocated: int
     peak_reserved: int
     peak_event: int
-    reserved_then: int
-    flushes: int
-    failed_event: int | None
 
 
-def replay(trace: Events, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
-    """Run the events of ``trace`` through the allocator."""
+def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
+    """Run the events of a `Trace` through the allocator."""
     allocator = CachingAllocator(cap_bytes, expandable)
     blocks: dict[int, Block | None] = {}
-    peak_event = reserved_then = 0
-    failed = None
+    peak_event, fits = 0, True
     for position, event in enumerate(trace.events):
         if event < 0:
             allocator.free(blocks.pop(~event))
@@ -302,16 +279,8 @@ def replay(trace: Events, cap_bytes: int | None = None, expandable: bool = False
         try:
             blocks[event] = allocator.malloc(trace.sizes[event])
         except InsufficientMemory:
-            failed = position
+            fits = False
             break
         if allocator.peak_allocated > before:
-            peak_event, reserved_then = position, allocator.reserved
-    return Replay(
-        failed is None,
-        allocator.peak_allocated,
-        allocator.peak_reserved,
-        peak_event,
-        reserved_then,
-        allocator.flushes,
-        failed,
-    )
+            peak_event = position
+    return Replay(fits, allocator.peak_allocated, allocator.peak_reserved, peak_event)

@@ -9,9 +9,10 @@ tokens are spread.
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,26 +28,14 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     Raises:
         ConfigurationError: a field is missing or impossible, or transformers has no such causal model.
     """
-    with _without_collector():
-        return _build(fields, source, dtype)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """transformers is some ten thousand objects that stay; looking for garbage among them takes a tenth of the import."""
     was_on = gc.isenabled()
-    gc.disable()
+    gc.disable()  # ten thousand objects of transformers stay: looking for garbage among them is a tenth of its import
     try:
-        yield
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     finally:
         if was_on:
             gc.enable()
-
-
-def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     kind = fields.get("model_type")
     if kind is None:
         raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
@@ -54,11 +43,7 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
         raise ConfigurationError(
             f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
         )
-    rest = {
-        name: value
-        for name, value in fields.items()
-        if name not in ("model_type", "dtype", "torch_dtype", "architectures")
-    }
+    rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
     _check_sizes(rest, source)
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
@@ -78,27 +63,24 @@ def _build(fields: dict[str, Any], source: str, dtype: torch.dtype) -> nn.Module
 
 
 _SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
-_REQUIRED = {
-    "llama-style": (("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
-                    ("num_attention_heads", "n_head", "num_heads")),
-}  # fmt: skip
-MOST = 1 << 31
+_REQUIRED = (
+    ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+)  # fmt: skip
+_NOT_SHAPE = ("model_type", "dtype", "torch_dtype", "architectures")
+MAX_SIZE = 1 << 31
 
 
 def _check_sizes(fields: dict[str, Any], source: str) -> None:
-    for names in _REQUIRED["llama-style"]:
+    for names in _REQUIRED:
         if not any(name in fields for name in names):
             raise ConfigurationError(
                 f"{source} lacks the field {names[0]!r}: without it the size of the model is not known"
             )
     for name, value in fields.items():
-        if (
-            name.rsplit("_", 1)[-1] in _SIZES
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and not 0 < value < MOST
-        ):
-            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MOST - 1}")
+        is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_size and not 0 < value < MAX_SIZE:
+            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MAX_SIZE - 1}")
 
 
 class GroupedOnMeta(torch.autograd.Function):
@@ -122,17 +104,15 @@ class GroupedOnMeta(torch.autograd.Function):
 
 
 def _grouped(experts: Any) -> Any:
-    plain = experts._grouped_mm
+    plain: Any = getattr(experts, "_grouped_mm", None)
 
     def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         if input.dtype == torch.bfloat16:
             return plain(input, weight, offs)
         rows = input.to(weight.dtype)
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # checkpointing compares devices of what is saved: meta, as within operators
-            found: Any = GroupedOnMeta.apply(rows, weight)
-        return found
+        # Checkpointing compares devices of what is saved: meta, as within operators.
+        with torch._C.DisableTorchFunction():
+            return GroupedOnMeta.apply(rows, weight)  # pyright: ignore[reportReturnType]
 
     return grouped
 
@@ -146,27 +126,21 @@ def _refuse_flex(*args: Any, **options: Any) -> Any:
 @contextmanager
 def plain_batches() -> Iterator[None]:
     """Answer what transformers asks about values, where transformers is in use at all."""
-    import sys
-
-    patches: list[Any] = []
     masks, experts, attention = (
         sys.modules.get(f"transformers.{name}")
         for name in ("masking_utils", "integrations.moe", "integrations.flex_attention")
     )
-    for owner, name in ((masks, "create_block_mask"), (attention, "compile_friendly_flex_attention")):
-        if owner is not None and hasattr(owner, name):
-            patches.append(mock.patch.object(owner, name, _refuse_flex))
-    if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
-        patches.append(mock.patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None))
-    if experts is not None and hasattr(experts, "_grouped_mm"):
-        patches.append(mock.patch.object(experts, "_grouped_mm", _grouped(experts)))
-    for patch in patches:
-        patch.start()
-    try:
+    answers: list[tuple[Any, str, Any]] = [
+        (masks, "create_block_mask", _refuse_flex),
+        (attention, "compile_friendly_flex_attention", _refuse_flex),
+        (masks, "find_packed_sequence_indices", lambda position_ids: None),
+        (experts, "_grouped_mm", _grouped(experts)),
+    ]
+    with ExitStack() as stack:
+        for owner, name, answer in answers:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, answer))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:

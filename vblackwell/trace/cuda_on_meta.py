@@ -34,51 +34,38 @@ META = torch.device("meta")
 MAX_FLASH_HEAD = 256
 _SDPA = functional.scaled_dot_product_attention
 _SOFTMAX = {
-    functional.softmax: False,
-    torch.softmax: False,
-    Tensor.softmax: False,
-    functional.log_softmax: True,
-    torch.log_softmax: True,
-    Tensor.log_softmax: True,
-}
+    functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
+    functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True,
+}  # fmt: skip
 _PLAIN = (Tensor, torch.nn.Parameter)
 _DROPOUT = (functional.dropout, torch.dropout)
-# Patches are seen by every thread: of two that leave in another order than they came, one would leave its answers for
-# good.
+# Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
 
 # torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA
 # Op-Specific Behavior").
-_LOWER = {
-    getattr(owner, name)
-    for owner, names in (
-        (torch, "matmul bmm mm addmm addbmm baddbmm addmv mv conv1d conv2d conv3d conv_transpose1d conv_transpose2d prelu einsum"),
+_LOWER, _FP32 = (
+    {getattr(owner, name) for owner, names in lists for name in names.split() if hasattr(owner, name)}
+    for lists in ((
+        (torch, "matmul bmm mm addmm addbmm baddbmm addmv mv conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+                "prelu einsum"),
         (Tensor, "matmul __matmul__ __rmatmul__ bmm mm addmm addbmm baddbmm addmv mv prelu"),
         (functional, "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d bilinear"),
-    )
-    for name in names.split()
-    if hasattr(owner, name)
-}  # fmt: skip
-_FP32 = {
-    getattr(owner, name)
-    for owner, names in (
-        (torch, "exp expm1 log log10 log2 log1p pow reciprocal rsqrt acos asin cosh sinh tan erfinv cumsum cumprod prod sum norm "
-                "softmax log_softmax dist cdist renorm logsumexp"),
-        (Tensor, "exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt cumsum cumprod prod sum norm softmax "
-                 "log_softmax logsumexp"),
-        (functional, "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
-                     "cosine_similarity softplus normalize"),
-    )
-    for name in names.split()
-    if hasattr(owner, name)
-}  # fmt: skip
+    ), (
+        (torch, "exp expm1 log log10 log2 log1p pow reciprocal rsqrt acos asin cosh sinh tan erfinv cumsum cumprod "
+                "prod sum norm softmax log_softmax dist cdist renorm logsumexp"),
+        (Tensor, "exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt cumsum cumprod prod sum norm "
+                 "softmax log_softmax logsumexp"),
+        (functional, "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss "
+                     "kl_div cosine_similarity softplus normalize"),
+    ))
+)  # fmt: skip
 
 
 class CudaOnMeta(TorchFunctionMode):
     """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta.
 
-    Args:
-        autocast: dtype of an autocast region around forward and loss; None: no autocast.
+    ``autocast``: dtype of an autocast region around forward and loss; None: no autocast.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
@@ -217,29 +204,16 @@ def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     return found
 
 
-def cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def cross_entropy(input: Tensor, target: Tensor, *args: Any, label_smoothing: float = 0.0, **options: Any) -> Tensor:
     """`functional.cross_entropy` of half-precision logits under autocast, which reaches only the second of its two
-    parts.
-
-    The log-softmax keeps the logits' type, which C++ asks for by name; its result is cast for the loss.
+    parts: the log-softmax keeps the logits' type, which C++ asks for by name; its result is cast for the loss.
     """
+    label_smoothing, args = (args[5], args[:5]) if len(args) > 5 else (label_smoothing, args)
     if target.is_floating_point() or label_smoothing:
-        return functional.cross_entropy(
-            input.float(), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
+        return functional.cross_entropy(input.float(), target, *args, label_smoothing=label_smoothing, **options)
     with torch._C.DisableTorchFunction():  # as in `wide_softmax`
         narrow = torch.ops.aten._log_softmax(input, 0 if input.dim() == 1 else 1, False)
-        wide = narrow.float()
-        return functional.nll_loss(wide, target, weight, size_average, ignore_index, reduce, reduction)
+        return functional.nll_loss(narrow.float(), target, *args, **options)
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,10 +231,8 @@ def unfused_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), where dropout is CUDA's fused
-    one.
-
-    Half precision is computed in fp32; autocast does not reach inside.
+    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), with CUDA's fused dropout: half
+    precision in fp32; autocast does not reach inside.
     """
     with torch._C.DisableTorchFunction():
         narrow = query.dtype
@@ -305,10 +277,8 @@ def attention(
     """`scaled_dot_product_attention` as CUDA dispatches it.
 
     Half precision without a mask: flash (which keeps output and a log-sum-exp a row; cuDNN's keeps the same bytes).
-        With a mask, or in
-    fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over 256 or of odd
-        widths, a mask whose
-    rows are not dense: the unfused one.
+    With a mask, or in fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over
+    256 or of odd widths, a mask whose rows are not dense: the unfused one.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     head = query.shape[-1]
@@ -348,18 +318,6 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
         return checkpoint._default_meta_extractor(tensor)
 
 
-@contextmanager
-def _forgetting_capability() -> Iterator[None]:
-    """Our kernels' dispatcher asks once for a device's capability and remembers it: not across the borders of a trace."""
-    dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
-    forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
-    forget()
-    try:
-        yield
-    finally:
-        forget()
-
-
 # Private names of torch that a trace stands on; there and with the same meaning in the versions that were tried.
 TRIED_VERSIONS = "2.11 to 2.13"
 PRIVATE_NAMES = (
@@ -385,12 +343,14 @@ _CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_captu
 
 @contextmanager
 def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Answer for ``capability`` what torch asks of a GPU by itself.
+    """Answer for ``capability`` what torch asks of a GPU by itself: optimizers whether a CUDA graph is being captured,
+    checkpointing for the states of random numbers, autocast whether bf16 is supported.
 
-    Optimizers look whether a CUDA graph is being captured, checkpointing keeps the states of the devices' random
-    numbers, autocast asks whether bf16 is supported. Where a GPU is there, asking it starts CUDA: half a second, and
-    memory of the GPU.
+    Asking a GPU that is there would start CUDA: half a second, and memory of the GPU. Our kernels' dispatcher remembers
+    the capability: not across the borders of a trace.
     """
+    dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
+    forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
     answers: dict[str, Any] = {
         "get_device_capability": lambda device=None: capability,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
@@ -405,6 +365,8 @@ def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(torch.optim.Optimizer, name, lambda self: None))
         # Tensors without bytes draw no random numbers, so there is no state to come back to.
         stack.enter_context(mock.patch.object(checkpoint, "get_device_states", lambda *args: ([], [])))
+        forget()
+        stack.callback(forget)
         yield
 
 
@@ -415,12 +377,9 @@ def cuda_on_meta(
     on_call: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Iterator[CudaOnMeta]:
     """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught
-    too.
+    too. ``on_call`` is told of every module that is called.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile.
-
-    Args:
-        on_call: told of every module that is called.
     """
     check_torch()
     with _ONE_AT_A_TIME, _patched(CudaOnMeta(autocast), capability, on_call) as mode:
@@ -458,7 +417,6 @@ def _patched(
         mock.patch.object(functional, "scaled_dot_product_attention", attend),
         _untouched_gpu(capability),
         mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
-        _forgetting_capability(),
         mock.patch.object(
             torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None
         ),

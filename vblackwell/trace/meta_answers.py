@@ -17,19 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
-_PLAIN_ARGUMENTS = (
-    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
+_PLAIN_ARGUMENTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Recipe = Callable[[Any], Any]
 
 
 class Known:
-    """A call that was seen before.
-
-    Attributes:
-        recipe: how to answer it; None: it must be asked again.
-        notes: whatever a caller wants to know of the same call again.
-    """
+    """A call that was seen before: how to answer it (None: it must be asked again), and what a caller notes of it."""
 
     __slots__ = ("recipe", "notes")
 
@@ -38,11 +31,8 @@ class Known:
 
 
 class MetaAnswers:
-    """Calls operators, and remembers.
-
-    Attributes:
-        known: of the last call, the same for all calls with the same operator, shapes, strides, offsets, types and
-            values of other arguments; None where these do not say everything.
+    """Calls operators, and remembers. ``known`` is of the last call, the same for all calls with the same operator,
+    shapes, strides, offsets, types and values of other arguments; None where these do not say everything.
     """
 
     def __init__(self) -> None:
@@ -54,11 +44,8 @@ class MetaAnswers:
         self.known = None
         if func.namespace != "aten":
             return func(*args, **kwargs)
-        if (
-            func.__name__.startswith("_foreach")
-            and func.__name__.partition(".")[0].endswith("_")
-            and _without_bytes(args)
-        ):
+        name = func.__name__.partition(".")[0]
+        if name.startswith("_foreach") and name.endswith("_") and _without_bytes(args):
             return None  # values alone change, and scalars differ from step to step
         try:
             key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
@@ -136,9 +123,21 @@ def _new(out: Tensor, taken: set[int]) -> _Recipe | None:
 
 
 # What these change is not their bytes.
-_NOT_VALUES = {
-    "resize_", "resize_as_", "set_", "detach_", "squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "as_strided_",
-}  # fmt: skip
+_NOT_VALUES = set(
+    [
+        "resize_",
+        "resize_as_",
+        "set_",
+        "detach_",
+        "squeeze_",
+        "unsqueeze_",
+        "transpose_",
+        "t_",
+        "swapaxes_",
+        "swapdims_",
+        "as_strided_",
+    ]
+)
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: Any, written: list[bool], out: Any) -> _Recipe | None:

@@ -30,8 +30,8 @@ from vblackwell.trace.workspace import (
 )
 
 KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
+# References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it.
 ENGINE_ALONE = (2, 4)
-"""References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,7 @@ def _facts(name: str, args: Any, num_sms: int) -> _Facts:
 
 
 class Recorder(TorchDispatchMode):
-    """Births, deaths, phases and work.
-
-    Args:
-        capability, num_sms: of the GPU that is meant.
-    """
+    """Births, deaths, phases and work, on a GPU of that capability and so many multiprocessors."""
 
     def __init__(self, capability: tuple[int, int], num_sms: int = NUM_SMS, counts_work: bool = False) -> None:
         super().__init__()
@@ -91,7 +87,7 @@ class Recorder(TorchDispatchMode):
             out = self.answers.call(func, args, kwargs or {})
             found = _on_meta_among(out)
             facts = self._facts_of(func, args) if found else None
-            taken = self._workspace(facts) if facts is not None and not facts.is_late else None
+            taken = self._birth(facts.workspace) if facts and facts.workspace and not facts.is_late else None
             if self.counts_work:
                 in_place = func.__name__.partition(".")[0].endswith("_")
                 is_view = bool(found) and not in_place and all(map(self.log.knows, found))
@@ -103,10 +99,10 @@ class Recorder(TorchDispatchMode):
             for number, tensor in enumerate(found[::-1] if facts.is_dropout else found):  # its mask first
                 self.see(tensor)
                 if number < len(facts.after_outputs) and facts.after_outputs[number]:
-                    self.log.free(self._birth(facts.after_outputs[number], "workspace"))
+                    self.log.free(self._birth(facts.after_outputs[number]))
             if facts.is_product:
                 self._cublas_workspace(func.__name__)
-            taken = self._workspace(facts) if facts.is_late else taken
+            taken = self._birth(facts.workspace) if facts.workspace and facts.is_late else taken
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
             return out
@@ -148,28 +144,26 @@ class Recorder(TorchDispatchMode):
         if category and self.category.get(index) not in KEPT:
             self.category[index] = category
 
-    def _birth(self, num_bytes: int, category: str) -> int:
+    def _birth(self, num_bytes: int) -> int:
+        """Of a workspace."""
         index = self.log.add(num_bytes)
         self._note_birth(index)
-        self.category[index] = category
+        self.category[index] = "workspace"
         return index
 
     def _note_birth(self, index: int) -> None:
         if index == len(self.born_in):
             self.born_in.append(self.phase)
 
-    def _workspace(self, facts: _Facts) -> int | None:
-        return self._birth(facts.workspace, "workspace") if facts.workspace else None
-
     def _cublas_workspace(self, name: str) -> None:
         """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has a separate one."""
         thread = "backward" if "backward" in self.phase else "forward"
         if thread not in self._cublas:
             self._cublas.add(thread)
-            self._birth(CUBLAS_BYTES[self.capability[0] >= 9], "workspace")
+            self._birth(CUBLAS_BYTES[self.capability[0] >= 9])
         if name == "addmm.default" and thread == "forward" and "lt" not in self._cublas:
             self._cublas.add("lt")
-            self._birth(CUBLASLT_BYTES, "workspace")
+            self._birth(CUBLASLT_BYTES)
 
 
 def summed_in_place(args: Any) -> Tensor | None:

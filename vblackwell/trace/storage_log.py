@@ -17,10 +17,8 @@ from vblackwell.errors import InsufficientMemory
 
 
 class StorageLog:
-    """Storages in the order of their birth.
-
-    Attributes:
-        sizes: bytes of each. events: ``i`` where storage i is allocated, ``~i`` where it is freed.
+    """Storages in the order of their birth: bytes of each, and events, ``i`` where storage i is allocated, ``~i`` where
+    it is freed.
     """
 
     def __init__(self) -> None:
@@ -82,14 +80,10 @@ class StorageLog:
 
 
 class StoragesWithBytes(TorchDispatchMode):
-    """Logs the storages of all operators inside, in RAM or on a GPU, not more than ``max_bytes`` together; meta has no
-    bytes.
-
-    Args:
-        refusal: what an error says about more.
+    """Logs the storages of all operators inside, in RAM or on a GPU; meta has no bytes.
 
     Raises:
-        InsufficientMemory: out of the operator that makes one too many.
+        InsufficientMemory: with ``refusal``, out of the operator that makes more than ``max_bytes`` together.
     """
 
     def __init__(self, max_bytes: int, refusal: str) -> None:

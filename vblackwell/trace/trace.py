@@ -159,9 +159,8 @@ def trace_training(
     except Exception as error:  # anything may come out of a stranger's model; all of it means the same here
         refuse_frozen(model)  # whose loss needs no gradient, unless the batch asks for one
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
-        raise Untraceable(
-            f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
-        ) from error
+        said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
+        raise Untraceable(said) from error
     parameters = list(model.parameters())
     return Trace(
         sizes=tuple(recorder.log.sizes),

@@ -33,9 +33,8 @@ KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
 LOOP = 9 * KERNEL + ON_HOST  # of AdamW's loop, a parameter
-STREAMED_FORWARD = (
-    0.25  # of what the offload runtime does for a group: loads alone; gradients and updates come with the backward
-)
+# Of what the offload runtime does for a group: loads alone; gradients and updates come with the backward.
+STREAMED_FORWARD = 0.25
 # A call of a module of torch.nn, of anyone's, of a whole model of transformers.
 TORCH_MODULE, MODULE, MODEL = 0.4, 3.0, 40.0
 
@@ -118,29 +117,19 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
     """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor
-    at a time.
-
-    A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost
+    at a time. A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost
     is the part of the last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores
     lose by other things as well (`MATMUL_SHARE`).
-
-    Raises:
-        ValueError: a size below 1.
     """
-    if min(rows, columns, inner, count) < 1:
-        raise ValueError(f"{count} products of {rows} x {inner} x {columns}: sizes from 1 on are needed")
-    return max(_tile_share(rows, columns, inner, count, num_sms, *tile) for tile in TILES)
-
-
-def _tile_share(
-    rows: int, columns: int, inner: int, count: int, num_sms: int, high: int, wide: int, of_full: float
-) -> float:
-    down, across = -(-rows // high), -(-columns // wide)
-    inside = rows * columns / (down * high * across * wide)
-    tiles = count * down * across
-    most = max(1, inner // MIN_INNER) if tiles < num_sms else 1
-    rounds = max(tiles * parts / (-(-tiles * parts // num_sms) * num_sms) for parts in range(1, min(most, 16) + 1))
-    return of_full * inside * rounds
+    best = 0.0
+    for high, wide, of_full in TILES:
+        down, across = -(-rows // high), -(-columns // wide)
+        inside = rows * columns / (down * high * across * wide)
+        tiles = count * down * across
+        most = max(1, inner // MIN_INNER) if tiles < num_sms else 1
+        rounds = max(tiles * parts / (-(-tiles * parts // num_sms) * num_sms) for parts in range(1, min(most, 16) + 1))
+        best = max(best, of_full * inside * rounds)
+    return best
 
 
 NARROWEST = 64  # rows and columns of the smallest tile
@@ -214,11 +203,8 @@ _CAUSAL = {
 
 def _grouped(left: Tensor, right: Tensor, out: Tensor) -> float:
     inner = left.shape[-1]
-    return (
-        2.0 * out.numel() * inner
-        if right.dim() == 3 or left.dim() == 3
-        else 2.0 * left.shape[0] * inner * right.shape[-1]
-    )
+    is_stacked = right.dim() == 3 or left.dim() == 3
+    return 2.0 * (out.numel() * inner if is_stacked else left.shape[0] * inner * right.shape[-1])
 
 
 def _rows(x: Tensor) -> int:
@@ -274,14 +260,11 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
-    """How much longer a step takes than GPU and host alone, because the host reads what the GPU makes; 0 where it reads
-    nothing.
+    """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the GPU
+    makes; 0 where it reads nothing.
 
-    Both begin a step with nothing to do, as it is after the last read of the one before. An operator runs when it has
-    been issued and those before it are over; a read ends when all of these are.
-
-    Args:
-        work: of a step, in its order. slower: how many times as long the host takes (`slowed_by_updates`).
+    Both begin a step with nothing to do, as after the last read of the one before. An operator runs when it has been
+    issued and those before it are done; a read ends when all of these are.
     """
     if not any(each.kind == "read" for each in work):
         return 0.0
@@ -308,12 +291,9 @@ def host_seconds(each: Work, rates: Rates) -> float:
 
 
 def slowed_by_updates(host: float, updates: float, slower: float) -> float:
-    """How many times as long the host takes in a step, if the CPU updates for ``updates`` seconds of it.
+    """How many times as long the host takes in a step of ``host`` seconds, if the CPU updates for ``updates`` of them.
 
-    While it does, the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.
-
-    Args:
-        host: seconds of a step, alone. updates: seconds of the CPU's updates. slower: `Rates.busy_issues`.
+    Meanwhile the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.
     """
     if host <= 0 or slower <= 1:
         return 1.0

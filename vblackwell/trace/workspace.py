@@ -7,6 +7,7 @@ taken to need none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,14 @@ from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.units import align_up
 
 CUBLAS = {
-    "mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "shared_input_linears", "shared_input_linears_dx", "swiglu_linear",
-    "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward", "linear_cross_entropy",
-}  # fmt: skip
-"""Operators that call cuBLAS, whose workspace is allocated at the first one."""
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "shared_input_linears", "shared_input_linears_dx",
+    "swiglu_linear", "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward",
+    "linear_cross_entropy",
+}  # fmt: skip  # operators that call cuBLAS, whose workspace is allocated at the first one
+# torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'; and what
+# the first product with a bias takes for cuBLASLt and keeps.
 CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
-"""torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'."""
 CUBLASLT_BYTES = 1024 * 1024
-"""What the first product with a bias takes for cuBLASLt and keeps."""
 
 
 def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
@@ -54,22 +55,9 @@ def _efficient_backward(dy: Tensor, query: Tensor, *rest: Any) -> int:
     return 4 * b * n * s + accumulate
 
 
-def _embedding_backward(dy: Tensor, indices: Tensor, *rest: Any) -> int:
-    return 5 * 8 * indices.numel() if indices.numel() > 3072 else 0
-
-
-def _softmax_backward(dy: Tensor, *rest: Any) -> int:
-    return dy.numel() * dy.element_size()  # dy * y, before it is summed
-
-
-def _safe_softmax(scores: Tensor, *rest: Any) -> int:
-    """Where the scores are -inf."""
-    return scores.numel()
-
-
-TAKEN_AFTER_OUTPUTS = {
+TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
     "_safe_softmax", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"
-}  # fmt: skip  # what is taken after the outputs, others before
+}  # fmt: skip
 
 
 def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -79,21 +67,11 @@ def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]
 
 
 def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    outer: Any,
-    groups: int,
-) -> tuple[int, ...]:
+    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any, groups: int
+) -> tuple[int, ...]:  # fmt: skip
     """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights
-    that cover an area.
-
-    All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19). Grouped and transposed
-    ones: not known.
+    that cover an area. All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19).
+    Grouped and transposed ones: not known.
     """
     if not _copies(x, weight, transposed, groups):
         return ()
@@ -105,25 +83,13 @@ def _convolution(
             x.shape[2:], _each(padding, x), _each(dilation, x), weight.shape[2:], _each(stride, x), strict=True
         )
     ]
-    area = 1
-    for size in sizes:
-        area *= size
-    return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * area),)
+    return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * math.prod(sizes)),)
 
 
 def _convolution_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    outer: Any,
-    groups: int,
-    wanted: Any,
-) -> tuple[int, ...]:
+    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    outer: Any, groups: int, wanted: Any,
+) -> tuple[int, ...]:  # fmt: skip
     """Those of the input's gradient and of the weight's; a plain product's parts of the latter are one an image."""
     if not _copies(x, weight, transposed, groups):
         return ()
@@ -131,19 +97,13 @@ def _convolution_backward(
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
     aligned = area * x.element_size() % 16 == 0
-    parts = 0 if plain else _parts(weight.numel())
+    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make PARTS.
+    parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
     return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
 
 
-def _parts(num_weights: int) -> int:
-    """Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
-    2^20 values.
-    """
-    return 4 * num_weights * (PARTS // max(1, num_weights))
-
-
-PARTS = 1 << 20
+PARTS = 1 << 20  # values
 
 
 def _copies(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
@@ -161,8 +121,7 @@ def _is_plain_product(weight: Tensor, stride: Any, padding: Any) -> bool:
 
 def _channels_last(x: Tensor, weight: Tensor, num_out: int) -> int:
     width = x.element_size()
-    step = 8 if width == 2 else 1
-    channels = align_up(x.shape[1], step)
+    channels = align_up(x.shape[1], 8 if width == 2 else 1)
     of_input = x.numel() // max(1, x.shape[1]) * channels
     of_weight = 0 if weight.shape[2:].numel() == 1 else weight.numel() // max(1, x.shape[1]) * channels
     return (of_input + num_out + of_weight) * width
@@ -236,16 +195,8 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
 
 
 def _head_and_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Any,
-    targets: Any,
-    ignore: int,
-    z_loss: float,
-    chunk: int,
-    wide: bool,
-    *wanted: bool,
-) -> int:
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, wide: bool, *wanted: bool
+) -> int:  # fmt: skip
     """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider
     than the output.
     """
@@ -257,20 +208,16 @@ def _head_and_loss(
 FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for cuBLAS, as it is for every gradient
 
 
-def _written_out(rows: int, n: int, k: int, x: Tensor) -> int:
-    return n * k * x.element_size() if rows > FUSED_FP4_ROWS else 0
-
-
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: _written_out(
-        _rows(x), n, k, x
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: (
+        n * k * x.element_size() if _rows(x) > FUSED_FP4_ROWS else 0
     ),
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "embedding_dense_backward": _embedding_backward,
-    "_softmax_backward_data": _softmax_backward,
-    "_safe_softmax": _safe_softmax,
+    "embedding_dense_backward": lambda dy, indices, *rest: 40 * indices.numel() if indices.numel() > 3072 else 0,
+    "_softmax_backward_data": lambda dy, *rest: dy.numel() * dy.element_size(),  # dy * y, before it is summed
+    "_safe_softmax": lambda scores, *rest: scores.numel(),  # where the scores are -inf
     "normed_linears": lambda x, *rest: _normed_input(x),
     "normed_linears_backward": lambda dys, x, *rest: _normed_input(x),
     "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,

@@ -8,6 +8,7 @@ desktop. Light or dark as the reader's system is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -15,12 +16,14 @@ from pathlib import Path
 from vblackwell.planner.estimate.result import SHOWN, Estimated
 from vblackwell.planner.parallel.plan import ParallelPlan
 from vblackwell.planner.parallel.strategies import Strategy
-from vblackwell.trace.timeline import Timeline, timeline
+from vblackwell.trace.allocator import Block, CachingAllocator
+from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
 WIDTH, HEIGHT = 1000, 300  # of drawings, in their own units
 MAX_TICKS = 5
+UNITS = ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
 
 
 def page_of(estimated: Estimated) -> str:
@@ -51,9 +54,11 @@ def _section(title: str, body: str) -> str:
 
 
 def _answer(estimated: Estimated) -> str:
-    memory, cards = estimated.memory, []
-    cards.append(("expected peak", format_bytes(memory.peak_p50), ""))
-    cards.append(("plan for (P99)", format_bytes(memory.peak_p99), ""))
+    memory = estimated.memory
+    cards = [
+        ("expected peak", format_bytes(memory.peak_p50), ""),
+        ("plan for (P99)", format_bytes(memory.peak_p99), ""),
+    ]
     if estimated.gpu_bytes is not None:
         name = estimated.card.name if estimated.card else "this GPU"
         mark = "good" if estimated.fits else "bad"
@@ -67,6 +72,61 @@ def _answer(estimated: Estimated) -> str:
         for label, value, mark in cards
     )
     return f'<div class="cards">{inner}</div>'
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Moments of a trace's last step, in order; of every stretch of it the one at which most is allocated.
+
+    Attributes:
+        bytes_by_category: of `CATEGORIES`, one value a moment. reserved: what the allocator holds at each.
+        phases: (name, from, to) as shares of the step's allocations; neighbours of one name are one.
+    """
+
+    bytes_by_category: dict[str, tuple[int, ...]]
+    reserved: tuple[int, ...]
+    phases: tuple[tuple[str, float, float], ...]
+
+    def allocated(self, moment: int) -> int:
+        """All categories together."""
+        return sum(values[moment] for values in self.bytes_by_category.values())
+
+
+def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Timeline:
+    """The last step of ``trace`` at ``moments`` moments, or as many as it has events."""
+    last = max((step for _, step, _ in trace.marks), default=0)
+    begin = min((index for index, step, _ in trace.marks if step == last), default=0)
+    # What is freed after the last phase is the end of the run, not of a step.
+    ends = [index for index, _, phase in trace.marks if phase == "setup" and index > begin]
+    end = min([len(trace.events), *ends])
+    count, length = max(1, min(moments, end - begin)), max(1, end - begin)
+    allocator = CachingAllocator(None, expandable)
+    blocks: dict[int, Block | None] = {}
+    live = dict.fromkeys(CATEGORIES, 0)
+    best: list[tuple[int, dict[str, int], int]] = [(-1, {}, 0)] * count
+    for position, event in enumerate(trace.events[:end]):
+        index = event if event >= 0 else ~event
+        if event >= 0:
+            blocks[event] = allocator.malloc(trace.sizes[event])
+        else:
+            allocator.free(blocks.pop(index))
+        live[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
+        if position >= begin:
+            place, total = (position - begin) * count // length, sum(live.values())
+            if total > best[place][0]:
+                best[place] = (total, dict(live), allocator.reserved)
+    marks = [(index, phase) for index, of, phase in trace.marks if of == last and phase != "setup" and index < end]
+    phases: list[tuple[str, float, float]] = []
+    for (index, phase), until in zip(marks, [*(index for index, _ in marks[1:]), end], strict=True):
+        name, start = phase.replace("loss_backward", "loss"), (index - begin) / length
+        if phases and phases[-1][0] == name:
+            start = phases.pop()[1]
+        phases.append((name, start, (until - begin) / length))
+    return Timeline(
+        {category: tuple(found.get(category, 0) for _, found, _ in best) for category in CATEGORIES},
+        tuple(reserved for _, _, reserved in best),
+        tuple(phases),
+    )
 
 
 # -- drawings ----------------------------------------------------------------------------------------------------------
@@ -112,8 +172,12 @@ def _timeline(estimated: Estimated, found: Timeline) -> str:
         f"{escape(name) if stop - start > 0.09 else ''}</span>"
         for name, start, stop in found.phases
     )
-    words = "From left to right the step's allocations in order, not seconds. The grey on top is held by the allocator and not in use."
-    return f'<div class="plot">{drawing}{"".join(notes)}</div><div class="phases">{phases}</div>{_legend()}<p class="note">{words}</p>'
+    legend = "".join(f'<span><i class="c-{name}"></i>{escape(SHOWN[name])}</span>' for name in ORDER)
+    return (
+        f'<div class="plot">{drawing}{"".join(notes)}</div><div class="phases">{phases}</div>'
+        f'<div class="legend">{legend}</div><p class="note">From left to right the step\'s allocations in order, not '
+        "seconds. The grey on top is held by the allocator and not in use.</p>"
+    )
 
 
 def _steps(values: Sequence[float], scale: float) -> list[str]:
@@ -128,7 +192,7 @@ def _y(value: float, scale: float) -> float:
 
 def _ticks(scale: float) -> list[float]:
     """Round numbers of a binary unit, at most `MAX_TICKS` of them."""
-    unit = next((unit for unit in (GiB, MiB, KiB) if scale >= 2 * unit), 1)
+    unit = next((unit for unit, _ in UNITS if scale >= 2 * unit), 1)
     step = next(
         s for power in range(6) for s in (10**power, 2 * 10**power, 5 * 10**power) if scale / (s * unit) <= MAX_TICKS
     )
@@ -136,18 +200,8 @@ def _ticks(scale: float) -> list[float]:
 
 
 def _short(num_bytes: float) -> str:
-    for unit, name in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def _legend() -> str:
-    return (
-        '<div class="legend">'
-        + "".join(f'<span><i class="c-{name}"></i>{escape(SHOWN[name])}</span>' for name in ORDER)
-        + "</div>"
-    )
+    unit, name = next((each for each in UNITS if num_bytes >= each[0]), (1, "B"))
+    return f"{num_bytes / unit:.3g} {name}"
 
 
 def _peak(estimated: Estimated) -> str:
@@ -167,7 +221,10 @@ def _peak(estimated: Estimated) -> str:
     rows += f'<tr class="sum"><td>peak (P50)</td><td>{format_bytes(peak)}</td><td></td></tr>'
     rows += f"<tr><td>plan for (P99)</td><td>{format_bytes(estimated.memory.peak_p99)}</td><td></td></tr>"
     state = estimated.memory.state_bytes
-    note = f"Weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB); not all are alive at the peak."
+    note = (
+        f"Weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB); not all are "
+        "alive at the peak."
+    )
     return (
         f'<div class="bar">{parts}</div><div '
         f'class="scroll"><table><tr><th></th><th>bytes</th><th>share</th></tr>{rows}</table></div>'

@@ -9,14 +9,13 @@ import pytest
 
 from tests.planner.test_estimate import trace_of
 from vblackwell.machine.gpus import find_gpu
-from vblackwell.planner.estimate.page import ORDER, page_of
+from vblackwell.planner.estimate.page import ORDER, page_of, timeline
 from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.estimator import ModelConfig
 from vblackwell.planner.memory_estimate import Run, estimate_trace
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.parallel.plan import parallel_plan
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.timeline import timeline
 from vblackwell.trace.trace import CATEGORIES
 
 
