@@ -19,7 +19,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.progress import PlainProgress
+from vblackwell.train.progress import Progress
 from vblackwell.train.trainer import Hooks, Parts, Schedule, Trainer, TrainerState, half_of
 
 STEPS, SEQUENCES, LENGTH = 4, 6, 8
@@ -79,7 +79,7 @@ def build():
         torch.manual_seed(3)
         stop = SimpleNamespace(wanted=False)
         hooks = Hooks(records.append, checkpoint, nullcontext)  # type: ignore[arg-type]
-        return Trainer(config, parts, PlainProgress(), stop, hooks), [records, states]  # type: ignore[arg-type]
+        return Trainer(config, parts, Progress(), stop, hooks), [records, states]  # type: ignore[arg-type]
 
     yield make
     for model, stack in opened:

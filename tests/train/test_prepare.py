@@ -19,7 +19,7 @@ from vblackwell.offload.state import export_state
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.model import trainable
 from vblackwell.train.prepare import build_stack, decide_steps, prepare
-from vblackwell.train.progress import PlainProgress, StopRequest
+from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.units import GiB, MiB
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: source)
     monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
-        prepare(TrainConfig(), CPU, PlainProgress(), StopRequest(), ExitStack())
+        prepare(TrainConfig(), CPU, Progress(), StopRequest(), ExitStack())
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def preset_corpus(monkeypatch):
 def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_corpus):
     config = TrainConfig(preset="small", seq_length=32, fast_memory="20MiB", host_memory="40MiB")
     with PeakBytes() as held, ExitStack() as cleanup, pytest.raises(InsufficientMemory, match="MiB") as refusal:
-        prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
+        prepare(config, CPU, Progress(), StopRequest(), cleanup)
     assert refusal.value.needed_bytes > refusal.value.available_bytes
     assert held.peak < 60 * MiB, "weights, which are 101 MiB, were drawn first"
 
@@ -97,7 +97,7 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
         architecture=shape, seq_length=32, seed=5, max_steps=2, fast_memory=level0, host_memory="8MiB", **options
     )
     with ExitStack() as cleanup:
-        prepared = prepare(config, CPU, PlainProgress(), StopRequest(), cleanup)
+        prepared = prepare(config, CPU, Progress(), StopRequest(), cleanup)
         found = dict(export_state(prepared.parts.model, None))
         drawn = Decoder(prepared.parts.model.config, seed=5, device="cpu")
         expected = dict(drawn.named_parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vblackwell.train.metrics import StepRecord
-from vblackwell.train.progress import PlainProgress
+from vblackwell.train.progress import Progress
 
 
 def record(step, **extra):
@@ -15,7 +15,7 @@ def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
     from vblackwell.train.progress import RichProgress
 
     monkeypatch.setenv("COLUMNS", "100")
-    for progress in (PlainProgress(), RichProgress()):
+    for progress in (Progress(), RichProgress()):
         progress.phase("counting", None)
         progress.say("hello [not markup]")
         progress.start(0, 3)

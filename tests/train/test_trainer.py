@@ -18,7 +18,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.progress import PlainProgress
+from vblackwell.train.progress import Progress
 from vblackwell.train.trainer import (
     Hooks,
     LossScaler,
@@ -93,7 +93,7 @@ def make():
         records, states = [], []
         stop = stop or SimpleNamespace(wanted=False)
         torch.manual_seed(3)
-        trainer = Trainer(config, parts, PlainProgress(), stop, Hooks(records.append, states.append, nullcontext))
+        trainer = Trainer(config, parts, Progress(), stop, Hooks(records.append, states.append, nullcontext))
         return trainer, records, states
 
     yield build

@@ -174,8 +174,10 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     due = config.max_steps // every - step // every if every else 0
     if step < config.max_steps:
         due = max(due, 1)  # where somebody stops the run
+    adapters = 0 if adapted(model) is None else _checkpoint_bytes(model) // 3  # exported before the final model
+    final = _weight_bytes(model) + adapters
     needed = METADATA_BYTES + bytes_to_come(
-        len(found), due, config.keep_checkpoints, checkpoint=_checkpoint_bytes(model), final=_final_bytes(model)
+        len(found), due, config.keep_checkpoints, checkpoint=_checkpoint_bytes(model), final=final
     )
     folder = out
     while not folder.exists():
@@ -208,11 +210,6 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
 def _weight_bytes(model: nn.Module) -> int:
     """Bytes of the final model."""
     return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
-
-
-def _final_bytes(model: nn.Module) -> int:
-    """Bytes of the final model, and of the adapters that are exported before it."""
-    return _weight_bytes(model) + (0 if adapted(model) is None else _checkpoint_bytes(model) // 3)
 
 
 def _checkpoint_bytes(model: nn.Module) -> int:

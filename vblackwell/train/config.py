@@ -385,8 +385,10 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     """
     file_values = _with_auto_batch(_named(flags.get("config")))
     flags = _with_auto_batch({name: value for name, value in flags.items() if name != "config"})
-    explicit = file_values | flags
-    stored = _stored(explicit)
+    explicit, stored = file_values | flags, dict[str, Any]()
+    if explicit.get("out") and convert("resume", explicit.get("resume", False)):
+        found = read_stored_config(Path(str(explicit["out"]))) or {}  # nothing if the run never got that far
+        stored = {name: value for name, value in found.items() if name in TrainConfig.__dataclass_fields__}
     preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
     if preset not in RECIPES:
         raise ConfigurationError(
@@ -408,14 +410,6 @@ def _with_auto_batch(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("batch_size") != "auto":
         return values
     return {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
-
-
-def _stored(explicit: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run that is to be resumed; empty if there is none yet."""
-    if not explicit.get("out") or not convert("resume", explicit.get("resume", False)):
-        return {}
-    stored = read_stored_config(Path(str(explicit["out"]))) or {}
-    return {name: value for name, value in stored.items() if name in TrainConfig.__dataclass_fields__}
 
 
 def _named(config: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,9 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The keys that metrics.jsonl promises."""
-        line: dict[str, Any] = {
-            "step": self.step,
-            "loss": self.loss,
-            "lr": self.lr,
-            "grad_norm": self.grad_norm,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "level_bytes": self.level_bytes,
-            "link_bytes": self.link_bytes,
-            "stall_seconds": round(self.stall_seconds, 6),
-        }
-        if self.val_loss is not None:
-            line["val_loss"] = self.val_loss
-        return line
+        rounded = {"tokens_per_second": round(self.tokens_per_second, 1), "stall_seconds": round(self.stall_seconds, 6)}
+        left_out = {"seconds", "skipped"} | ({"val_loss"} if self.val_loss is None else set())
+        return {name: value for name, value in (asdict(self) | rounded).items() if name not in left_out}
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -253,7 +253,11 @@ def choose_attention(
     model: Any = found.model
     kind, foreign = getattr(model.config, "_attn_implementation", "sdpa"), not isinstance(model, Decoder)
     if config.use_flash_attn and foreign:
-        _refuse_foreign(model, config.seq_length)
+        reason, window = why_not_dispatcher(model), getattr(model.config.get_text_config(), "sliding_window", None)
+        if reason is None and window is not None and window < config.seq_length:
+            reason = f"its sliding window of {window} is shorter than --seq-length {config.seq_length} and needs a mask"
+        if reason is not None:
+            raise Unsupported(f"--use-flash-attn: {type(model).__name__}: {reason}; leave the flag out")
     elif kind != "sdpa":
         return kind
     elif packs and device.type == "cuda" and (not foreign or why_not_dispatcher(model) is None):
@@ -270,12 +274,3 @@ def choose_attention(
     else:
         model.use_attention(name)
     return f"{name}, as --use-flash-attn asks"
-
-
-def _refuse_foreign(model: Any, seq_length: int) -> None:
-    """Raises Unsupported where a model of transformers cannot be told how to attend, or needs more than causality."""
-    reason, window = why_not_dispatcher(model), getattr(model.config.get_text_config(), "sliding_window", None)
-    if reason is None and window is not None and window < seq_length:
-        reason = f"its sliding window of {window} is shorter than --seq-length {seq_length} and needs a mask"
-    if reason is not None:
-        raise Unsupported(f"--use-flash-attn: {type(model).__name__}: {reason}; leave the flag out")

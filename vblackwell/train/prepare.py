@@ -122,13 +122,16 @@ def prepare(
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
     levels = " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
     progress.say(f"memory: {levels}; training state {format_bytes(state_bytes)}")
+    activations = config.activations
+    if activations == "auto":  # on a GPU in host memory, which is why one checkpoints there
+        activations = "host" if config.gradient_checkpointing and device.type == "cuda" else "level0"
     enable_vgpu_stack_optimization(
         model,
         stack,
         placement=config.placement,
         compute_dtype=precision.compute_dtype,
         update=place_or_share(config.update),
-        activations=choose_activations(config, device),
+        activations=activations,
         states=formats.states,
         masters=formats.masters,
         rounding_seed=formats.seed,
@@ -137,13 +140,15 @@ def prepare(
     )
     if data.packs_documents and not isinstance(model, Decoder):
         check_packing(model, found.config["vocab_size"], device)
+    assert config.max_steps is not None and config.warmup_steps is not None
+    floor = config.learning_rate * config.min_learning_rate_ratio
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
         stream=BatchStream(data.train, config.batch_size),
         validation=data.validation,
-        schedule=_make_schedule(config),
+        schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
         loss=found.loss,
@@ -179,13 +184,6 @@ def choose_formats(config: TrainConfig, precision: Precision) -> Formats:
     return formats
 
 
-def choose_activations(config: TrainConfig, device: torch.device) -> str:
-    """Where checkpointed layers' inputs wait: on a GPU in host memory, which is why one checkpoints there."""
-    if config.activations != "auto":
-        return config.activations
-    return "host" if config.gradient_checkpointing and device.type == "cuda" else "level0"
-
-
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
     """``config`` with the number of steps and of warm-up steps that its epochs mean."""
     steps = config.max_steps
@@ -197,8 +195,9 @@ def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
-    matrices = [param for param in model.parameters() if param.requires_grad and param.dim() >= 2]
-    vectors = [param for param in model.parameters() if param.requires_grad and param.dim() < 2]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in trained if param.dim() >= 2]
+    vectors = [param for param in trained if param.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return VGPUAdamW(
         [group for group in groups if group["params"]],
@@ -210,12 +209,6 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
         update_in_backward=True,
         accumulation_steps=config.accumulation_steps,
     )
-
-
-def _make_schedule(config: TrainConfig) -> Schedule:
-    assert config.max_steps is not None and config.warmup_steps is not None
-    floor = config.learning_rate * config.min_learning_rate_ratio
-    return Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps)
 
 
 def _close_engine(model: nn.Module) -> None:

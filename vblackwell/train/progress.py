@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,29 +19,35 @@ PHASE_SECONDS = 1.0  # what is shorter needs no line
 SMOOTHING = 0.9  # of the step time that the time left is computed from
 
 
-class Progress(ABC):
-    """Receives messages and step records."""
+class Progress:
+    """Receives messages and step records; says them as lines on standard output, for pipes, logs and CI."""
 
     def __init__(self) -> None:
         self._total_steps = 0
         self._step_seconds: float | None = None
         self._phase, self._phase_began, self._phase_said = "", 0.0, False
+        self._last_line = -float("inf")
 
-    @abstractmethod
     def say(self, text: str) -> None:
         """One line that stays."""
+        print(text, flush=True)
 
     def start(self, first_step: int, total_steps: int) -> None:
         """The loop begins after ``first_step`` finished steps."""
         self._total_steps = total_steps
 
-    @abstractmethod
     def step(self, record: StepRecord) -> None:
         """A step is done."""
+        left = self._seconds_left(record)
+        now = time.monotonic()
+        notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
+        if notable or now - self._last_line >= PLAIN_SECONDS:
+            self._last_line = now
+            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {format_seconds(left)}")
 
-    @abstractmethod
     def close(self) -> None:
         """The loop is over. Idempotent."""
+        sys.stdout.flush()
 
     def phase(self, text: str, share: float | None) -> None:
         """Something before the loop is going on; ``share`` of it (0 to 1) is done. Said once, if it takes long."""
@@ -59,28 +64,6 @@ class Progress(ABC):
         before = self._step_seconds
         self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
         return self._step_seconds * (self._total_steps - record.step)
-
-
-class PlainProgress(Progress):
-    """Lines on standard output, for pipes, logs and CI."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last_line = -float("inf")
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-
-    def step(self, record: StepRecord) -> None:
-        left = self._seconds_left(record)
-        now = time.monotonic()
-        notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
-        if notable or now - self._last_line >= PLAIN_SECONDS:
-            self._last_line = now
-            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {format_seconds(left)}")
-
-    def close(self) -> None:
-        sys.stdout.flush()
 
 
 class RichProgress(Progress):
@@ -138,7 +121,7 @@ def describe(record: StepRecord, val_loss: float | None = None) -> str:
 
 def open_progress() -> Progress:
     """Rich on a terminal, plain lines otherwise."""
-    return RichProgress() if sys.stdout.isatty() else PlainProgress()
+    return RichProgress() if sys.stdout.isatty() else Progress()
 
 
 # -- requests to stop --------------------------------------------------------------------------------------------------

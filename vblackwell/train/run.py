@@ -50,17 +50,13 @@ def train(config: TrainConfig) -> int:
         try:
             return _train(config, progress, stop, cleanup)
         except torch.OutOfMemoryError as error:
+            # torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow
+            said = str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
             raise InsufficientMemory(
-                f"{_first_sentences(error)}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise "
-                "--fast-memory",
+                f"{said}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory",
                 needed_bytes=0,
                 available_bytes=0,
             ) from error
-
-
-def _first_sentences(error: Exception) -> str:
-    """torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow."""
-    return str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:

@@ -192,8 +192,14 @@ class Trainer:
             record = replace(record, val_loss=self.validate())
         try:
             self._hooks.record(record)
-        except DiskError as error:
-            raise self._with_checkpoint(record, error) from error
+        except DiskError as error:  # the run cannot go on; its last step is kept, if that can be
+            self._unrecorded = record
+            try:
+                self._hooks.checkpoint(self.state())
+            except DiskError as second:
+                text = f"{error}. No checkpoint of step {self.step} could be written either: {second}"
+                raise DiskError(text) from error
+            raise DiskError(f"{error}. Step {self.step} is in a checkpoint") from error
         self._progress.step(record)
         interrupted = due and record.val_loss is None and self._stop.wanted
         self._unrecorded = record if interrupted else None
@@ -202,15 +208,6 @@ class Trainer:
                 f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
                 "not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
             )
-
-    def _with_checkpoint(self, record: StepRecord, error: DiskError) -> DiskError:
-        """``error``, after which the run cannot go on, with what became of its last step."""
-        self._unrecorded = record
-        try:
-            self._hooks.checkpoint(self.state())
-        except DiskError as second:
-            return DiskError(f"{error}. No checkpoint of step {self.step} could be written either: {second}")
-        return DiskError(f"{error}. Step {self.step} is in a checkpoint")
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -271,14 +268,10 @@ class Trainer:
             sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
             loss = self._loss(*(tokens.arrived() for tokens in sent))
             late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
-            self._note_held()
+            for label, size in traffic_of(parts.stack.get_stats()).level_bytes.items():  # level 0 is empty at the end
+                self._held[label] = max(size, self._held.get(label, 0))
             (loss * (scale / count)).backward()
             yield late
-
-    def _note_held(self) -> None:
-        """Remember what the levels hold between forward and backward: at the end of a step level 0 is nearly empty."""
-        for label, size in traffic_of(self.parts.stack.get_stats()).level_bytes.items():
-            self._held[label] = max(size, self._held.get(label, 0))
 
     def _update(self, loss: float) -> bool:
         """Let the step happen unless something is not finite; whether it happened."""
