@@ -62,7 +62,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt2"])
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_other_architectures_are_trained(kind, place, folders):
     """Streamed, with the losses of a run on one level; the folder that comes out opens in transformers with another loss."""
     folder = folders(kind)

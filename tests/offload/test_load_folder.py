@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -401,7 +400,7 @@ def test_pickles_are_refused(written):  # noqa: F811
         open_weights(folder)
 
 
-def test_a_hub_id_comes_from_the_cache_or_says_what_to_do(written, tmp_path):  # noqa: F811
+def test_a_hub_id_comes_from_the_cache_or_says_what_to_do(written, tmp_path, monkeypatch):  # noqa: F811
     folder = written("llama")
     assert find_folder(folder) == folder
     for wrong in ("gone", "/gone/away", "a/b/c", Path("some/folder")):
@@ -412,24 +411,17 @@ def test_a_hub_id_comes_from_the_cache_or_says_what_to_do(written, tmp_path):  #
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text(commit)
     shutil.copytree(folder, cached / "snapshots" / commit)
-    code = f"""
-import os
-from vblackwell.folders.hub import find_folder
-for name in ("owner/name", "owner/other", "cut", "owner/name"):
-    if name == "cut":
-        os.unlink({str(cached / "snapshots" / commit / shards(folder)[0].name)!r})
-        continue
-    try:
-        print(find_folder(name))
-    except ValueError as error:
-        print(error)
-"""
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    whole, other, cut = result.stdout.splitlines()
-    assert whole == str(cached / "snapshots" / commit)
-    assert "not to be downloaded" in other and "hf download owner/other --local-dir" in other
-    assert shards(folder)[0].name in cut and "hf download owner/name --local-dir" in cut
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    whole = find_folder("owner/name")
+    with pytest.raises(ConfigurationError) as other:
+        find_folder("owner/other")
+    (cached / "snapshots" / commit / shards(folder)[0].name).unlink()
+    with pytest.raises(ConfigurationError) as cut:
+        find_folder("owner/name")
+    assert whole == cached / "snapshots" / commit
+    assert "not to be downloaded" in str(other.value) and "hf download owner/other --local-dir" in str(other.value)
+    assert shards(folder)[0].name in str(cut.value) and "hf download owner/name --local-dir" in str(cut.value)
 
 
 def test_of_a_repository_only_the_files_that_are_read_are_fetched(monkeypatch, tmp_path):

@@ -384,6 +384,7 @@ def test_sparse_gradients_are_refused(stack: VGPUStack):
         model(torch.tensor([1])).sum().backward()
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("placement", ["streamed", "resident"])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("update_in_backward", [False, True])
@@ -422,6 +423,7 @@ def test_a_second_optimizer_begins_anew_and_the_first_says_so(
         assert all(torch.equal(value, states[1][name][key]) for key, value in state.items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("placement", ["streamed", "resident"])
 @pytest.mark.parametrize("bad", [{"betas": (1.5, 0.9)}, {"eps": -1.0}, {"weight_decay": "x"}, {"lr": -1.0}])
 def test_an_optimizer_that_cannot_be_made_replaces_none(placement: str, bad: dict[str, object], make_stack: MakeStack):
@@ -652,6 +654,7 @@ class UsedAgain(nn.Module):
         return self.down(torch.tanh(self.up(x))).float().square().mean()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("within", ["forward", "step", "model"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_weight_used_again_under_autocast_is_the_same_resident_and_streamed(
@@ -689,6 +692,7 @@ def test_a_weight_used_again_under_autocast_is_the_same_resident_and_streamed(
     assert losses["streamed"] == losses["resident"] == losses["plain"]
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("grads", [False, True])
 @pytest.mark.parametrize("kind", ["encoder", "layer", "attention"])

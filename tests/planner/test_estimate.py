@@ -68,6 +68,7 @@ def test_llama_7b_has_107_8_gb_of_state():
     assert round(estimate.state_bytes / 1e9, 1) == 107.8
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_categories_add_up(kind, autocast):

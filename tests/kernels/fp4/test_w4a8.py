@@ -135,7 +135,7 @@ def test_layers_that_begin_before_the_last_one_has_ended(head_rows, m, clusters)
     """Each has what the one before wrote as its x, in memory that both use: image, decoded weight, the counters in
     turns.
     """
-    plan, n = W4A8Plan(64, 2, 1, head_rows), 272
+    plan, n = W4A8Plan(64, 2, 1, head_rows), 144
     weights = [weight_of(n, n), weight_of(n, n), weight_of(n, n)]
     weights[1] = (weights[1][0].flip(0).contiguous(), *weights[1][1:])
     x_MK = rows_of(m, n, BF16)

@@ -11,10 +11,8 @@ from vblackwell.numerics import fp4
 from vblackwell.numerics.fp4 import quantize
 
 FOUR_BIT = ["nvfp4", "mxfp4", "nf4", "int4"]
-# The formats with block scales of their own arithmetic always; those that share one path of code with make test-all.
-OFTEN = ("nvfp4",)
 CASES = [
-    pytest.param(*case, marks=() if case[0] in OFTEN and case[:2] != ("mxfp4", torch.bfloat16) else pytest.mark.slow)
+    pytest.param(*case, marks=() if case[0] == "nvfp4" else pytest.mark.slow)  # the others share its code
     for case in (
         *[(format, torch.float32, 2500, "mse") for format in FOUR_BIT],
         ("int8", torch.float32, 3000, "mse"),  # the result alone is a quarter
