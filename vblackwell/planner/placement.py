@@ -3,7 +3,7 @@ a frozen plan.
 
 What is predicted, and how, is the caller's (`vblackwell.planner.forecast`): this module knows choices, bounds and order
 alone. Where bytes live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does
-change numbers (8-bit states, FP4, a micro-batch other than the user's) is tried only where the `Space` allows it.
+change numbers (8-bit states, a micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
 from __future__ import annotations
@@ -199,8 +199,18 @@ class Plan:
             f"  {_numbers(self.prediction)}",
             f"  within {self.bounds}; rates: {self.rates}",
         ]
-        found += [f"  {text}" for text in _remarks(self.prediction)]
-        for choice, prediction in _different(self.others, self.choice)[:MAX_SHOWN]:
+        best = self.prediction
+        if best.clipped_seconds is not None:
+            found.append(f"  while steps clip: {best.tokens / best.clipped_seconds:,.0f} tokens/s")
+        if best.disk_written:
+            found.append(f"  written to the SSD: {format_bytes(1000 * best.disk_written)} in 1,000 steps")
+            if best.disk_hidden_from != 0:
+                hidden = "no" if best.disk_hidden_from is None else f"{best.disk_hidden_from:,}"
+                found.append(f"  the disk costs nothing from {hidden} tokens a step on")
+        firsts: dict[Choice, Any] = {_kind(self.choice): None}
+        for each in self.others:
+            firsts.setdefault(_kind(each[0]), each)
+        for choice, prediction in list(firsts.values())[1 : MAX_SHOWN + 1]:
             longer = prediction.token_seconds / self.prediction.token_seconds
             found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
         for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]:
@@ -219,13 +229,10 @@ class Plan:
         }  # fmt: skip
 
 
-Predict = Callable[[Choice], "tuple[Choice, Prediction] | Lacking"]
-
-
 def make_plan(
     choices: Iterable[Choice],
     least_seconds: Callable[[Choice], float],
-    predict: Predict,
+    predict: Callable[[Choice], tuple[Choice, Prediction] | Lacking],
     bounds: Bounds,
     rates: str = "",
 ) -> Plan:
@@ -252,56 +259,39 @@ def make_plan(
             found.append(result)
             best = min(best, result[1].token_seconds)
     if not found:
-        raise _nothing_fits(rejected, bounds)
+        near = _nearest(rejected)[:1]
+        text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
+        raise InsufficientMemory(
+            f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
+            "--host-memory, --disk-memory)",
+            needed_bytes=near[0][1].num_bytes if near else 0,
+            available_bytes=0,
+        )
     found.sort(key=lambda each: each[1].token_seconds)
     alike = [each for each in found if each[1].token_seconds <= best * ALIKE]
-    chosen = min(alike, key=_modesty)
+    chosen = min(
+        alike,
+        key=lambda each: (
+            each[0].placement != "resident", each[0].checkpointing, each[1].disk, each[1].host, each[1].gpu
+        ),
+    )  # fmt: skip
     others = tuple(each for each in found if each is not chosen)
     return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)
 
 
-def _modesty(each: tuple[Choice, Prediction]) -> tuple[Any, ...]:
-    choice, prediction = each
-    return choice.placement != "resident", choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
-
-
-def _nothing_fits(rejected: list[tuple[Choice, Lacking]], bounds: Bounds) -> InsufficientMemory:
-    near = _nearest(rejected)[:1]
-    text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
-    missing = near[0][1].num_bytes if near else 0
-    return InsufficientMemory(
-        f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
-        "--host-memory, --disk-memory)",
-        needed_bytes=missing,
-        available_bytes=0,
-    )
-
-
 def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:
     """One of each kind of choice, what lacks least first."""
-    ordered = sorted(rejected, key=lambda each: each[1].num_bytes or float("inf"))
-    seen, kept = set[Any](), []
-    for choice, lacking in ordered:
+    kept: dict[Any, tuple[Choice, Lacking]] = {}
+    for choice, lacking in sorted(rejected, key=lambda each: each[1].num_bytes or float("inf")):
         kind = (choice.placement, choice.batch_size, choice.checkpointing, choice.states)
-        if kind not in seen:
-            seen.add(kind)
-            kept.append((choice, lacking))
-    return kept
+        kept.setdefault(kind, (choice, lacking))
+    return list(kept.values())
 
 
-def _different(others: Iterable[tuple[Choice, Prediction]], chosen: Choice) -> list[tuple[Choice, Prediction]]:
-    """The best of each kind that ``chosen`` is not of: neighbouring shares say nothing new."""
-    seen, kept = {_kind(chosen)}, []
-    for choice, prediction in others:
-        if _kind(choice) not in seen:
-            seen.add(_kind(choice))
-            kept.append((choice, prediction))
-    return kept
-
-
-def _kind(choice: Choice) -> tuple[Any, ...]:
-    names = ("placement", "batch_size", "checkpointing", "activations", "states")
-    return (*(getattr(choice, name) for name in names), choice.update if isinstance(choice.update, str) else "both")
+def _kind(choice: Choice) -> Choice:
+    """Neighbouring shares are of one: they say nothing new."""
+    update = choice.update if isinstance(choice.update, str) else "both"
+    return replace(choice, accumulation_steps=0, update=update, level0_bytes=0, weight_bytes=0, resident_bytes=0)
 
 
 def _numbers(prediction: Prediction) -> str:
@@ -311,21 +301,6 @@ def _numbers(prediction: Prediction) -> str:
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
     return (
         f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, "
-        f"{prediction.bottleneck} busy "
-        f"{busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 {format_bytes(prediction.gpu_p99)}), RAM "
-        f"{format_bytes(prediction.host)}{disk}"
+        f"{prediction.bottleneck} busy {busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 "
+        f"{format_bytes(prediction.gpu_p99)}), RAM {format_bytes(prediction.host)}{disk}"
     )
-
-
-def _remarks(prediction: Prediction) -> list[str]:
-    found = []
-    if prediction.clipped_seconds is not None:
-        found.append(f"while steps clip: {prediction.tokens / prediction.clipped_seconds:,.0f} tokens/s")
-    if prediction.disk_written:
-        found.append(f"written to the SSD: {format_bytes(1000 * prediction.disk_written)} in 1,000 steps")
-        hidden = prediction.disk_hidden_from
-        if hidden != 0:
-            found.append(
-                "the disk costs nothing from " + ("no" if hidden is None else f"{hidden:,}") + " tokens a step on"
-            )
-    return found

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,6 @@ MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
 ACTIVATIONS = ("level0", "host")  # where checkpoints wait: in RAM only if the GPU has no room
-FORMAT = "nvfp4"
 TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
 
 
@@ -74,9 +74,7 @@ class Fit:
 class WhatFits:
     """Answers for any number of machines; what does not depend on the machine is worked out once.
 
-    Args:
-        models: names of `KNOWN_MODELS` to choose from.
-        say: told what is being tried.
+    ``models``: of `KNOWN_MODELS`, to choose from. ``say``: told what is being tried.
     """
 
     def __init__(
@@ -88,7 +86,9 @@ class WhatFits:
         self.parameters = functools.cache(
             lambda name: sum(p.numel() for p in _causal_lm(name, torch.bfloat16).parameters())
         )
-        self._packed = functools.cache(_packed_bytes)
+        self._packed = functools.cache(
+            lambda name: sum(p.numel() * p.element_size() for p in _pack(_causal_lm(name, torch.bfloat16)).parameters())
+        )
         self._decoding = functools.cache(self._decode)
 
     def largest(self, task: str, place: Machine) -> list[Fit]:
@@ -118,8 +118,7 @@ class WhatFits:
         """Bytes below which ``name`` is no candidate."""
         if task == "train":
             return self.parameters(name) * (MIN_RESIDENT if only_resident else MIN_STATE)
-        rough = self.parameters(name) * MIN_PACKED
-        return self._packed(name) if only_resident else rough
+        return self._packed(name) if only_resident else self.parameters(name) * MIN_PACKED
 
     def _most_speed(self, task: str, name: str, place: Machine) -> float:
         """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk
@@ -215,21 +214,13 @@ def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
     model = _causal_lm(name, dtype)
     model.requires_grad_(False)
     add_adapters(model, Lora(RANK))
-    _pack(model, tiled)
-    return model.to(dtype).train()
+    return _pack(model, tiled).to(dtype).train()
 
 
-def _packed_bytes(name: str) -> int:
-    model = _causal_lm(name, torch.bfloat16)
-    _pack(model, tiled=True)
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _pack(model: nn.Module, tiled: bool) -> None:
-    try:
-        store_linears(model, "all", None, FORMAT, tiled=tiled)
-    except VBError:  # no linear that may be packed: GPT-2's are transposed
-        return
+def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
+    with suppress(VBError):  # no linear that may be packed: GPT-2's are transposed
+        store_linears(model, "all", None, "nvfp4", tiled=tiled)
+    return model
 
 
 def _fit_of(task: str, name: str, parameters: int, plan: Plan) -> Fit:

@@ -93,7 +93,8 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
         below: bytes of RAM and of disk that an offload stack may take.
     """
     ways = _Ways(estimated, below)
-    found = advise(ways.now(), ways.others(), ways.tokens, for_memory=estimated.fits is False)
+    now = ways.way("", estimated.run, estimated.trace)
+    found = advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)
     return tuple(found[:MAX_SHOWN])
 
 
@@ -105,26 +106,21 @@ class _Ways:
         self.tokens = estimated.batch_size * estimated.run.seq_length
         self.rates: Rates | None = None if estimated.card is None else rates_of(estimated.card)
 
-    def now(self) -> Way:
-        return self._way("", self.run, self.estimated.trace)
-
     def others(self) -> Iterator[Way]:
-        run, trace = self.run, self.estimated.trace
+        run, trace, stack = self.run, self.estimated.trace, self.estimated.stack
         changed = replace(run, checkpointing=True)
         recomputing = None if run.checkpointing else self._trace_of(changed)
         if not run.expandable:
-            expandable = replace(run, expandable=True)
-            yield self._way("PYTORCH_ALLOC_CONF=expandable_segments:True", expandable, trace)
+            yield self.way("PYTORCH_ALLOC_CONF=expandable_segments:True", replace(run, expandable=True), trace)
         if run.optimizer in FOREACH:
-            yield self._way("torch.optim.AdamW(fused=True)", run, fused(trace))
+            yield self.way("torch.optim.AdamW(fused=True)", run, fused(trace))
         if recomputing is not None:
-            yield self._way(RECOMPUTING, changed, recomputing)
+            yield self.way(RECOMPUTING, changed, recomputing)
         traced = list(self._on_fused_operators())
         if run.precision == "fp32":
             traced += self._traced("--precision autocast", replace(run, precision="autocast"), NARROW)
         if run.precision == "fp32" and not traced:
             traced += self._traced("--precision bf16", replace(run, precision="bf16"), NARROW_WEIGHTS)
-        stack = self.estimated.stack
         lacks_a_stack = stack is not None and stack.refused is not None
         yield from (way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK))
         if (batch_size := self.estimated.batch_size) > 1:
@@ -132,22 +128,20 @@ class _Ways:
             change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
             yield from self._traced(change, run, batch_size=smaller)
         if stack is not None and not stack.refused:
-            seconds = None if self.estimated.streamed is None else 1 / self.estimated.streamed
-            yield self._stacked("an offload stack (vb train --vgpu-auto)", run, stack, seconds)
+            yield self._stacked("an offload stack (vb train --vgpu-auto)", run, stack)
         elif stack is not None and recomputing is not None:
             change = f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)"
             yield from self._traced_stack(change, changed, recomputing)
 
     def _on_fused_operators(self) -> Iterator[Way]:
         """A model of transformers without the logits of a batch, and a stack under it, recomputing only if it must."""
-        run = self.run
-        if run.spec.loss is not language_loss:
+        if self.run.spec.loss is not language_loss:
             return  # ours runs on them in any case
-        run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
+        run = replace(self.run, spec=replace(self.run.spec, build=partial(_accelerated, self.run.spec.build)))
         trace = self._trace_of(run)
         if trace is None:
             return
-        yield self._way(FUSED, run, trace)
+        yield self.way(FUSED, run, trace)
         stacked = list(self._traced_stack(f"{FUSED_STACK} (vb train --vgpu-auto)", run, trace))
         if not stacked and not run.checkpointing and self.estimated.gpu_bytes is not None:
             run = replace(run, checkpointing=True)
@@ -164,9 +158,9 @@ class _Ways:
     def _traced(self, change: str, run: Run, also: str = "", batch_size: int | None = None) -> Iterator[Way]:
         trace = self._trace_of(run, batch_size)
         if trace is not None:
-            yield self._way(change, run, trace, also, batch_size)
+            yield self.way(change, run, trace, also, batch_size)
 
-    def _way(self, change: str, run: Run, trace: Trace, also: str = "", batch_size: int | None = None) -> Way:
+    def way(self, change: str, run: Run, trace: Trace, also: str = "", batch_size: int | None = None) -> Way:
         tokens = (batch_size or self.estimated.batch_size) * run.seq_length
         memory = estimate_trace(trace, run.capability, run.expandable)
         seconds = None if self.rates is None else sum(phase_seconds(trace.work, self.rates).values()) / tokens
@@ -174,15 +168,17 @@ class _Ways:
 
     def _traced_stack(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
         """An offload stack for the step that ``trace`` is of, if it fits."""
-        if trace is None or self.estimated.gpu_bytes is None:
+        estimated = self.estimated
+        if trace is None or estimated.gpu_bytes is None:
             return
-        stack = estimate_offload(run, trace, self.estimated.batch_size, self.estimated.gpu_bytes, *self.below)
+        stack = estimate_offload(run, trace, estimated.batch_size, estimated.gpu_bytes, *self.below)
         if not stack.refused:
-            yield replace(self._stacked(change, run, stack, None), work=_flops(trace) / self.tokens)
+            yield replace(self._stacked(change, run, stack), work=_flops(trace) / self.tokens)
 
-    def _stacked(self, change: str, run: Run, stack: OffloadEstimate, seconds: float | None) -> Way:
+    def _stacked(self, change: str, run: Run, stack: OffloadEstimate) -> Way:
         peak = context_bytes(run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
         disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
+        seconds = None if stack.tokens_per_second is None else 1 / stack.tokens_per_second
         return Way(change, peak, seconds, also=f"{stack.host / GiB:.1f} GiB of RAM{disk}")
 
 
@@ -201,6 +197,5 @@ def fused(trace: Trace) -> Trace:
     once.
     """
     made = {index for index in trace.born_in("optimizer") if trace.categories[index] == "workspace"}
-    update = Work("optimizer", 0.0, FUSED_BYTES * trace.trainable, 4)
     rest = tuple(each for each in trace.work if each.phase != "optimizer")
-    return replace(trace.without(made), work=(*rest, update))
+    return replace(trace.without(made), work=(*rest, Work("optimizer", 0.0, FUSED_BYTES * trace.trainable, 4)))
