@@ -1,4 +1,4 @@
-"""Levels and the stack: bandwidth against the machine's limit in the same run, latency, bookkeeping, two workloads.
+"""Levels and the stack: bandwidth against the machine's limit in the same run, and hits of a workload.
 
     python benchmarks/bench_stack.py [--disk-path DIR] [--quick]
 
@@ -24,17 +24,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from torch import nn
 
-from vblackwell import VGPUAdamW, VGPUStack, enable_vgpu_stack_optimization, release
+from vblackwell import VGPUStack
 from vblackwell.machine.facts import list_gpus
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.disk import DiskLevel, ScratchFile, memory_at
 from vblackwell.memory.host import HostLevel, map_slab
-from vblackwell.memory.level import DeviceLevel, Level, NullLevel, Transfer
+from vblackwell.memory.level import Level, Transfer
 from vblackwell.units import GiB, MiB, format_bytes
 
 CSV = Path(__file__).parent / "results" / "stack.csv"
@@ -71,7 +69,8 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 def alternate(ours: Callable[[], Any], limit: Callable[[], Any], rounds: int) -> tuple[float, float]:
     """Median seconds of each, run in turns after one unmeasured turn."""
-    ours(), limit()
+    ours()
+    limit()
     pairs = [(seconds_of(ours), seconds_of(limit)) for _ in range(rounds)]
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
@@ -201,40 +200,6 @@ def make_stack(path: str, *sizes: int, **settings: Any) -> VGPUStack:
     return VGPUStack(levels, **settings)
 
 
-def bench_latency(path: str) -> list[Result]:
-    with make_stack(path, 64 * MiB, 64 * MiB) as stack:
-        stack.register("a", torch.randn(1024), priority=9)
-        stack.access("a")
-        laps = []
-        for _ in range(20):
-            start = time.perf_counter()
-            for _ in range(1000):
-                stack.access("a")
-            laps.append((time.perf_counter() - start) * 1e3)  # us an access
-    value = statistics.median(laps)
-    return [Result("access of a resident key", value, "us", target="<= 10 us", met=value <= 10)]
-
-
-def bench_bookkeeping() -> list[Result]:
-    """What the process grows by for each key beyond the key's own bytes, Python and C++: on level 0, and below it."""
-    count, size = 10_000, 4096
-    tensor, process = torch.zeros(size // 4), psutil.Process()
-    levels = [DeviceLevel(DEVICE, 2 * count * size), NullLevel(2 * count * size)]
-    results = []
-    with VGPUStack(levels) as stack:
-        for number, priority, own_bytes in ((0, 9, 0 if CUDA else size), (1, 5, 0)):
-            for i in range(100):  # what the first keys pay for once
-                stack.register(f"warm{number}.{i}", tensor, priority=priority)
-            before = process.memory_info().rss
-            for i in range(count):
-                stack.register(f"k{number}.{i}", tensor, priority=priority)
-            value = (process.memory_info().rss - before) / count - own_bytes
-            share = value / MiB
-            name = f"bookkeeping a key of 1 MiB, {value:.0f} bytes, level {number}"
-            results.append(Result(name, 100 * share, "%", target="< 1 %", met=share < 0.01))
-    return results
-
-
 def access_all(stack: VGPUStack, keys: list[str]) -> None:
     """One after another, letting go of each."""
     for key in keys:
@@ -260,57 +225,6 @@ def workload_small(path: str) -> list[Result]:
             results.append(Result(f"20 x 1 MiB over 10/50/200 MiB, {policy}", 200 / seconds, "accesses/s"))
             results.append(Result(f"20 x 1 MiB, {policy}, hits", hit_rate(stack), "%"))
     return results
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512)).to(
-        DEVICE
-    )
-
-
-def workload_mlp(path: str, rounds: int) -> list[Result]:
-    """512-1024-1024-512, all of it fits: 100 forwards, and 100 training steps, with the stack and without."""
-    x = torch.randn(256 if CUDA else 32, 512, device=DEVICE)
-    with make_stack(path, GiB, GiB) as stack:
-        plain, ours = mlp(), enable_vgpu_stack_optimization(mlp(), stack, name="mlp")
-
-        def forwards(model: nn.Module) -> Callable[[], None]:
-            def run() -> None:
-                with torch.no_grad():
-                    for _ in range(100):
-                        model(x)
-
-            return run
-
-        assert torch.equal(plain(x), ours(x)), "the stack changed the model"
-        mine, best = alternate(forwards(ours), forwards(plain), rounds)
-        forward = overhead("3-layer MLP, 100 forwards", mine, best)
-
-        settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-        plain_optimizer = torch.optim.AdamW(plain.parameters(), **settings, fused=True)
-        our_optimizer = VGPUAdamW(ours.parameters(), **settings)
-
-        def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 100) -> Callable[[], None]:
-            def run() -> None:
-                for _ in range(count):
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-            return run
-
-        steps(plain, plain_optimizer, 3)(), steps(ours, our_optimizer, 3)()
-        same = [torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True)]
-        assert all(same), "training with the stack differs"
-        mine, best = alternate(steps(ours, our_optimizer), steps(plain, plain_optimizer), rounds)
-        release(ours)
-    return [forward, overhead("3-layer MLP, 100 training steps", mine, best)]
-
-
-def overhead(name: str, mine: float, best: float) -> Result:
-    extra = mine / best - 1
-    return Result(f"{name}, overhead", 100 * extra, "%", ratio=best / mine, target="<= 2 %", met=extra <= 0.02)
 
 
 # Reporting.
@@ -355,14 +269,10 @@ def main() -> None:
     args = parser.parse_args()
     rounds, disk_bytes = (3, 128 * MiB) if args.quick else (9 if CUDA else 5, GiB)
     with tempfile.TemporaryDirectory(dir=args.disk_path or default_disk_path()) as path:
-        parts: list[Callable[[], list[Result]]] = [lambda: bench_latency(path), bench_bookkeeping]
+        parts: list[Callable[[], list[Result]]] = []
         if CUDA:
             parts.append(lambda: bench_host_and_gpu(rounds))
-        parts += [
-            lambda: bench_disk(path, min(rounds, 5), disk_bytes),
-            lambda: workload_small(path),
-            lambda: workload_mlp(path, rounds),
-        ]
+        parts += [lambda: bench_disk(path, min(rounds, 5), disk_bytes), lambda: workload_small(path)]
         results = []
         for part in parts:
             start = time.perf_counter()
