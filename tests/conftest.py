@@ -1,4 +1,6 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter: it must be on before anything (transformers, say) imports triton."""
+"""Where there is no GPU, Triton's kernels run in its interpreter:
+it must be on before anything (transformers, say) imports triton.
+"""
 
 import collections
 import gc
@@ -24,20 +26,25 @@ if not torch.cuda.is_available():
 # One thread a test process: tensors here are small, and threads that wait for each other on a busy machine cost more.
 torch.set_num_threads(1)
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests that send it would wait in vain.
+# A shell starts what it runs in the background with Ctrl-C ignored, and Python then leaves it so: tests that send it
+# would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """pyproject.toml limits each test's time. Where pytest-timeout is not installed, nothing does, and that is no error."""
+    """pyproject.toml limits each test's time.
+    Where pytest-timeout is not installed, nothing does, and that is no error.
+    """
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds that a test may take (pytest-timeout)")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported here stays: a million objects that full collections need not walk through, at some 0.3 s a time, now or later."""
+    """What is imported here stays: a million objects that full collections need not walk through, at some 0.3 s a time,
+    now or later.
+    """
     gc.disable()
     try:
         return (yield)
@@ -92,7 +99,9 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkServer
 
 @pytest.fixture
 def program(forks: tuple[ForkServer, dict[str, str]], tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """``program(text, *words, NAME=value)``: what a Python program prints that runs in a process of its own, and ends well."""
+    """``program(text, *words, NAME=value)``: what a Python program prints that runs in a process of its own,
+    and ends well.
+    """
     server, _ = forks
 
     def run(text: str, *words: str, **environment: str) -> str:

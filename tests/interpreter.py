@@ -2,10 +2,12 @@
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
-It looks through all of triton.language, some thousand names, each time a kernel calls a function of its own or ``tl.sum``, to replace what
-it has replaced already: half of its time with kernels as small as a test's. Here that is done once a launch for each set of modules.
+It looks through all of triton.language, some thousand names, each time a kernel calls a function of its own or
+``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. Here that is
+done once a launch for each set of modules.
 
-It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out once a process.
+It works out the type and the shape of every value anew, name and all: a third of what is left. Here each is worked out
+once a process.
 """
 
 from __future__ import annotations

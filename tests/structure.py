@@ -84,8 +84,8 @@ def imported_modules(path: Path) -> list[tuple[int, int, str, tuple[str, ...]]]:
 def import_graph(root: Path, areas: Iterable[str] = (PACKAGE,)) -> Graph:
     """For each Python file the files that it imports, wherever in the file the import stands.
 
-    Importing ``a.b`` also runs ``a/__init__.py``; that is not counted, only an import that names it. A script's folder is on its path, so
-    files of benchmarks may name each other without their folder.
+    Importing ``a.b`` also runs ``a/__init__.py``; that is not counted, only an import that names it. A script's folder
+    is on its path, so files of benchmarks may name each other without their folder.
     """
     files = {path for area in areas for path in sources(root, area, ".py")}
 
@@ -110,7 +110,9 @@ def import_graph(root: Path, areas: Iterable[str] = (PACKAGE,)) -> Graph:
 
 
 def circles(graph: dict[Path, set[Path]]) -> list[list[Path]]:
-    """Sets of two or more nodes each of which reaches all others of its set (Tarjan's strongly connected components)."""
+    """Sets of two or more nodes each of which reaches all others of its set (Tarjan's strongly
+    connected components).
+    """
     index: dict[Path, int] = {}
     low: dict[Path, int] = {}
     stack: list[Path] = []
@@ -201,7 +203,8 @@ def read_sources(root: Path) -> dict[str, Any]:
 class Calls:
     """Calls of the package's functions, in order: (file, function).
 
-    Frames of modules, class bodies, comprehensions and lambdas are not functions that a reader looks for, and are left out.
+    Frames of modules, class bodies, comprehensions and lambdas are not functions that a reader looks for, and are left
+    out.
     """
 
     folder: str
@@ -268,8 +271,8 @@ def tiny_model() -> Any:
 def trace_run(calls: Calls, update: str) -> tuple[list[tuple[str, str]], set[tuple[str, str]]]:
     """Calls of `enable_vgpu_stack_optimization` in order, and functions of the third training step, of one small run.
 
-    The step is the usual one: clipping is on and does not bite, updates may begin in backward. Its updates are waited for, so that what
-    the worker's thread does for it is in it.
+    The step is the usual one: clipping is on and does not bite, updates may begin in backward. Its updates are waited
+    for, so that what the worker's thread does for it is in it.
     """
     import torch
 

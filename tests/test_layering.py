@@ -1,7 +1,7 @@
 """The structure that keeps the package readable: who imports whom, no circles, small folders, short files and lines.
 
-The order is that of docs/architecture.md. What is not yet as it should be stands in the ``KNOWN_`` tables, which may only shrink: something
-new that is wrong fails, and so does an entry that is wrong no longer ("remove it").
+The order is that of docs/architecture.md. What is not yet as it should be stands in the ``KNOWN_`` tables, which may
+only shrink: something new that is wrong fails, and so does an entry that is wrong no longer ("remove it").
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ PLANS = MODULES | {"planner", "offload"}
 PROGRAMS = PLANS | {"generate", "data"}
 EVERYTHING = PROGRAMS | {"serve", "train", "tools"}
 
-# For a folder, its files and sub-folders, and which others of them each may import. A path allows only what lies below it.
+# For a folder, its files and sub-folders, and which others of them each may import. A path allows only what lies below
+# it.
 ORDER: dict[str, dict[str, set[str]]] = {
     PACKAGE: {
         "errors": set(),
@@ -103,7 +104,7 @@ KNOWN_LONG_FILES: set[str] = {
     "tests/offload/test_model_in_use.py",
 }
 # Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 440, "tests": 445}
+KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 440, "tests": 43}
 
 
 @functools.cache
@@ -175,7 +176,9 @@ def test_imports_point_down():
 
 
 def test_there_is_no_circle():
-    """Between files, and between the files and sub-folders of a folder; at run time, in a function or for types alone."""
+    """Between files, and between the files and sub-folders of a folder;
+    at run time, in a function or for types alone.
+    """
     rest = without(KNOWN_IMPORTS)
     assert not circles(rest), f"files import each other: {circles(rest)}"
     assert not package_circles(rest), f"folders import each other: {package_circles(rest)}"
@@ -218,7 +221,9 @@ def test_files_are_short():
 
 
 def lines_of_tables(path: Path) -> set[int]:
-    """Lines that the formatter was told to leave: statements marked ``fmt: skip``, what stands between ``fmt: off`` and ``fmt: on``."""
+    """Lines that the formatter was told to leave: statements marked ``fmt: skip``, what stands between ``fmt:
+    off`` and ``fmt: on``.
+    """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     found: set[int] = set()

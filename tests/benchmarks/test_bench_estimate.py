@@ -1,4 +1,6 @@
-"""The check of estimates: the same draw everywhere, children that fail are rows, errors are those of the numbers given."""
+"""The check of estimates: the same draw everywhere, children that fail are rows,
+errors are those of the numbers given.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The comparison of offloaded training: the same training for every system, honest rows for what fails, readable traces."""
+"""The comparison of offloaded training:
+the same training for every system, honest rows for what fails, readable traces.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
     ], said  # fmt: skip
     plain, resident, streamed = results
     assert resident.losses == streamed.losses, "where bytes live changes no bit on the CPU"
-    # transformers multiplies under autocast, ours by bf16 weights: other roundings of activations, 2^-8 of differences of
-    # logits that are themselves below 0.1 at these weights.
+    # transformers multiplies under autocast, ours by bf16 weights: other roundings of activations, 2^-8 of differences
+    # of logits that are themselves below 0.1 at these weights.
     assert plain.losses == pytest.approx(resident.losses, abs=2e-3)
     assert resident.clipped_share == 1.0 and len(resident.grad_norms) == 3
     assert streamed.level0_peak <= 512 * 1024 < resident.level0_peak
@@ -122,7 +124,7 @@ def test_a_csv_grows_by_columns(bench, tmp_path):
     assert rows(tmp_path) == [{"a": "1", "b": ""}, {"a": "3", "b": "2"}]
 
 
-# -- traces ----------------------------------------------------------------------------------------------------------------
+# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def event(category: str, name: str, stream: int, begin: float, length: float, num_bytes: int = 0) -> dict:

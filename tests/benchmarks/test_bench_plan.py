@@ -1,4 +1,6 @@
-"""The planner's benchmark: what it makes of measurements. (What runs is tested where the planner and the engine are.)"""
+"""The planner's benchmark: what it makes of measurements.
+(What runs is tested where the planner and the engine are.)
+"""
 
 from __future__ import annotations
 

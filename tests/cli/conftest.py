@@ -54,7 +54,9 @@ class Workplace:
         signal_after: tuple[str, list[int]] | None = None,
         **environment: str,
     ) -> Child:
-        """Start ``vb`` and return at once. ``ForkServer.start`` explains the options; ``file_bytes`` is RLIMIT_FSIZE."""
+        """Start ``vb`` and return at once. ``ForkServer.start`` explains the options;
+        ``file_bytes`` is RLIMIT_FSIZE.
+        """
         return self.server.start(
             list(words), self.folder, {"TMPDIR": str(self.folder), **environment},
             limits={} if file_bytes is None else {"RLIMIT_FSIZE": file_bytes}, signal_after=signal_after,

@@ -1,8 +1,8 @@
 """Starts `vb` processes quickly: one process imports everything once, and forks a child for each command.
 
-A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes). Run as a script, with
-the names of further modules to import: reads a JSON request a line; answers the process id of a child that was asked for, or the exit
-code of one to wait for.
+A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes).
+Run as a script, with the names of further modules to import: reads a JSON request a line; answers the process id of a
+child that was asked for, or the exit code of one to wait for.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ForkServer:
             environment: added to the server's; None removes a variable.
             limits: by name, as RLIMIT_FSIZE for the largest file that it may write.
             cgroup: what it joins.
-            signal_after: ("module:Class.method", signals): it sends itself the signals when that method has returned for the first
-                time. A signal from here would come too late on a busy machine.
+            signal_after: ("module:Class.method", signals): it sends itself the signals when that method has returned
+                for the first time. A signal from here would come too late on a busy machine.
         """
         self._count += 1
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))

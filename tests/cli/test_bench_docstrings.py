@@ -1,4 +1,6 @@
-"""Pre-trained, taught to answer with docstrings by adapters over FP4, opened by peft and transformers: all of it in miniature."""
+"""Pre-trained, taught to answer with docstrings by adapters over FP4, opened by peft and transformers:
+all of it in miniature.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`vb train --model FOLDER --data chat.jsonl`: what the data is, is shown; answers are learnt; what cannot be used is refused."""
+"""`vb train --model FOLDER --data chat.jsonl`: what the data is, is shown; answers are learnt;
+what cannot be used is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def words(place, folder: Path, chat: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_answers_are_learnt(kind, place, folders, chat):  # noqa: F811
-    """By our decoder and by a model of transformers, packed and not; the first losses are those of nothing but answers."""
+    """By our decoder and by a model of transformers, packed and not;
+    the first losses are those of nothing but answers.
+    """
     sizes = ("--seq-length", "48", "--max-steps", "12", "--learning-rate", "2e-2")
     output = place.vb(*words(place, folders(kind), chat, *sizes)).stdout
     assert "120 conversations (alpaca), written with the default chat template" in output

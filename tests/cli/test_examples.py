@@ -17,7 +17,9 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
 def run_example(place, name: str, alone: bool = False) -> str:
-    """What the example prints; it must end well, and be short. ``alone``: not forked, so that Python's own end is met too."""
+    """What the example prints; it must end well, and be short.
+    ``alone``: not forked, so that Python's own end is met too.
+    """
     path = EXAMPLES / name
     assert len(path.read_text().splitlines()) <= 40
     if not alone:

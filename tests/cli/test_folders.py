@@ -1,4 +1,6 @@
-"""`vb train --model FOLDER` on architectures of transformers: trained, resumed, exported; what is wrong with a folder is named."""
+"""`vb train --model FOLDER` on architectures of transformers: trained, resumed, exported;
+what is wrong with a folder is named.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_other_architectures_are_trained(kind, place, folders):
-    """Streamed, with the losses of a run on one level; the folder that comes out opens in transformers with another loss."""
+    """Streamed, with the losses of a run on one level;
+    the folder that comes out opens in transformers with another loss.
+    """
     folder = folders(kind)
     levels = ["--placement", "streamed", "--fast-memory", "1MiB", "--host-memory", "1200KiB", "--disk-memory", "16MiB"]
     output = place.vb(*words(place, folder, *RUN, *levels)).stdout

@@ -22,7 +22,9 @@ def losses_of(run):
 
 
 def test_a_cap_holds_for_the_whole_process(place):
-    """27 M parameters: 420 MiB of training state under a cap of 256 MiB, with activations and cuBLAS' workspace of 32 MiB."""
+    """27 M parameters: 420 MiB of training state under a cap of 256 MiB,
+    with activations and cuBLAS' workspace of 32 MiB.
+    """
     common = ["--max-steps", "8", "--checkpoint-every", "0", "--max-grad-norm", "1", "--gradient-checkpointing"]
     output = place.vb(*on_gpu(place, *common, "--fast-memory", "256MiB", "--out", "capped")).stdout
     assert "placement: streamed" in output and "cuda:0" in output
@@ -38,7 +40,8 @@ def test_a_cap_holds_for_the_whole_process(place):
 @pytest.mark.parametrize("placement", [["--fast-memory", "256MiB"], ["--placement", "resident"]])
 def test_an_interrupted_run_goes_on_bit_by_bit(place, placement):
     words = on_gpu(
-        place, *placement, "--max-steps", "10", "--checkpoint-every", "5", "--mixed-precision", "--deterministic", "--out"
+        place, *placement, "--max-steps", "10", "--checkpoint-every", "5", "--mixed-precision", "--deterministic",
+        "--out"
     )  # fmt: skip
     place.vb(*words, "whole")
     place.vb(*words, "again")

@@ -1,4 +1,6 @@
-"""`vb train --lora`: adapters over a frozen base, packed or not; resumed; opened by peft and transformers; wrong bases refused."""
+"""`vb train --lora`: adapters over a frozen base, packed or not; resumed; opened by peft and transformers;
+wrong bases refused.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def source(tmp_path_factory):
 
 
 def expected_weights(source, format, search="mse"):
-    """What each linear must decode to, from the codec alone; q/k/v and gate/up in one tensor, hence one tensor scale."""
+    """What each linear must decode to, from the codec alone;
+    q/k/v and gate/up in one tensor, hence one tensor scale.
+    """
     state = dict(load_state(source))
     expected = {}
     for layer in range(2):
@@ -103,7 +105,9 @@ def test_compressed_tensors_decompresses_to_the_same_values(source, tmp_path, fo
 
 
 def test_max_scales_decompress_within_one_rounding(source, tmp_path):
-    """There the package divides by 1 / ts: its value is one more fp32 rounding away, and bf16 of it may differ by an ulp."""
+    """There the package divides by 1 / ts: its value is one more fp32 rounding away,
+    and bf16 of it may differ by an ulp.
+    """
     quantize_folder(source, tmp_path / "out", "nvfp4", "max")
     expected = expected_weights(source, "nvfp4", "max")
     for name, weight in decompressed(tmp_path / "out"):
@@ -262,7 +266,8 @@ def test_refusals(source, tmp_path):
 @pytest.mark.parametrize(
     ("format", "name", "bad"),
     [
-        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan), ("nf4", "model.layers.1.mlp.up_proj.weight", torch.inf),
+        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan), ("nf4", "model.layers.1.mlp.up_proj.weight",
+        torch.inf),
         ("nvfp4", "model.embed_tokens.weight", torch.nan), ("int8", "model.norm.weight", -torch.inf),
         ("mxfp4", "lm_head.weight", torch.nan),
     ],
@@ -418,7 +423,9 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
 
 
 def test_what_is_measured_is_the_model_of_the_files(source, tmp_path, monkeypatch):
-    """An architecture whose limit has another name; and a layer that no file has, which transformers would draw at random."""
+    """An architecture whose limit has another name;
+    and a layer that no file has, which transformers would draw at random.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("abc bca cab " * 400)
     shape = GPTJConfig(

@@ -1,4 +1,6 @@
-"""The README's commands print what the README says they print, but for times and losses; its Python runs as it stands."""
+"""The README's commands print what the README says they print, but for times and losses;
+its Python runs as it stands.
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,8 @@ def test_bf16_fp16_and_accumulation(place):
     """Each compute type learns; fp16 needs its scaler, whose scale is in the checkpoint."""
     for precision in ("bf16", "fp16"):
         words = place.train_words(
-            *LEVELS, "--precision", precision, "--accumulation-steps", "2", "--max-steps", "8", "--checkpoint-every", "4",
+            *LEVELS, "--precision", precision, "--accumulation-steps", "2", "--max-steps", "8", "--checkpoint-every",
+            "4",
             "--gradient-checkpointing", "--deterministic", "--use-flash-attn", "--out", precision,
         )  # fmt: skip
         output = place.vb(*words).stdout
@@ -190,7 +191,8 @@ def test_fp4_weights_in_the_forward(finished, place):
     lines, plain = metrics_of(place.folder / "fp4"), metrics_of(run)
     assert lines[0]["loss"] != plain[0]["loss"]
     assert lines[-1]["val_loss"] < lines[0]["val_loss"] - 1.0
-    # Rounding weights to 4 bits costs little at this size, but it must not be free: then nothing would have been rounded.
+    # Rounding weights to 4 bits costs little at this size, but it must not be free: then nothing would have been
+    # rounded.
     assert 0 < abs(lines[-1]["val_loss"] - plain[-1]["val_loss"]) < 0.3
     weights = load_file(place.folder / "fp4/final/model.safetensors")
     assert set(weights) == set(load_file(run / "final/model.safetensors"))

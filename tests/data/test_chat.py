@@ -1,4 +1,6 @@
-"""Conversations: told apart, written down by templates, answers found, packed into rows; and what is wrong with a line is named."""
+"""Conversations: told apart, written down by templates, answers found, packed into rows;
+and what is wrong with a line is named.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def own_cache(monkeypatch, tmp_path):
     ],
 )
 def test_what_is_learnt_is_what_the_model_writes(template, learnt, folder_of, tokenizer, tmp_path):
-    """The tokens are those of transformers; learnt are the answers and the mark that ends a turn, where it stands right behind."""
+    """The tokens are those of transformers;
+    learnt are the answers and the mark that ends a turn, where it stands right behind.
+    """
     folder = folder_of(template)
     source = written(tmp_path / "chat.jsonl", {"messages": TURNS}, {"messages": TURNS[1:3]})
     corpus = prepare_chat(source, "messages", folder, lambda text, share: None)
@@ -259,7 +263,8 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
         ("{{ 'x' * 2000 }}", "writes 2000 characters"), ("{{ range(10**9) | list | length }}", "Range too big"),
         ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "more than 0.05 s"),
         ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"), ("{{ 1 // 0 }}", "by zero"),
-        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"), ("{{ " + "[" * 3000 + "]" * 3000 + " }}", "recursion"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"), ("{{ " + "[" * 3000 + "]" * 3000 + " }}",
+        "recursion"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )  # fmt: skip

@@ -84,7 +84,8 @@ def test_a_character_cut_off_at_the_end_is_refused(tmp_path):
     "line, reason",
     [
         (b'{"txt": "x"}', "no string under 'text'"), (b'{"text": null}', "no string under 'text'"),
-        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 100_000, "nested too deep"), (b'{"text": "x"', "is not JSON"),
+        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 100_000, "nested too deep"), (b'{"text": "x"',
+        "is not JSON"),
         (b'{"text": "\xe4"}', r"line 3, byte 25 \(0xe4\) is not UTF-8"),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Numbers that docs/results.md and the README claim are in a results file, in the journal, or in a page that is tested."""
+"""Numbers that docs/results.md and the README claim are in a results file, in the journal,
+or in a page that is tested.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ def test_the_number_of_tries_is_the_page_s():
 
 
 def test_the_readme_claims_nothing_else():
-    """Tables: measured ones have results.md's numbers, and what a card can do has the numbers of the page of that card."""
+    """Tables: measured ones have results.md's numbers,
+    and what a card can do has the numbers of the page of that card.
+    """
     head, cards = (
         README.split("## What your card can do\n")[0],
         README.split("## What your card can do\n")[1].split("\n## ")[0],

@@ -70,7 +70,9 @@ def _mentions(text: str) -> set[str]:
 
 
 def test_the_chinese_readme_has_the_same_commands():
-    """Every block of code, every flag, path, link and measured number; headings and rows of tables in the same number."""
+    """Every block of code, every flag, path, link and measured number;
+    headings and rows of tables in the same number.
+    """
     assert _blocks(CHINESE) == _blocks(README) and len(_blocks(README)) >= 4
     assert _mentions(CHINESE) - {"README.md"} == _mentions(README) - {"README.zh-CN.md"}
     for pattern in (r"^#+ ", r"^\|", r"^- "):

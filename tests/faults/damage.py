@@ -1,4 +1,6 @@
-"""Bytes that changed, files that are cut short or gone: in checkpoints, settings, caches, the spill file, and models' folders."""
+"""Bytes that changed, files that are cut short or gone:
+in checkpoints, settings, caches, the spill file, and models' folders.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def newest_checkpoint(lab: Lab, seed: int) -> Iterator[Try]:
@@ -166,7 +168,7 @@ def final_as_file(lab: Lab, seed: int) -> Iterator[Try]:
         yield Try(name, partial(in_the_way, name=name))
 
 
-# -- caches --------------------------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def caches(lab: Lab, seed: int) -> Iterator[Try]:
@@ -187,7 +189,7 @@ def caches(lab: Lab, seed: int) -> Iterator[Try]:
                 yield Try(f"{name} {what} {number}", partial(damaged, name=name, damage=damage, number=number))
 
 
-# -- the spill file ------------------------------------------------------------------------------------------------------
+# -- the spill file ----------------------------------------------------------------------------------------------------
 
 
 def spill_reads(lab: Lab, seed: int) -> Iterator[Try]:
@@ -206,7 +208,9 @@ def spill_reads(lab: Lab, seed: int) -> Iterator[Try]:
 
 
 def spill_bytes(lab: Lab, seed: int) -> Iterator[Try]:
-    """A bit flipped in the unnamed file itself, through /proc/PID/fd, while the process is stopped between two steps."""
+    """A bit flipped in the unnamed file itself, through /proc/PID/fd,
+    while the process is stopped between two steps.
+    """
 
     def flipped(place: Place, number: int) -> None:
         child = place.start(*place.training(), rules=[Rule("write", "metrics.jsonl", 2, "pause")])
@@ -230,7 +234,7 @@ def spill_bytes(lab: Lab, seed: int) -> Iterator[Try]:
         yield Try(f"bits {number}", partial(flipped, number=number))
 
 
-# -- models' folders -----------------------------------------------------------------------------------------------------
+# -- models' folders ---------------------------------------------------------------------------------------------------
 
 GENERATE = ("generate", "--model", "model", "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu")
 STREAMED = (*GENERATE, "--fast-memory", "64KiB", "--host-memory", "1MiB")

@@ -39,7 +39,9 @@ def killed(place: Place, rules: list[Rule], fresh_cache: bool = False) -> None:
 
 
 def in_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
-    """Before every call of the last checkpoint, the pruning of the first included, and every twentieth of those before."""
+    """Before every call of the last checkpoint, the pruning of the first included,
+    and every twentieth of those before.
+    """
     last = f"step-{STEPS:08d}"
     kinds = "write,rename,fsync,unlink,mkdir,allocate,lock"
     for label, rule in calls_of(lab, last, kinds):

@@ -1,4 +1,6 @@
-"""Where a fault is tried: a fork server with the shim, a corpus, the undisturbed run, and what every command owes its user."""
+"""Where a fault is tried: a fork server with the shim, a corpus, the undisturbed run,
+and what every command owes its user.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,7 @@ class Place:
         shutil.copytree(run, self.run, symlinks=True)
 
 
-# -- the contract --------------------------------------------------------------------------------------------------------
+# -- the contract ------------------------------------------------------------------------------------------------------
 
 
 def is_clean(ended: Ended) -> None:

@@ -1,4 +1,5 @@
-"""Folders and files made to do harm: none of their code runs, nothing outside them is read, and each is refused in a line.
+"""Folders and files made to do harm: none of their code runs, nothing outside them is read, and each is refused in a
+line.
 
 What would run leaves a file "canary" in the folder of the try.
 """
@@ -52,7 +53,7 @@ def _edit(name: str, **values: Any) -> Change:
     return change
 
 
-# -- code ----------------------------------------------------------------------------------------------------------------
+# -- code --------------------------------------------------------------------------------------------------------------
 
 CODE = f'import os\nos.system("touch {CANARY}")\nopen("{CANARY}", "w")\n'
 
@@ -95,8 +96,10 @@ def code(lab: Lab, seed: int) -> Iterator[Try]:
         "a pickle as tokenizer.json": (_pickled("tokenizer.json", False), True),
         "a pickle as training_args.bin": (_pickled("training_args.bin", False), True),
         "auto_map in config.json": (_own_code("config.json", auto_map=AUTO), True),
-        "auto_map of an unknown model": (_own_code("config.json", auto_map=AUTO, model_type="x", architectures=["X"]), False),
-        "auto_map in tokenizer_config.json": (_own_code("tokenizer_config.json", auto_map=AUTO, tokenizer_class="X"), True),
+        "auto_map of an unknown model": (_own_code("config.json", auto_map=AUTO, model_type="x", architectures=["X"]),
+        False),
+        "auto_map in tokenizer_config.json": (_own_code("tokenizer_config.json", auto_map=AUTO, tokenizer_class="X"),
+        True),
         "custom_generate": (_custom_generate, True),
     }  # fmt: skip
     for what, (change, harmless) in changes.items():
@@ -104,7 +107,7 @@ def code(lab: Lab, seed: int) -> Iterator[Try]:
             yield Try(f"{title}: {what}", partial(_try, words=words, change=change, harmless=harmless))
 
 
-# -- templates -----------------------------------------------------------------------------------------------------------
+# -- templates ---------------------------------------------------------------------------------------------------------
 
 TEMPLATES = {
     "globals": "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
@@ -145,11 +148,12 @@ def templates(lab: Lab, seed: int) -> Iterator[Try]:
 
     for what, text in TEMPLATES.items():
         yield Try(f"generate --chat: {what}",
-                  partial(_try, words=(*GENERATE, "--chat"), change=partial(written, text=text), harmless=True))  # fmt: skip
+                  partial(_try, words=(*GENERATE, "--chat"), change=partial(written, text=text),
+                  harmless=True))  # fmt: skip
         yield Try(f"train on conversations: {what}", partial(trained, text=text))
 
 
-# -- tables of tensors ---------------------------------------------------------------------------------------------------
+# -- tables of tensors -------------------------------------------------------------------------------------------------
 
 
 def _with_table(
@@ -184,7 +188,8 @@ HEADERS: dict[str, Change] = {
     "a length of 99 MB": _with_table(lambda table, size: table, length=99_000_000),
     "a length of 0": _with_table(lambda table, size: table, length=0),
     "overlapping tensors": _with_table(lambda table, size: {
-        key: entry if key == "__metadata__" else entry | {"data_offsets": [0, entry["data_offsets"][1] - entry["data_offsets"][0]]}
+        key: entry if key == "__metadata__" else entry | {"data_offsets": [0,
+        entry["data_offsets"][1] - entry["data_offsets"][0]]}
         for key, entry in table.items()}),
     "offsets beyond the end": _with_table(lambda table, size: _first(table, data_offsets=[size, size + 128])),
     "offsets of 2^63": _with_table(lambda table, size: _first(table, data_offsets=[2**63, 2**63 + 128])),
@@ -206,7 +211,8 @@ HEADERS: dict[str, Change] = {
     "one name twice": _with_table(lambda table, size: json.dumps(table)[:-1] + "," + json.dumps(table)[1:]),
     "nested a hundred thousand deep": _with_table(lambda table, size: "[" * 100_000 + "]" * 100_000),
     "not UTF-8": _with_table(lambda table, size: table, raw=b'{"\xff\xfe": 1}'),
-    "a name with NUL": _with_table(lambda table, size: {f"{key}\x00": entry for key, entry in table.items() if key != "__metadata__"}),
+    "a name with NUL": _with_table(lambda table, size: {f"{key}\x00": entry for key,
+    entry in table.items() if key != "__metadata__"}),
     "an empty table": _with_table(lambda table, size: {}),
 }  # fmt: skip
 
@@ -219,7 +225,7 @@ def headers(lab: Lab, seed: int) -> Iterator[Try]:
             yield Try(f"{title}: {what}", partial(_try, words=words, change=change, harmless=harmless))
 
 
-# -- paths ---------------------------------------------------------------------------------------------------------------
+# -- paths -------------------------------------------------------------------------------------------------------------
 
 
 def _index(target: Callable[[Path], str]) -> Change:
@@ -269,7 +275,7 @@ def paths(lab: Lab, seed: int) -> Iterator[Try]:
         yield Try(f"--adapter {name}", partial(device, words=(*GENERATE, "--adapter", name)))
 
 
-# -- texts ---------------------------------------------------------------------------------------------------------------
+# -- texts -------------------------------------------------------------------------------------------------------------
 
 YAML = {
     "os.system": "data: !!python/object/apply:os.system ['touch canary']\n",
@@ -319,7 +325,8 @@ def texts(lab: Lab, seed: int) -> Iterator[Try]:
     deep = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
     for what, content in {
         "nested": deep, "nested conversations": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
-        "nested after a good line": b'{"text": "def"}\n' + deep, "a number of a million digits": b'{"text": ' + b"9" * 1_000_000 + b"}\n",
+        "nested after a good line": b'{"text": "def"}\n' + deep,
+        "a number of a million digits": b'{"text": ' + b"9" * 1_000_000 + b"}\n",
         "lone surrogate": b'{"text": "\\ud800"}\n' * 50, "NUL": b"\x00" * 5000,
     }.items():  # fmt: skip
         yield Try(f"jsonl: {what}", partial(data, name="data.jsonl", content=content))

@@ -16,7 +16,8 @@ MIB = 1 << 20
 ASKED = {
     "--host-memory 2GiB of 512 MiB": (["--host-memory", "2GiB"], 512),
     "--fast-memory 2GiB of 512 MiB": (["--fast-memory", "2GiB"], 512),
-    "7b of 2 GiB": (["--config", "7b", "--fast-memory", "256MiB", "--host-memory", "512MiB", "--disk-memory", "200GiB"], 2048),
+    "7b of 2 GiB": (["--config", "7b", "--fast-memory", "256MiB", "--host-memory", "512MiB", "--disk-memory", "200GiB"],
+    2048),
     "7b of 2 GiB, all in RAM": (["--config", "7b", "--disk-memory", "0"], 2048),
 }  # fmt: skip
 
@@ -85,9 +86,11 @@ def killed(lab: Lab, seed: int) -> Iterator[Try]:
         has_fired(ended, [rule])
         ends_as_undisturbed(place)
 
-    for kinds, text, number in (("write", "metrics.jsonl", 1), ("write", "metrics.jsonl", 3), ("write", "metrics.jsonl", 6),
+    for kinds, text, number in (("write", "metrics.jsonl", 1), ("write", "metrics.jsonl", 3), ("write", "metrics.jsonl",
+    6),
                                 ("read", "(deleted)", 60), ("read", "(deleted)", 200), ("write", "(deleted)", 150),
-                                ("write", "/checkpoints", 60), ("rename", "/checkpoints", 2), ("write", "run/final", 12)):  # fmt: skip
+                                ("write", "/checkpoints", 60), ("rename", "/checkpoints", 2), ("write", "run/final",
+                                12)):  # fmt: skip
         yield Try(f"{kinds} {number} of {text}", partial(eaten, rule=Rule(kinds, text, number, "eat")))
 
 

@@ -1,4 +1,6 @@
-"""Inputs that are nearly right: flags, settings, headers, tables and lines with a few drawn changes. None ends in a traceback."""
+"""Inputs that are nearly right: flags, settings, headers, tables and lines with a few drawn changes.
+None ends in a traceback.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def mutated_value(value: Any, draw: random.Random) -> Any:
     return draw.choice(VALUES)
 
 
-# -- what is mutated -----------------------------------------------------------------------------------------------------
+# -- what is mutated ---------------------------------------------------------------------------------------------------
 
 
 def _flags(place: Place, draw: random.Random) -> list[str]:
@@ -144,7 +146,8 @@ def _flags(place: Place, draw: random.Random) -> list[str]:
 
     from vblackwell.train.config import TrainConfig, flag_of
 
-    costly = {"max_steps", "epochs", "eval_sequences", "sample_tokens", "vocab_size", "accumulation_steps", "out", "data", "profile",
+    costly = {"max_steps", "epochs", "eval_sequences", "sample_tokens", "vocab_size", "accumulation_steps", "out",
+    "data", "profile",
               "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size"}  # fmt: skip
     fields = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in costly]
     words = place.training()[:-3] + ["--out", "run", "--max-steps", "1"]
@@ -165,12 +168,16 @@ def _other_flags(place: Place, draw: random.Random) -> list[str]:
     model_of(place)
     flags = {
         GENERATE: [
-            "--top-k", "--top-p", "--min-p", "--temperature", "--seed", "--prefill-chunk", "--fast-memory", "--host-memory",
-            "--disk-memory", "--disk-path", "--adapter", "--fp4-layers", "--keep", "--assignment", "--use-fp4", "--device"],
+            "--top-k", "--top-p", "--min-p", "--temperature", "--seed", "--prefill-chunk", "--fast-memory",
+            "--host-memory",
+            "--disk-memory", "--disk-path", "--adapter", "--fp4-layers", "--keep", "--assignment", "--use-fp4",
+            "--device"],
         QUANTIZE: [
-            "--format", "--block-size", "--scale-search", "--pattern", "--keep", "--assignment", "--max-bits", "--budget", "--device"],
+            "--format", "--block-size", "--scale-search", "--pattern", "--keep", "--assignment", "--max-bits",
+            "--budget", "--device"],
         ("estimate", "tiny", "--gpu-memory", "8GiB", "--no-advice"): [
-            "--gpu", "--gpu-memory", "--optimizer", "--precision", "--host-memory", "--disk-memory", "--topology", "--html"],
+            "--gpu", "--gpu-memory", "--optimizer", "--precision", "--host-memory", "--disk-memory", "--topology",
+            "--html"],
     }  # fmt: skip
     words = draw.choice(sorted(flags, key=str))
     changed = list(words)
@@ -182,9 +189,12 @@ def _other_flags(place: Place, draw: random.Random) -> list[str]:
 def _settings(place: Place, draw: random.Random) -> list[str]:
     """A YAML file of settings."""
     good = SMALL | {
-        "data": str(place.lab.corpus), "out": "run", "device": "cpu", "learning_rate": 0.01, "checkpoint_every": 1, "tensorboard": False,
-        "architecture": {"num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}, "warmup_steps": 0, "seed": 1,
-        "fast_memory": "128KiB", "host_memory": "512KiB", "update": "auto", "betas": 1, "precision": "fp32", "fp4_layers": "all",
+        "data": str(place.lab.corpus), "out": "run", "device": "cpu", "learning_rate": 0.01, "checkpoint_every": 1,
+        "tensorboard": False,
+        "architecture": {"num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
+        "warmup_steps": 0, "seed": 1,
+        "fast_memory": "128KiB", "host_memory": "512KiB", "update": "auto", "betas": 1, "precision": "fp32",
+        "fp4_layers": "all",
     }  # fmt: skip
     del good["betas"]
     path = place.folder / "run.yaml"
@@ -275,7 +285,8 @@ def _with_data(place: Place, words: tuple[str, ...]) -> list[str]:
 
 
 KINDS: dict[str, Callable[[Place, random.Random], list[str]]] = {
-    "flags of train": _flags, "flags of other commands": _other_flags, "YAML settings": _settings, "JSON of a folder": _folder_json,
+    "flags of train": _flags, "flags of other commands": _other_flags, "YAML settings": _settings,
+    "JSON of a folder": _folder_json,
     "safetensors table": _header, "jsonl lines": _lines, "files of a run": _stored,
 }  # fmt: skip
 

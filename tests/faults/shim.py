@@ -13,7 +13,9 @@ KINDS = ("open", "create", "write", "read", "fsync", "rename", "mkdir", "unlink"
 
 @dataclass(frozen=True)
 class Rule:
-    """Do ``action`` at call number ``which`` ("3", or "3+" for all from there) of ``kinds`` on a path that contains ``text``."""
+    """Do ``action`` at call number ``which`` ("3",
+    or "3+" for all from there) of ``kinds`` on a path that contains ``text``.
+    """
 
     kinds: str
     text: str

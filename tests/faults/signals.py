@@ -76,7 +76,8 @@ def starting(lab: Lab, seed: int) -> Iterator[Try]:
     def signalled(place: Place, name: str, number: int) -> None:
         log = place.folder / "log"
         environment = lab.environment | {
-            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")), "VB_FAULTS_LOG": str(log), "TMPDIR": str(place.folder),
+            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")), "VB_FAULTS_LOG": str(log),
+            "TMPDIR": str(place.folder),
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "vblackwell", *place.training()], cwd=place.folder, env=environment,

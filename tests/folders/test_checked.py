@@ -1,4 +1,6 @@
-"""What is wrong with a folder, a tokenizer or a prompt is named before `vb generate` writes: resident and streamed alike."""
+"""What is wrong with a folder, a tokenizer or a prompt is named before `vb generate` writes:
+resident and streamed alike.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_an_adapter_for_another_base_is_named(folder_of, tmp_path, refused):  # 
 
 
 def test_hub_ids_come_from_the_cache_or_say_what_to_do(folder_of, tmp_path, monkeypatch, capsys, refused):  # noqa: F811
-    """As without a network: what is in huggingface_hub's cache writes; what is not there, or in part, is refused with a remedy."""
+    """As without a network: what is in huggingface_hub's cache writes;
+    what is not there, or in part, is refused with a remedy.
+    """
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""The commit protocol against what disks and people do: kills at every step, full disks, flipped bits, missing files."""
+"""The commit protocol against what disks and people do:
+kills at every step, full disks, flipped bits, missing files.
+"""
 
 import errno
 import json

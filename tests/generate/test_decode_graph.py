@@ -1,4 +1,6 @@
-"""The steady step of a decoder: its logits are those of a growing cache, its weights lie together, and a GPU replays it as a graph."""
+"""The steady step of a decoder: its logits are those of a growing cache, its weights lie together,
+and a GPU replays it as a graph.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +122,10 @@ def test_a_replayed_step_writes_the_same_tokens(dtype, fp4, monkeypatch):
         step = stepping(fewest)
         step(prompt)
         found.append(torch.cat([step(given[:, place : place + 1]).float().clone() for place in range(count)]))
-    # Three layers round some ten times each on the way to a logit, either way in places of its own: to 2^-8.8 RMS at most in bf16
-    # (half a unit of 8 bits over sqrt(3)), so both together differ by 2^-8.8 * sqrt(60), and by as much again because a layer's
-    # softmax sees what the one before it differs by. In fp32 units have 16 bits less, but sums of 512 products go in other orders.
+    # Three layers round some ten times each on the way to a logit, either way in places of its own: to 2^-8.8 RMS at
+    # most in bf16 (half a unit of 8 bits over sqrt(3)), so both together differ by 2^-8.8 * sqrt(60), and by as much
+    # again because a layer's softmax sees what the one before it differs by. In fp32 units have 16 bits less, but sums
+    # of 512 products go in other orders.
     bound = {torch.bfloat16: 2**-4.8, torch.float32: 2**-15}[dtype]
     assert (found[0] - found[1]).norm() < bound * found[0].norm()
 

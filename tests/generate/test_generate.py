@@ -346,7 +346,9 @@ def test_the_command_prints_prompt_and_text(model, tokenizer, tmp_path, capsys):
 
 
 def test_the_command_talks_as_the_folder_says(model, tokenizer, tmp_path, capsys):
-    """A message goes through the template, and the answer alone is printed; generation_config.json says what ends it."""
+    """A message goes through the template, and the answer alone is printed;
+    generation_config.json says what ends it.
+    """
     folder = save(model, tmp_path, tokenizer=tokenizer)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}:{{ eos_token if m.role == 'assistant' }}{% endfor %}"

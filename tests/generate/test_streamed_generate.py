@@ -1,4 +1,6 @@
-"""Writing with models that are larger than level 0: the text of the plain model, alone and in batches, in chunks, over FP4."""
+"""Writing with models that are larger than level 0:
+the text of the plain model, alone and in batches, in chunks, over FP4.
+"""
 
 from __future__ import annotations
 

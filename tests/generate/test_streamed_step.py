@@ -1,4 +1,6 @@
-"""The steps of a streamed model over the stack's own bytes: the logits of the model that is called, places that are taken in turn."""
+"""The steps of a streamed model over the stack's own bytes:
+the logits of the model that is called, places that are taken in turn.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,8 @@ def test_replayed_steps_are_those_of_the_model(fp4, tmp_path):
             cache.close()
             found[places] = torch.stack(logits, 1)
     assert torch.equal(found[5], found[100])  # the same kernels over the same bytes, wherever those are
-    # As in test_decode_graph.py: six layers round some ten times each. No position is off by more than twice what all are.
+    # As in test_decode_graph.py: six layers round some ten times each. No position is off by more than twice what all
+    # are.
     off_BS = (found[100] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(off_BS.square().mean().sqrt()) < 2**-4.3
     assert float(off_BS.max()) < 2**-3.3

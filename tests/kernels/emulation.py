@@ -47,25 +47,32 @@ class EmulationError(Exception):
 
 
 _MMA_MAIN = """
-extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
+extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M,
+        int N,
                     int K, int act, int windows, int chunks, int gx, int gz, int shared) {
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows,
+            chunks); });
 }"""
 _NORM_MAIN = """
-extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M, int N,
-                    int K, int act, int windows, int chunks, const u16* gain, const float* sums, float eps, int gx, int gz,
+extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M,
+        int N,
+                    int K, int act, int windows, int chunks, const u16* gain, const float* sums, float eps, int gx,
+                    int gz,
                     int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
            [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks, gain, sums, eps); });
 }"""
 _WGMMA_MAIN = """
-extern "C" void run(const u16* x, u8* x_swizzled, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y,
+extern "C" void run(const u16* x, u8* x_swizzled, const u8* codes, const u8* scales, const float* ts, const u16* bias,
+        void* y,
                     int M, int N, int K, int act, int first, int ax, int gx, int gz, int shared) {
     launch(ax, gz, 1, SWIZZLE_THREADS, 16, [=] { swizzle_x(x, x_swizzled, M, K); });
-    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(x_swizzled, codes, scales, ts, bias, y, M, N, K, act, first); });
+    launch(gx, SPLITS, gz, THREADS, shared, [=] { fp4_wgmma(x_swizzled, codes, scales, ts, bias, y, M, N, K, act,
+            first); });
 }"""
 _DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy, int shared) {
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy,
+        int shared) {
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 32 * WARPS, shared, [=] {
             blockIdx.y = y;
@@ -73,7 +80,8 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, i
         });
 }"""
 _PREPARE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K, float* row_scale,
+extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8* top, u8* w, int N, int K,
+        float* row_scale,
                     const u16* x, u8* q, float* x_scale, int M, int row_blocks, int gx, int gy, int shared) {
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 32 * WARPS, shared, [=] {
@@ -82,8 +90,10 @@ extern "C" void run(const u8* codes, const u8* scales, const float* ts, const u8
         });
 }"""
 _W4A8_MAIN = """
-extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* ts, const u8* top,
-                    const u16* bias, u16* y, u8* w, u32* counters, u32* stale, int stale_count, int M, int N, int K, int act,
+extern "C" void run(const u16* x, u8* image, float* x_scale, const u8* codes, const u8* scales, const float* ts,
+        const u8* top,
+                    const u16* bias, u16* y, u8* w, u32* counters, u32* stale, int stale_count, int M, int N, int K,
+                    int act,
                     int clusters, int chunk, int head_blocks, int shared) {
     launch(head_blocks, 1, 1, 256, 32, [=] {
         w4a8_head(x, image, x_scale, codes, scales, top, w, counters, stale, stale_count, M, N, K, chunk);

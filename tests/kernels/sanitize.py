@@ -162,7 +162,8 @@ def run(tool: str | None, names: Iterable[str], log: Path) -> Found:
     command = [sys.executable, "-m", "tests.kernels.sanitized", *names]
     if tool is not None:
         command = [
-            str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS), "--print-limit", "1000", "--launch-timeout", "120",
+            str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS), "--print-limit", "1000",
+            "--launch-timeout", "120",
             "--target-processes", "application-only", "--show-backtrace", "no", *OPTIONS[tool], *command,
         ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VBLACKWELL_LINE_INFO": "1"}

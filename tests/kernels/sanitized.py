@@ -43,7 +43,8 @@ NUMBERS = AdamWStep(1e-2, 0.9, 0.95, 1e-8, 0.1, 7)
 REDUCED = Path(__file__).with_name("false_reports.cu")
 # Its kernels, and how many threads they have.
 REDUCED_KERNELS = {
-    "handed_over_beside_part": 384, "handed_over_by_whole": 384, "handed_over_in_a_race": 384, "counted_by_one_lane": 64,
+    "handed_over_beside_part": 384, "handed_over_by_whole": 384, "handed_over_in_a_race": 384,
+    "counted_by_one_lane": 64,
     "counted_by_all_lanes": 64, "counted_in_a_race": 64, "peer_that_waits_for_mail": 32, "peer_that_meets": 32,
 }  # fmt: skip
 N, K = 100, 1600  # of FP4 weights: no multiple of a block's rows, 25 windows
@@ -218,7 +219,8 @@ def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: 
     """Forward and backward in this thread, which a chosen plan needs."""
     q, k, v = inputs(1, 2, 1, queries, keys, head, torch.float16)
     options = attention_launch.Options(
-        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None, right, False,
+        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None,
+        right, False,
         0.0, 0.0,
     )  # fmt: skip
     plans = {} if plan is None else {"forward": plan}

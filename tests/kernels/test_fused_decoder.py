@@ -1,4 +1,6 @@
-"""The decoder on a GPU, where its fused operators run: against the plain one on the CPU, against Hugging Face's, and repeated."""
+"""The decoder on a GPU, where its fused operators run:
+against the plain one on the CPU, against Hugging Face's, and repeated.
+"""
 
 import copy
 
@@ -63,7 +65,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is():
 
 @pytest.mark.parametrize("kept", [(), ("attention",), ("attention", "projections", "gates")])
 def test_equal_bits_again_and_whatever_is_kept(kept):
-    """On flash attention, whose backward adds in any order only where there is more than one block of keys; 100 are one."""
+    """On flash attention, whose backward adds in any order only where there is more than one block of keys;
+    100 are one.
+    """
     runs = []
     for names in ((), kept):
         model = Decoder(CONFIG, seed=3).cuda()

@@ -1,4 +1,6 @@
-"""What `make sanitize` runs, without a GPU: no kernel is forgotten, Triton's cases run in the interpreter, reports are read."""
+"""What `make sanitize` runs, without a GPU:
+no kernel is forgotten, Triton's cases run in the interpreter, reports are read.
+"""
 
 import ast
 import re

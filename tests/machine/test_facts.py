@@ -99,7 +99,9 @@ def test_why_no_cuda_names_found_needed_and_remedy(monkeypatch: pytest.MonkeyPat
 
 
 def test_why_no_cuda_asks_torch_first(monkeypatch: pytest.MonkeyPatch):
-    """Where torch works, nothing that the driver says about itself matters, but the GPU may be too old for its kernels."""
+    """Where torch works, nothing that the driver says about itself matters,
+    but the GPU may be too old for its kernels.
+    """
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90a", "compute_90"])
@@ -145,8 +147,8 @@ def test_what_torch_may_still_take_of_a_gpu_keeps_to_the_cap(monkeypatch):
 
 
 class FirstCallMeetsDetection(TorchDispatchMode):
-    """What MKL on an Intel CPU does once in some hundred processes: at the first call of a vector function that torch shares out among
-    threads, the second thread's half is computed by a function of 11 bits."""
+    """What MKL on an Intel CPU does once in some hundred processes: at the first call of a vector function that torch
+    shares out among threads, the second thread's half is computed by a function of 11 bits."""
 
     VECTOR_FUNCTIONS = frozenset({"cos", "sin", "exp", "exp_", "log", "log_", "erfinv_", "tanh"})
     GRAIN = 2048  # elements from which torch shares such a call out
@@ -195,7 +197,8 @@ class Driver:
     def __getattr__(self, name: str) -> Any:
         answers = {
             "nvmlSystemGetDriverVersion": "580.1", "nvmlSystemGetCudaDriverVersion_v2": 13000, "nvmlDeviceGetCount": 3,
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=8 * GiB, free=7 * GiB), "nvmlDeviceGetCudaComputeCapability": (8, 6),
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=8 * GiB, free=7 * GiB),
+            "nvmlDeviceGetCudaComputeCapability": (8, 6),
         }  # fmt: skip
         by_handle = {
             "nvmlDeviceGetHandleByIndex": lambda index: index,

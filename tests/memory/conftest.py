@@ -1,4 +1,6 @@
-"""Levels to test, by name, made when a test needs them: nothing here touches a GPU unless a marked test asks for one."""
+"""Levels to test, by name, made when a test needs them:
+nothing here touches a GPU unless a marked test asks for one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What every level promises, whatever it is made of (vblackwell/memory/level.py). The NULL level's bytes are not compared."""
+"""What every level promises, whatever it is made of (vblackwell/memory/level.py).
+The NULL level's bytes are not compared.
+"""
 
 from __future__ import annotations
 
@@ -254,7 +256,9 @@ def test_to_and_from_gpu_memory(make_level: Callable[..., Level], kind: str, siz
 def test_copies_start_after_queued_work_and_end_before_later_work(
     make_level: Callable[..., Level], kind: str, no_delay_left: None
 ):
-    """Rule 1 and `wait_on`, with a GPU that is slow at both ends: the source is still being computed, the copy is held back."""
+    """Rule 1 and `wait_on`, with a GPU that is slow at both ends:
+    the source is still being computed, the copy is held back.
+    """
     level = make_level(kind)
     extent = level.allocate(MiB)
     set_transfer_delay(lambda where: torch.cuda._sleep(20_000_000) if where == "stream" else None)

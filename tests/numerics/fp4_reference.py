@@ -1,7 +1,7 @@
 """The block formats once more, slowly and in exact rational arithmetic: what the codecs are compared with.
 
-Shares no code and no table with the package: formats are built from their bit fields, rounding is a search for the nearest
-value (ties to the even code), errors are fractions.
+Shares no code and no table with the package: formats are built from their bit fields, rounding is a search for the
+nearest value (ties to the even code), errors are fractions.
 """
 
 from fractions import Fraction

@@ -1,4 +1,6 @@
-"""Codecs against exact rational arithmetic (fp4_reference.py): decoders over all codes and scales, encoders bit for bit."""
+"""Codecs against exact rational arithmetic (fp4_reference.py):
+decoders over all codes and scales, encoders bit for bit.
+"""
 
 import math
 from fractions import Fraction
@@ -225,7 +227,9 @@ def test_pruned_search_finds_the_code_of_the_exhaustive_one(kind):
 
 @pytest.mark.slow
 def test_nf4_int4_int8_elements_are_nearest():
-    """`max` scales are amax over the largest code, rounded once; elements nearest to the exact product, ties to even."""
+    """`max` scales are amax over the largest code, rounded once;
+    elements nearest to the exact product, ties to even.
+    """
     for format, block, precision, top in (("nf4", 64, 24, 1), ("int4", 32, 8, 7), ("int8", 12, 24, 127)):
         values = [Fraction(value) for value in FORMATS[format].values] or list(range(-127, 128))
         gen = generator(7)

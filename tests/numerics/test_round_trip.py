@@ -1,6 +1,8 @@
-"""The straight-through rounding against the codec, bit for bit: random, on boundaries and beside them, extreme, not finite.
+"""The straight-through rounding against the codec, bit for bit: random, on boundaries and beside them, extreme, not
+finite.
 
-Both ways are tested here: that of a CPU, which looks for elements to compare again, and that of a GPU, which compares all.
+Both ways are tested here: that of a CPU, which looks for elements to compare again, and that of a GPU, which compares
+all.
 """
 
 import pytest
@@ -47,7 +49,8 @@ def test_random_weights(form, dtype, way):
         assert_same_bits((torch.randn(shape, generator=generator) * spread).to(dtype), form)
 
 
-# 126 scales x 7 boundaries x 5 floats around each, under tensor scales of all kinds: few bits, many, bf16's, fp16's, large and tiny.
+# 126 scales x 7 boundaries x 5 floats around each, under tensor scales of all kinds: few bits, many, bf16's, fp16's,
+# large and tiny.
 @pytest.mark.parametrize("amax", [2688.0, 1.0, 3.0, 0.0371, 1.9999999, 5.8125, 2.0**-110 * 1.7, 2.0**100 * 1.3])
 def test_nvfp4_around_every_boundary_of_every_scale(amax, way):
     form = FORMATS["nvfp4"]

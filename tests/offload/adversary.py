@@ -1,8 +1,8 @@
 """Queues, transfers and a disk whose work runs in any order that the declared dependencies allow, chosen by a seed.
 
-A GPU runs what it was given as early as it can, so a missing wait shows once in many runs, and then as a wrong number. Here work runs
-when somebody waits for it, or at random moments before, one step at a time; a missing wait shows in most runs. If everybody waits and
-nothing can run, that is a deadlock, and an error.
+A GPU runs what it was given as early as it can, so a missing wait shows once in many runs, and then as a wrong number.
+Here work runs when somebody waits for it, or at random moments before, one step at a time; a missing wait shows in most
+runs. If everybody waits and nothing can run, that is a deadlock, and an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Adversary:
         return False
 
     def wander(self) -> None:
-        """A moment at which anything may happen, or nothing. Not where somebody holds a lock: what happens may want it."""
+        """A moment at which anything may happen, or nothing. Not where somebody holds a lock:
+        what happens may want it.
+        """
         while self.chance.random() < self.eagerness and self.step():
             pass
 

@@ -11,8 +11,8 @@ import torch
 from vblackwell.memory.cache.stack import VGPUStack
 
 MakeStack = Callable[..., VGPUStack]
-# Half as much again as any test here needs, so that no disk is touched unless it asks for less. Not more: a stack's host level faults
-# its first slab in whole, up to 64 MiB, which takes 0.1 s of each of hundreds of tests.
+# Half as much again as any test here needs, so that no disk is touched unless it asks for less. Not more: a stack's
+# host level faults its first slab in whole, up to 64 MiB, which takes 0.1 s of each of hundreds of tests.
 ROOMY_BYTES = 16 << 20
 
 

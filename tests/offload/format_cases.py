@@ -60,7 +60,8 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x.to(first.device, first.dtype)).float(), y.to(first.device))
 
 
-# Level-0 bytes and placement. At 480 KiB the ring is one buffer of two or three stretches; a group of 59 k elements passes in pieces.
+# Level-0 bytes and placement. At 480 KiB the ring is one buffer of two or three stretches; a group of 59 k elements
+# passes in pieces.
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"fast": 8 << 20, "placement": "resident"},
     "tight": {"fast": 480 << 10, "placement": "streamed"},

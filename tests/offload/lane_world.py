@@ -1,7 +1,7 @@
 """One lane over an arena, RAM and a disk, driven by a random program; and what every range must hold when it is over.
 
-Beside the lane runs the plainest reference: whole groups, one after the other, in memory of their own. Memory that a job gives back is
-filled with garbage as soon as its transfers say that it may be.
+Beside the lane runs the plainest reference: whole groups, one after the other, in memory of their own. Memory that a
+job gives back is filled with garbage as soon as its transfers say that it may be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Bytes = dict[str, torch.Tensor]
 class Setting:
     """What a world is made of.
 
-    ``in_ram``: the share of the bytes below level 0 that the host level holds. ``host_writes``: chance that the host changes a range.
+    ``in_ram``: the share of the bytes below level 0 that the host level holds. ``host_writes``: chance that the host
+    changes a range.
     """
 
     dtype: torch.dtype = torch.float32

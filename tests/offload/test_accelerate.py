@@ -1,4 +1,6 @@
-"""A loop on `accelerate.Accelerator` over an offloaded model: losses, norms, weights and files are those of a plain model, bit for bit."""
+"""A loop on `accelerate.Accelerator` over an offloaded model:
+losses, norms, weights and files are those of a plain model, bit for bit.
+"""
 
 from __future__ import annotations
 

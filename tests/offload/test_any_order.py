@@ -1,7 +1,7 @@
 """The worker's tasks in any order that their groups allow: the same bits.
 
-Whatever two groups share in secret (staging memory, a sum's host memory, records) would show here. Losses and weights are compared, fp32
-with plain PyTorch, bf16 with a run whose tasks keep the order in which they came.
+Whatever two groups share in secret (staging memory, a sum's host memory, records) would show here. Losses and weights
+are compared, fp32 with plain PyTorch, bf16 with a run whose tasks keep the order in which they came.
 """
 
 from __future__ import annotations

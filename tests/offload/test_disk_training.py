@@ -1,4 +1,6 @@
-"""Whole trainings with optimizer states on a disk: the bits of a run in RAM; and disks that fill up, fail and forget in the middle."""
+"""Whole trainings with optimizer states on a disk: the bits of a run in RAM;
+and disks that fill up, fail and forget in the middle.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ DECODER, GPT2 = CASES[1], CASES[2]
 State = dict[str, ParameterState]
 LIMIT = 3.5  # of Odd's gradient norms: about half the steps exceed it
 
-# Bytes a parameter of host memory, so that some of the moments, and not all, lie on the disk. Final updates keep no gradients there.
+# Bytes a parameter of host memory, so that some of the moments, and not all, lie on the disk. Final updates keep no
+# gradients there.
 EXACT, WIDE, PACKED = Form("fp32", "exact", BF16), Form("fp32", "exact", None), Form("8bit", "exact", BF16)
 HOST_BYTES = {EXACT: 11.0, WIDE: 13.0, PACKED: 6.6}
 GRADIENT_BYTES = {EXACT: 2.0, WIDE: 4.0, PACKED: 2.0}
@@ -111,7 +114,9 @@ def test_states_on_a_disk_change_no_bit(form: Form, recipe: str, late: bool, mak
 
 @pytest.mark.parametrize("case", [DECODER, GPT2], ids=["decoder", "gpt2"])
 def test_checkpointed_layers_and_activations_in_ram(case, make_stack: MakeStack):
-    """The recipe of the largest models: final updates behind the backward, checkpoints, RAM that is full but for the activations."""
+    """The recipe of the largest models: final updates behind the backward, checkpoints,
+    RAM that is full but for the activations.
+    """
     found = []
     for disk in (True, False):
         model = build(case, use_checkpoint=True)
@@ -137,7 +142,9 @@ def test_checkpointed_layers_and_activations_in_ram(case, make_stack: MakeStack)
 
 
 def test_undone_and_skipped_steps(make_stack: MakeStack):
-    """Updates that ran before a step which never came, and a step whose gradients are not finite: as if they had not been."""
+    """Updates that ran before a step which never came, and a step whose gradients are not finite:
+    as if they had not been.
+    """
     found = []
     for disk in (True, False):
         model, stack = placed(Odd(), EXACT, make_stack, disk=disk)
@@ -173,11 +180,13 @@ def test_released_with_its_states(make_stack: MakeStack):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-# -- disks that break --------------------------------------------------------------------------------------------------------
+# -- disks that break --------------------------------------------------------------------------------------------------
 
 
 class Breaking(SystemCalls):
-    """A disk of which the ``after``-th call of ``name`` and all later ones fail with ``number``; None: they come back with other bits."""
+    """A disk of which the ``after``-th call of ``name`` and all later ones fail with ``number``; None:
+    they come back with other bits.
+    """
 
     def __init__(self, name: str, after: int, number: int | None) -> None:
         self._name, self._number = name, number
@@ -271,7 +280,9 @@ def resumed(states: State, form: Form, recipe: dict[str, Any], make_stack: MakeS
 @pytest.mark.parametrize("recipe", ["final", "undo", "clipped"])
 @pytest.mark.parametrize("after", [1, 4])
 def test_a_disk_that_breaks_in_a_step(fault: str, recipe: str, after: int, make_stack: MakeStack):
-    """A typed error within a step, no state that is partly another; the run goes on from its checkpoint as if nothing had been."""
+    """A typed error within a step, no state that is partly another;
+    the run goes on from its checkpoint as if nothing had been.
+    """
     name, number, kind, text = FAULTS[fault]
     given = RECIPES[recipe]
     model, stack = placed(Odd(), EXACT, make_stack, disk=True)

@@ -1,4 +1,6 @@
-"""Two models in one stack: a frozen teacher and the student that learns from it, bit for bit as both would resident in plain torch."""
+"""Two models in one stack: a frozen teacher and the student that learns from it,
+bit for bit as both would resident in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stac
     assert max(norms) > MAX_NORM, "nothing was clipped"
 
     student = small_student()
-    # Level 0 holds neither of them whole; RAM not both with the student's states, so that some of it all is on the disk.
+    # Level 0 holds neither of them whole; RAM not both with the student's states, so that some of it all is on the
+    # disk.
     stack = make_stack(int(0.75 * weight_bytes(student)), host_bytes=weight_bytes(teacher) + 2 * weight_bytes(student))
     streamed = load_causal_lm(folder, stack, "teacher", trainable=False, placement="streamed").eval()
     enable_vgpu_stack_optimization(student, stack, "student", placement="streamed")

@@ -1,6 +1,7 @@
 """Offloaded training is the same training: every loss and every final parameter `torch.equal` to plain PyTorch's.
 
-The reference is `torch.optim.AdamW(fused=True)` with `torch.nn.utils.clip_grad_norm_` on a plain module, fp32 on the CPU.
+The reference is `torch.optim.AdamW(fused=True)` with `torch.nn.utils.clip_grad_norm_` on a plain module, fp32 on the
+CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
 
-# The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind its step: from
-# the third step on all are alike.
+# The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind
+# its step: from the third step on all are alike.
 STEPS, ACCUMULATION = 4, 2
 # Among the norms of each model some are above and some below: both branches of clipping are taken.
 MAX_NORM = {"mlp": 1.55, "decoder": 1.275, "gpt2": 1.5, "t5": 1.8, "vit": 2.25}

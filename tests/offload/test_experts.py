@@ -1,4 +1,6 @@
-"""Mixtures of experts: those that get no token have no gradient, and their group's others do not wait on level 0 for it."""
+"""Mixtures of experts: those that get no token have no gradient,
+and their group's others do not wait on level 0 for it.
+"""
 
 from __future__ import annotations
 

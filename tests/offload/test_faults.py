@@ -1,4 +1,6 @@
-"""What goes wrong in the middle leaves no trace: failed loads, interrupted forwards, late workers, reads that look like writes."""
+"""What goes wrong in the middle leaves no trace:
+failed loads, interrupted forwards, late workers, reads that look like writes.
+"""
 
 from __future__ import annotations
 

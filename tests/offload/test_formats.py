@@ -1,4 +1,6 @@
-"""Stated formats of optimizer states: one result wherever the bytes live, in what order and in what pieces they are updated."""
+"""Stated formats of optimizer states: one result wherever the bytes live,
+in what order and in what pieces they are updated.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from vblackwell.offload.storage.masters import round_from_fp32
 
 @functools.cache
 def resident_run(form: Form) -> tuple[list[tuple[float, ...]], dict[str, ParameterState]]:
-    """What `train` sees in four steps of a resident model, and the states behind them: of that form the same for every placement."""
+    """What `train` sees in four steps of a resident model, and the states behind them:
+    of that form the same for every placement.
+    """
     stack = stack_of(8 << 20)
     model = place(Odd(), form, "resident", lambda fast, host: stack)
     optimizer = optimizer_of(model)
@@ -102,7 +106,9 @@ def test_when_an_update_runs_changes_nothing(form: Form, more: dict[str, Any], m
 
 
 class Plain:
-    """The same training written plainly: a parameter at a time, each in tensors of its own, with the kernel that is tested elsewhere."""
+    """The same training written plainly: a parameter at a time, each in tensors of its own,
+    with the kernel that is tested elsewhere.
+    """
 
     def __init__(self, model: nn.Module, form: Form) -> None:
         self.model, self.formats = model, Formats(form.states, form.masters)
@@ -151,7 +157,7 @@ def test_resident_is_the_kernel_on_each_parameter(form: Form, make_stack: MakeSt
         assert all(torch.equal(state[kind], its) for kind, its in zip(PACKED_MOMENTS, plain.states[name], strict=True))
 
 
-# -- sizes -----------------------------------------------------------------------------------------------------------------
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 # Around scale blocks, pieces' cuts and the ring's buffers, and anything in between.
@@ -183,7 +189,9 @@ def test_any_sizes(sizes: list[list[int]], form: Form):
 
 
 def test_bytes_a_parameter(make_stack: MakeStack):
-    """From the stack's books, where no parameter is padded and gradients have no range: docs/numerics.md has the sums."""
+    """From the stack's books, where no parameter is padded and gradients have no range:
+    docs/numerics.md has the sums.
+    """
     expected = {
         ("8bit", "exact", BF16): 6 + 8 / 256,
         ("8bit", "stochastic", BF16): 4 + 8 / 256,
@@ -224,7 +232,7 @@ def test_a_resident_model_takes_so_many_bytes(make_stack: MakeStack):
         assert all(set(state) == {"step", *PACKED_MOMENTS} for state in optimizer.state.values())
 
 
-# -- random bits -----------------------------------------------------------------------------------------------------------
+# -- random bits -------------------------------------------------------------------------------------------------------
 
 
 def test_random_bits_depend_on_seed_and_name_alone(make_stack: MakeStack):
@@ -256,7 +264,7 @@ def test_random_bits_depend_on_seed_and_name_alone(make_stack: MakeStack):
     )  # 90,000 roundings of a spread of 1e-3: six standard deviations of the mean are 2e-5 at most
 
 
-# -- what else is in a model -----------------------------------------------------------------------------------------------
+# -- what else is in a model -------------------------------------------------------------------------------------------
 
 
 @packed_form
@@ -340,7 +348,7 @@ def test_a_model_in_use_reads_what_is_kept(make_stack: MakeStack):
         assert torch.equal(state["weight"], (exported[name] + 1e-4).to(BF16).float())
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,7 +360,8 @@ def test_a_model_in_use_reads_what_is_kept(make_stack: MakeStack):
         ({"states": "8bit", "update": "home"}, ConfigurationError, "update='home'.*level 0 alone"),
         ({"states": "8bit", "update": 0.5}, ConfigurationError, "update=0.5.*level 0 alone"),
         ({"states": "8bit", "compute_dtype": torch.float16}, Unsupported, "bf16 or fp32.*has float16"),
-        ({"states": "8bit", "masters": "stochastic"}, Unsupported, "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16"),
+        ({"states": "8bit", "masters": "stochastic"}, Unsupported,
+        "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("placement", ["resident", "streamed"])

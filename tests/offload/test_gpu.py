@@ -1,6 +1,7 @@
 """The same promises on a GPU: no bit depends on level 0's size, memory is given back, and races do not show.
 
-Run by `make test-gpu`. AdamW is one arithmetic wherever it runs (docs/numerics.md); attention is the deterministic math kernel.
+Run by `make test-gpu`. AdamW is one arithmetic wherever it runs (docs/numerics.md); attention is the deterministic math
+kernel.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def test_level0_size_changes_no_bit(dtype: torch.dtype | None, update_in_backwar
 def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
     dtype: torch.dtype | None, accumulation: int, max_norm: float | None
 ):
-    """Resident, and streamed with the update on level 0, at home, shared, with and without a way back, some kept: one result."""
+    """Resident, and streamed with the update on level 0, at home, shared, with and without a way back, some kept:
+    one result.
+    """
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
@@ -156,7 +159,8 @@ def test_close_to_plain_pytorch():
         ours = train(model, 6, True)
         release(model)
     theirs = train(plain.cuda(), 6, False)
-    # fp32 throughout; only AdamW's operation order differs, a few units in the last place a step, amplified by six steps.
+    # fp32 throughout; only AdamW's operation order differs, a few units in the last place a step, amplified by six
+    # steps.
     assert ours[:2] == theirs[:2]
     assert max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) < 2e-5
 
@@ -197,7 +201,8 @@ def test_memory_is_given_back():
         assert torch.cuda.memory_allocated() - before < 0.25 * whole  # cuBLAS workspaces
 
 
-# What the fastest recipe asks for: the first groups live on level 0, more weights stay, checkpoints wait in RAM, no way back.
+# What the fastest recipe asks for: the first groups live on level 0, more weights stay, checkpoints wait in RAM, no way
+# back.
 FASTEST = {"resident_bytes": "26MiB", "weight_bytes": "30MiB", "activations": "host"}
 
 

@@ -64,7 +64,7 @@ def test_every_thread_has_as_many_full_parts(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_adding_up_takes_less_than_an_update(monkeypatch: pytest.MonkeyPatch):
-    """12 bytes a parameter (4 written and fetched for it, 2 and 2 read) against 28. With a whole addend widened in new memory, 36 MiB
-    here, which glibc takes from the system every time, it takes longer than an update: 0.7."""
+    """12 bytes a parameter (4 written and fetched for it, 2 and 2 read) against 28. With a whole addend widened in new
+    memory, 36 MiB here, which glibc takes from the system every time, it takes longer than an update: 0.7."""
     monkeypatch.setattr(host_rates, "time", SimpleNamespace(perf_counter=time.process_time))  # whatever else runs
     assert 1.1 < adds_per_update(HostUpdate(9 << 20)) < 8

@@ -52,6 +52,6 @@ def test_the_host_never_holds_a_second_copy(program, tmp_path):
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 100 * MIB
     taken = int(program(LOAD, str(tmp_path), str(FAST_MIB), str(int(1.1 * size) // MIB)))
-    # RAM is taken in slabs, here at most a tenth more than the weights. Level 0 comes on top; 16 MiB are for modules that
-    # load at their first use. A copy, or a mapping of the file, would add `size`.
+    # RAM is taken in slabs, here at most a tenth more than the weights. Level 0 comes on top; 16 MiB are for modules
+    # that load at their first use. A copy, or a mapping of the file, would add `size`.
     assert size <= taken <= 1.1 * size + (FAST_MIB + 16) * MIB

@@ -1,4 +1,6 @@
-"""Adapters over a frozen base in a stack: peft's training, peft's files, merged folders; and a base packed to FP4 that streams."""
+"""Adapters over a frozen base in a stack: peft's training, peft's files, merged folders;
+and a base packed to FP4 that streams.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
             theirs[name].copy_(value)
     ours, other = VGPUAdamW(trained(model), **RATES), torch.optim.AdamW(trained(plain), fused=True, **RATES)
     for _ in range(3):
-        # fp32 products with a weight that is decoded in tiles, against one that was decoded before: another order of sums
+        # fp32 products with a weight that is decoded in tiles, against one that was decoded before: another order of
+        # sums
         torch.testing.assert_close(step(model, ours), step(plain, other), rtol=1e-4, atol=1e-5)
     if placement == "streamed":
         stats = stack.get_stats()["levels"]
@@ -132,7 +135,9 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
 
 @pytest.mark.parametrize("fp4", [pytest.param(None, marks=pytest.mark.slow), "nvfp4"])
 def test_bf16_with_recompute(fp4, written, make_stack, tmp_path):  # noqa: F811
-    """Compute in bf16 with fp32 masters of the adapters: layers computed again in backward give the same bits; merging keeps it."""
+    """Compute in bf16 with fp32 masters of the adapters: layers computed again in backward give the same bits;
+    merging keeps it.
+    """
     folder, ends = written("llama"), []
     for recompute in (False, True):
         model = load(folder, make_stack, fp4=fp4, compute_dtype=torch.bfloat16)
@@ -214,7 +219,9 @@ def test_an_adapter_is_brought_along(written, make_stack, tmp_path):  # noqa: F8
 
 
 def test_an_adapter_knows_its_base(written, make_stack, tmp_path):  # noqa: F811
-    """Of the same shapes: ours by what is in its file, peft's by the folder that it names; the same weights kept otherwise are the same."""
+    """Of the same shapes: ours by what is in its file, peft's by the folder that it names;
+    the same weights kept otherwise are the same.
+    """
     folder = written("llama")
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "manifest.json").touch()  # the model of a run, say
@@ -272,7 +279,8 @@ def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # no
 
 def test_names_that_peft_takes_for_experts_get_no_adapters():
     config = Qwen2MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=3,
+        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+        num_experts=3,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
     with parameters_on_meta():
@@ -286,7 +294,8 @@ def test_names_that_peft_takes_for_experts_get_no_adapters():
 
 def test_a_router_that_is_a_linear_by_class_gets_no_adapter():
     config = PhimoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_local_experts=3, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_local_experts=3, num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=1,
     )  # fmt: skip
     falcon = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

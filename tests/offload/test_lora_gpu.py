@@ -95,10 +95,12 @@ def test_logits_of_a_streamed_model(fp4, folder):
 
 @pytest.mark.parametrize("fp4", [None, "nvfp4"])
 def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
-    """Beside the workspace's 512 MiB there is room for all; for keys and values, and three layers; for three layers alone.
+    """Beside the workspace's 512 MiB there is room for all; for keys and values, and three layers; for three layers
+    alone.
 
-    Steps over the stack's bytes launch the same kernels wherever those come from, and so do calls of the model: each writes the same text
-    in any room. They are not compared with one another bit by bit: a step's attention and norms add up in other orders than the model's.
+    Steps over the stack's bytes launch the same kernels wherever those come from, and so do calls of the model: each
+    writes the same text in any room. They are not compared with one another bit by bit: a step's attention and norms
+    add up in other orders than the model's.
     """
     # MiB of 8.0 of weights in bf16, 2.6 in nvfp4, and 1.1 of keys and values; the largest group has 1.25 and 0.35.
     all_stays, weights_pass, both_pass = (512, 6.5, 4.5) if fp4 is None else (512, 2.9, 2.1)
@@ -131,8 +133,9 @@ def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
     assert torch.equal(texts["calls", all_stays], texts["calls", both_pass])
     for kind, extra in (("steps", weights_pass), ("calls", weights_pass), ("calls", both_pass)):
         assert moved[kind, extra] > 5 * moved["steps", all_stays]  # which loads once, at its prompt
-    # A step's token is the model's up to what rounding may turn round: logits are off by less than 2^-4.3 of their spread (as in
-    # test_decode_graph.py), the highest of 512 by four and a half times that, and so may the chosen one be. Most are behind by three.
+    # A step's token is the model's up to what rounding may turn round: logits are off by less than 2^-4.3 of their
+    # spread (as in test_decode_graph.py), the highest of 512 by four and a half times that, and so may the chosen one
+    # be. Most are behind by three.
     assert logits_BSV is not None
     chosen_BS = logits_BSV.gather(-1, texts["steps", all_stays][..., None])[..., 0]
     behind_BS = (logits_BSV.amax(-1) - chosen_BS) / logits_BSV.std(-1)

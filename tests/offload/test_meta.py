@@ -1,4 +1,6 @@
-"""Models on the meta device: filled where they will live, never twice in RAM, and then as if they had been built with these values."""
+"""Models on the meta device: filled where they will live, never twice in RAM,
+and then as if they had been built with these values.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +239,7 @@ def test_what_else_a_model_has(placement: str, make_stack: MakeStack):
     assert torch.equal(model.weight.detach().flatten(), torch.arange(300.0)) and type(model.named) is Named
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", ["resident", "streamed", "auto"])
@@ -271,7 +273,8 @@ def test_a_callback_that_fails_leaves_everything_as_it_was(placement: str, make_
             good(name, tensor)
 
     for wrong, error, text in (
-        (fail, OSError, "checkpoint is gone"), (forget, ConfigurationError, r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled")
+        (fail, OSError, "checkpoint is gone"), (forget, ConfigurationError,
+        r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled")
     ):  # fmt: skip
         with pytest.raises(error, match=text):
             enable_vgpu_stack_optimization(model, stack, placement=placement, initialize=wrong)
@@ -283,13 +286,15 @@ def test_a_callback_that_fails_leaves_everything_as_it_was(placement: str, make_
     }
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_the_host_never_holds_it_twice(dtype: torch.dtype, make_stack: MakeStack):
-    """The process grows by the ranges (96 MiB) and one group (4 MiB, and chunks of its halves), not by the model once more (96 or 48)."""
+    """The process grows by the ranges (96 MiB) and one group (4 MiB, and chunks of its halves),
+    not by the model once more (96 or 48).
+    """
     with torch.device("meta"):
         model = nn.Sequential(nn.ModuleList(nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(24)))
     block = torch.randn(1 << 10)

@@ -1,4 +1,6 @@
-"""Models filled from the meta device, and states on a disk, on a GPU: the bits of models that were built, and of states in RAM."""
+"""Models filled from the meta device, and states on a disk, on a GPU:
+the bits of models that were built, and of states in RAM.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,13 @@ def levels(fast_mb: float, host_mb: float, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.states}-{form.dtype}")
 @pytest.mark.parametrize("undo", [True, False])
 def test_filled_on_meta_with_states_anywhere(form: Form, undo: bool, tmp_path: Path):
-    """Resident, streamed, partly resident, and with moments on a disk; the first is a model that was built with its values."""
+    """Resident, streamed, partly resident, and with moments on a disk;
+    the first is a model that was built with its values.
+    """
     values = dict(Odd().named_parameters())
     total = sum(value.numel() for value in values.values())
-    # RAM for weights, remainders, gradients where they are kept, a part of the moments, and what those on the disk pass through.
+    # RAM for weights, remainders, gradients where they are kept, a part of the moments, and what those on the disk pass
+    # through.
     narrow = (6.4 if form.states == "8bit" else 9.0) if form.dtype is not None else 10.5
     tight = (narrow + (0 if not undo else 2 if form.dtype is not None else 4)) * total / (1 << 20)
     found = []

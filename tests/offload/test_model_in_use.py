@@ -1,4 +1,6 @@
-"""An offloaded model behaves like a module: it is read, copied, saved, frozen, branched, and never shows stale bytes."""
+"""An offloaded model behaves like a module:
+it is read, copied, saved, frozen, branched, and never shows stale bytes.
+"""
 
 from __future__ import annotations
 
@@ -456,7 +458,7 @@ def test_an_optimizer_of_two_models_is_replaced_whole(make_stack: MakeStack):
     one_step(one, second)
 
 
-# -- deviations ----------------------------------------------------------------------------------------------------------
+# -- deviations --------------------------------------------------------------------------------------------------------
 
 
 class Wayward(nn.Module):
@@ -722,7 +724,7 @@ def test_in_eval_torchs_transformer_runs_the_kernels_of_a_plain_one(kind: str, g
             assert torch.equal(found, wanted)
 
 
-# -- stacks and names ----------------------------------------------------------------------------------------------------
+# -- stacks and names --------------------------------------------------------------------------------------------------
 
 
 def test_two_models_share_a_stack_and_an_optimizer(stack: VGPUStack):

@@ -47,13 +47,16 @@ def reference_step(
     count: int,
     max_norm: float,
 ) -> float:
-    """The same step written plainly, a tensor at a time: norms of fp32 gradients, clip, fused AdamW on masters, round."""
+    """The same step written plainly, a tensor at a time:
+    norms of fp32 gradients, clip, fused AdamW on masters, round.
+    """
     grads = {name: param.grad.float() for name, param in model.named_parameters()}
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads.values()]))
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for name, param in model.named_parameters():
         torch._fused_adamw_(
-            [masters[name]], [grads[name] * factor], [moments[name][0]], [moments[name][1]], [], [torch.tensor(float(count))],
+            [masters[name]], [grads[name] * factor], [moments[name][0]], [moments[name][1]], [],
+            [torch.tensor(float(count))],
             lr=3e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
         round_from_fp32(masters[name].reshape(-1), param.data.view(-1))
@@ -139,7 +142,9 @@ class TwoLinears(nn.Module):
 def test_micro_batches_sum_what_each_of_them_used(
     make_stack: MakeStack, dtype: torch.dtype | None, micro_batches: tuple[str, ...]
 ):
-    """A gradient that is the first of its parameter joins sums of others of its group, and narrow ones move even if nothing joins them."""
+    """A gradient that is the first of its parameter joins sums of others of its group,
+    and narrow ones move even if nothing joins them.
+    """
 
     def build_layers() -> nn.ModuleList:
         torch.manual_seed(0)

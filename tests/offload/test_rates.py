@@ -22,7 +22,8 @@ MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
 @pytest.mark.parametrize(
     ("said", "card"),
     [
-        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"), ("NVIDIA A10", "A10"),
+        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A10", "A10"),
         ("NVIDIA GeForce RTX 4060", "RTX 4060"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("NVIDIA TITAN V", None),
     ],
 )  # fmt: skip
@@ -61,9 +62,11 @@ def test_rates_are_kept_and_read_again(tmp_path, monkeypatch):
 def test_doctors_numbers_become_rates():
     found = measuring.as_rates(
         {
-            "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0, "matmul_half_tflops": 779.0,
+            "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0,
+            "matmul_half_tflops": 779.0,
             "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
-            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0, "issue_beside_updates_us": 9.0, "issue_of_loop_us": 1.5,
+            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0, "issue_beside_updates_us": 9.0,
+            "issue_of_loop_us": 1.5,
             "read_us": 3.0, "adds_per_update": 2.5,
         }
     )  # fmt: skip
@@ -111,7 +114,9 @@ def test_issuing_an_operator_takes_microseconds(monkeypatch):
 
 
 def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
-    """Three looks of five at a host that is a third slower, one hiccup, one step that a clock cut short: as if nobody had been there."""
+    """Three looks of five at a host that is a third slower, one hiccup, one step that a clock cut short:
+    as if nobody had been there.
+    """
     times = [[26.0] * 15, [19.0] * 14 + [90.0], [26.0] * 15, [26.0] * 15, [19.5] * 14 + [2.0]]
     given = iter([each for each in times for _ in ("issue", "loop", "read")])
     monkeypatch.setattr(measuring, "steps_seconds", lambda action, finish: next(given))

@@ -1,4 +1,6 @@
-"""Models of transformers: folder -> stack -> a step -> folder, bit for bit what transformers and torch's AdamW make of them."""
+"""Models of transformers: folder -> stack -> a step -> folder,
+bit for bit what transformers and torch's AdamW make of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ CONFIGS = {
     "gemma": lambda: transformers.GemmaConfig(**SHAPE, head_dim=8),
     "phi": lambda: transformers.PhiConfig(**SHAPE),
     "opt": lambda: transformers.OPTConfig(
-        **ENDS, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=32
+        **ENDS, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4, max_position_embeddings=64,
+        word_embed_proj_dim=32
     ),
 }  # fmt: skip
 RATES = {"lr": 1e-2, "weight_decay": 0.1}

@@ -1,4 +1,6 @@
-"""What autograd keeps of an offloaded model's activations: as plain PyTorch keeps them, with their versions and without cycles."""
+"""What autograd keeps of an offloaded model's activations:
+as plain PyTorch keeps them, with their versions and without cycles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What one stack wrote, any other stack reads, or none: weights, moments and counts, and training that goes on alike."""
+"""What one stack wrote, any other stack reads, or none:
+weights, moments and counts, and training that goes on alike.
+"""
 
 from __future__ import annotations
 

@@ -260,7 +260,8 @@ def test_without_undo_the_result_is_the_same(
         assert "gradient" not in without["bytes_by_level"]
         elements = sum(param.numel() for param in final_model.parameters())
         total = sum(map(sum, without["bytes_by_level"].values()))
-        # 12 bytes a parameter with split masters, 14 with whole ones; the smallest parameters here are 32 elements in 256-element places.
+        # 12 bytes a parameter with split masters, 14 with whole ones; the smallest parameters here are 32 elements in
+        # 256-element places.
         assert total <= (12 if update == "level0" else 14) * elements * 1.06
 
 
@@ -312,12 +313,14 @@ def test_an_abandoned_update_has_consumed_its_gradient(make_stack: MakeStack, up
     assert not all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-# -- races ---------------------------------------------------------------------------------------------------------------
+# -- races -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def delays() -> Iterator[Callable[..., None]]:
-    """Random waits in every copy thread and in the worker, reproducible in distribution, not in order: that is the point."""
+    """Random waits in every copy thread and in the worker, reproducible in distribution, not in order:
+    that is the point.
+    """
     pause = threading.Event()
     chance = random.Random(0)
 
@@ -341,8 +344,9 @@ def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_sta
     enable_vgpu_stack_optimization(
         model, make_stack((96 if update == "home" else 128) << 10, host_bytes=500 << 10), update=update
     )
-    # More steps where most runs beside each other: updates ahead of their step, on streams of their own. Rare orders are not left to
-    # luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing wait.
+    # More steps where most runs beside each other: updates ahead of their step, on streams of their own. Rare orders
+    # are not left to luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing
+    # wait.
     steps, micros = (12, 1) if update_in_backward and update == "level0" else (8, 2)
     ours = VGPUAdamW(
         model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=micros

@@ -1,4 +1,6 @@
-"""`transformers.Trainer` over an offloaded model: losses, norms, weights and files are those of a plain model, bit for bit."""
+"""`transformers.Trainer` over an offloaded model:
+losses, norms, weights and files are those of a plain model, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from vblackwell.offload.optimizer import VGPUAdamW
 # The newest transformers alone have another name for it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 OPTIONS = {
-    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-2,
-    "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine", "logging_steps": 1, "save_steps": 2, "eval_strategy": "steps",
+    "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine", "logging_steps": 1, "save_steps": 2,
+    "eval_strategy": "steps",
     "eval_steps": 2, "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True, "report_to": "none",
 }  # fmt: skip
 PLAIN = (torch.optim.AdamW, {"lr": OPTIONS["learning_rate"], "fused": True})
@@ -112,8 +116,8 @@ def test_clipping_by_the_optimizer_behind_the_backward(trainer):
     ours = trainer("llama", "ours", ahead, max_grad_norm=0.0)
     for each in (plain, ours):
         each.train()
-    # The optimizer adds the norms with decayed parameters first, the Trainer in the model's order: a few dozen squares in
-    # fp32, 1e-6 of the factor, and AdamW's quotient of moments is free of factors.
+    # The optimizer adds the norms with decayed parameters first, the Trainer in the model's order: a few dozen squares
+    # in fp32, 1e-6 of the factor, and AdamW's quotient of moments is free of factors.
     for name, value in weights(ours.model).items():
         torch.testing.assert_close(value, weights(plain.model)[name], rtol=1e-5, atol=1e-6)
     norms = [[entry["grad_norm"] for entry in history(each) if "grad_norm" in entry] for each in (ours, plain)]

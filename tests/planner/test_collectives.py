@@ -1,4 +1,6 @@
-"""The costs of collectives against collectives that are carried out: pieces of real numbers, moved step by step, ports counted."""
+"""The costs of collectives against collectives that are carried out:
+pieces of real numbers, moved step by step, ports counted.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Machine:
 
 
 def rings(members: list[list[int]], machine: Machine, owned: dict[int, list[tuple[int, ...]]], reduce: bool) -> None:
-    """A ring all-gather of what each member owns, in all rings at once; or, with ``reduce``, a reduce-scatter onto the owners."""
+    """A ring all-gather of what each member owns, in all rings at once;
+    or, with ``reduce``, a reduce-scatter onto the owners.
+    """
     size = len(members[0])
     for k in range(size - 1):
         messages = []

@@ -1,4 +1,6 @@
-"""What `vb estimate` advises for a small decoder: numbers of real traces, costs beside them, memory first where it is missing."""
+"""What `vb estimate` advises for a small decoder:
+numbers of real traces, costs beside them, memory first where it is missing.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
     """A vocabulary of 32,000 words over a small model: whole logits fill the card, and vb train never makes them."""
     fields = {
         "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     run = Run(of_config(fields, "small", 512), 512, precision="bf16", capability=(8, 6))
     trace = run.trace(8)

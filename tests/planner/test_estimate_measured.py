@@ -1,4 +1,6 @@
-"""Models that read values of their tensors: measured in two real steps, which must agree with a trace where there is one."""
+"""Models that read values of their tensors:
+measured in two real steps, which must agree with a trace where there is one.
+"""
 
 from __future__ import annotations
 
@@ -85,10 +87,12 @@ def test_what_is_measured_is_what_a_trace_says_where_there_is_one():
     assert measured.trace.num_parameters == measured.trace.trainable == COUNT and measured.step_seconds > 0
     told, found = estimate_trace(traced), estimate_trace(measured.trace)
     assert found.weights == told.weights == 4 * COUNT
-    # Moments and gradients; counters of steps lie in RAM, which a trace knows and this does not tell apart: 4 bytes a parameter tensor.
+    # Moments and gradients; counters of steps lie in RAM, which a trace knows and this does not tell apart: 4 bytes a
+    # parameter tensor.
     assert peak_of(measured.trace, ("optimizer",)) == pytest.approx(8 * COUNT, abs=64)
     assert peak_of(measured.trace, ("gradients",)) == 4 * COUNT
-    # Beside states; a GPU's cuBLAS keeps workspaces that a CPU does not have, and the CPU's loss has a scalar more or less.
+    # Beside states; a GPU's cuBLAS keeps workspaces that a CPU does not have, and the CPU's loss has a scalar more or
+    # less.
     without_cublas = replace(traced, sizes=tuple(0 if each in CUBLAS else each for each in traced.sizes))
     of_step = [peak_of(each, NOT_STATE, outside="optimizer") for each in (measured.trace, without_cublas)]
     assert of_step[0] == pytest.approx(of_step[1], rel=0.02)

@@ -103,7 +103,9 @@ def test_a_way_back_takes_ram_and_the_links_time(small):
 
 @pytest.mark.parametrize("host", [8 * GiB, 420 * MiB, 300 * MiB])
 def test_ways_back_leave_ram_to_the_inputs_of_checkpoints(small, host):
-    """They take what is free, all of it where RAM is short: with the inputs, which come and go, never more than there is."""
+    """They take what is free, all of it where RAM is short:
+    with the inputs, which come and go, never more than there is.
+    """
     found = on(small, bounds=Bounds(320 * MiB, host, 8 * GiB), undo=True).predict(choice())
     assert not isinstance(found, Lacking)
     assert found[1].host == host if host < GiB else found[1].host < host
@@ -121,7 +123,9 @@ def test_states_that_ram_cannot_hold_go_to_the_disk(small):
 
 @pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 2, 8.0), ("bf16", 4, 9.0)])
 def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, micro_batches, host):
-    """Where RAM, of so many bytes a parameter, is too short for gradients too: norms, sums of several and updates at home need them."""
+    """Where RAM, of so many bytes a parameter, is too short for gradients too:
+    norms, sums of several and updates at home need them.
+    """
     shape = DecoderConfig(512, 64, 192, 4, 4, max_position=16)
     model = Decoder(shape, seed=0, device="cpu").train()
     count = sum(p.numel() for p in model.parameters())
@@ -157,7 +161,8 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
 
         before = moved()  # with the states' first bytes
         real = [now - then for now, then in zip(moved(), before, strict=True)]
-        assert offload_of(model).storage.bytes_by_level()["gradient"][2] > 0  # pyright: ignore[reportOptionalMemberAccess]
+        # Pyright: ignore[reportOptionalMemberAccess]
+        assert offload_of(model).storage.bytes_by_level()["gradient"][2] > 0
     assert told == pytest.approx(real, rel=2e-3)  # a group's share is rounded, its ranges begin at multiples of 512
     assert found[1].disk_written == told[1]
 
@@ -257,7 +262,9 @@ def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
 
 
 def test_the_turn_comes_before_more_weights(small):
-    """Without a way back the first groups get their states onto level 0 before other weights stay, and steps are shorter for it."""
+    """Without a way back the first groups get their states onto level 0 before other weights stay,
+    and steps are shorter for it.
+    """
     roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))
     sized, kept = roomier.predict(choice(update=0.3))
     assert 0 < sized.resident_bytes < sized.level0_bytes
@@ -270,7 +277,9 @@ def test_the_turn_comes_before_more_weights(small):
 
 @pytest.mark.slow
 def test_the_2_70b_shape_as_an_h200_ran_it():
-    """docs/journal/offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone: bytes within 4 %, speed 5 to 8."""
+    """docs/journal/offload.md, 2026-11-22, 16,384 tokens a step, AdamW on the CPU at 2.02 G/s alone:
+    bytes within 4 %, speed 5 to 8.
+    """
     run = Run(
         of_decoder("decoder", DecoderConfig(32000, 2560, 6912, 32, 20, max_position=2048)),
         2048,
@@ -302,7 +311,9 @@ def test_the_2_70b_shape_as_an_h200_ran_it():
 
 
 def test_the_disk_of_the_largest_model_as_it_was_measured():
-    """docs/journal/offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk: 50 GB read and 48 GB written a step."""
+    """docs/journal/offload.md: 22 blocks of the 70B shape, 108 GiB of RAM, 52 GB of disk:
+    50 GB read and 48 GB written a step.
+    """
     config = DecoderConfig(32000, 8192, 28672, 22, 64, 8)
     options = StreamingOptions(
         compute_dtype=torch.bfloat16, update="level0", resident_bytes=95_552_303_923, activation_bytes=3_623_878_656,

@@ -34,7 +34,8 @@ BYTES_ONLY = Link(0.0, 1e9)
 def workload(layers: tuple[Layer, ...] = (), units: tuple[Unit, ...] = (), **more) -> Workload:
     compute = sum(unit.forward + unit.backward for unit in units) or 1.0
     fields = {
-        "parameters": sum(layer.elements for layer in layers) or 1, "tokens": 64, "width": 2, "products": compute, "others": 0.0,
+        "parameters": sum(layer.elements for layer in layers) or 1, "tokens": 64, "width": 2, "products": compute,
+        "others": 0.0,
         "optimizer": 0.0, "state_bytes": 16000, "activation_bytes": 100, "boundary_bytes": 1000,
     }  # fmt: skip
     return Workload(layers, units, **(fields | more))
@@ -44,7 +45,7 @@ def layer(taken: int, made: int, joined: bool = False, rows: int = 64) -> Layer:
     return Layer(f"{taken}to{made}", rows, taken, (made,), joined)
 
 
-# -- a divided layer, carried out ------------------------------------------------------------------------------------------
+# -- a divided layer, carried out --------------------------------------------------------------------------------------
 
 
 class Ledger:
@@ -120,7 +121,7 @@ def test_a_layer_costs_what_dividing_it_takes(kind, divided, p):
     assert layer_cost(layer(12, 24, rows=5), kind, divided, 2, p) == expected
 
 
-# -- chains ------------------------------------------------------------------------------------------------------------------
+# -- chains ------------------------------------------------------------------------------------------------------------
 
 
 def kinds_of(layers: tuple[Layer, ...], p: int, **more) -> list[str]:
@@ -189,7 +190,7 @@ def test_what_does_not_divide_is_refused_by_name():
         strategies(workload(), 2, "mesch")
 
 
-# -- heads ---------------------------------------------------------------------------------------------------------------------
+# -- heads -------------------------------------------------------------------------------------------------------------
 
 FOUR_HEADS = (
     Layer("q", 64, 1024, (1024, 512, 512), False, heads=(28, 4)), layer(1024, 1024, joined=True),
@@ -248,7 +249,7 @@ def test_a_plan_says_what_does_not_divide_and_what_would():
     assert told(3).endswith("no part of 3 GPUs divides: take 2 or 4 GPUs for tensor parallelism") and told(3, ()) == ""
 
 
-# -- sharded data and pipelines ----------------------------------------------------------------------------------------------
+# -- sharded data and pipelines ----------------------------------------------------------------------------------------
 
 
 def units(count: int, draw: random.Random) -> tuple[Unit, ...]:
@@ -305,7 +306,7 @@ def test_stages_are_as_even_as_they_can_be():
         assert max(sum(unit.forward + unit.backward for unit in stage) for stage in found) == pytest.approx(best)
 
 
-# -- layers of real models -----------------------------------------------------------------------------------------------------
+# -- layers of real models ---------------------------------------------------------------------------------------------
 
 
 def tokens() -> Tensor:

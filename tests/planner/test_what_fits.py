@@ -30,7 +30,8 @@ NAMES = (
 def small_models(monkeypatch):
     for name, width in zip(NAMES, (64, 128, 256), strict=True):
         fields = {
-            "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2,
+            "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
         }  # fmt: skip
         monkeypatch.setitem(KNOWN_MODELS, name, fields)
@@ -50,7 +51,8 @@ def test_the_largest_and_the_largest_that_stays():
     answers = WhatFits(NAMES)
     roomy = answers.largest("train", place(8 * GiB))
     assert [(fit.model, fit.resident) for fit in roomy] == [("tiny-c", True)]
-    # The activations of two short sequences are some 10 MiB; states are 18 bytes of half a million parameters and of four and a half.
+    # The activations of two short sequences are some 10 MiB; states are 18 bytes of half a million parameters and of
+    # four and a half.
     tight = answers.largest("train", place(160 * MiB))
     assert [fit.model for fit in tight][0] == "tiny-c" and tight[-1].resident
     assert answers.largest("train", place(8 * GiB, matmul_half=1.0)) == []  # slower than it is worth

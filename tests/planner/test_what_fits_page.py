@@ -1,4 +1,6 @@
-"""docs/what-fits.md says what docs/what_fits.py would write: its head, its cards, and a card's quickest rows worked out again."""
+"""docs/what-fits.md says what docs/what_fits.py would write:
+its head, its cards, and a card's quickest rows worked out again.
+"""
 
 from __future__ import annotations
 

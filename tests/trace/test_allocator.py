@@ -21,7 +21,9 @@ ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 1000), SIZES), max_si
 
 
 class Slow:
-    """Segments as lists of [size, allocated]; searched from end to end. No sorted lists, no neighbours, no addresses."""
+    """Segments as lists of [size, allocated]; searched from end to end.
+    No sorted lists, no neighbours, no addresses.
+    """
 
     def __init__(self, cap: int | None) -> None:
         self.cap, self.segments = cap, []  # (is small, [[size, allocated], ...]) in the order they were made
@@ -125,7 +127,8 @@ def test_expandable_segments_hold_whole_pages_around_what_is_allocated(actions, 
 @pytest.mark.parametrize(
     ("size", "rounded", "segment"),
     [
-        (1, 512, 2 * MiB), (512, 512, 2 * MiB), (513, 1024, 2 * MiB), (MiB, MiB, 2 * MiB), (MiB + 1, MiB + 512, 20 * MiB),
+        (1, 512, 2 * MiB), (512, 512, 2 * MiB), (513, 1024, 2 * MiB), (MiB, MiB, 2 * MiB), (MiB + 1, MiB + 512,
+        20 * MiB),
         (10 * MiB - 512, 10 * MiB - 512, 20 * MiB), (10 * MiB, 10 * MiB, 10 * MiB), (11 * MiB, 11 * MiB, 12 * MiB),
         (20 * MiB + 1, 20 * MiB + 512, 22 * MiB),
     ],
@@ -198,7 +201,9 @@ def test_replay_names_the_peak_and_the_failure():
 
 
 def test_of_equal_free_blocks_the_one_of_the_later_segment_is_taken():
-    """New segments lie below old ones. Fourteen recorded runs on an H200 reserve what they did with this order alone."""
+    """New segments lie below old ones. Fourteen recorded runs on an H200 reserve what they did
+    with this order alone.
+    """
     allocator = CachingAllocator()
     first, second = allocator.malloc(30 * MiB), allocator.malloc(30 * MiB)
     allocator.free(first)

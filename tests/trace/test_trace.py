@@ -160,7 +160,9 @@ def test_attention_keeps_no_square(dtype):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_our_decoder_takes_its_fused_kernels(recompute):
-    """As on a GPU of that capability, also where torch has no CUDA: norms keep a scale a row, loss and head a chunk of logits."""
+    """As on a GPU of that capability, also where torch has no CUDA:
+    norms keep a scale a row, loss and head a chunk of logits.
+    """
     config = DecoderConfig(512, 64, 192, 2, 4, max_position=64)
     model = Decoder(config, device="meta", dtype=torch.bfloat16).train()
     model.gradient_checkpointing = recompute
@@ -180,7 +182,9 @@ def test_our_decoder_takes_its_fused_kernels(recompute):
 
 
 def test_autocast_reaches_attention_whoever_calls_it():
-    """By torch's own name in another module, as transformers does: fp32 queries are cast, and so is what attention keeps."""
+    """By torch's own name in another module, as transformers does:
+    fp32 queries are cast, and so is what attention keeps.
+    """
 
     class Calls(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +222,8 @@ def test_wide_softmax_keeps_no_wide_copy_of_its_input():
     target = lambda: torch.zeros(512, dtype=torch.int64, device="cuda")  # noqa: E731
     loss = lambda m, b: functional.cross_entropy(m(b.float()), target())  # noqa: E731
     trace = trace_training(trained, make, loss, None, steps=1, autocast=torch.bfloat16)
-    # Logits, log-probabilities and the gradients of both are narrow; what the loss reads of the latter is wide, as is its gradient.
+    # Logits, log-probabilities and the gradients of both are narrow; what the loss reads of the latter is wide, as is
+    # its gradient.
     assert trace.sizes.count(narrow) == 4 and trace.sizes.count(wide) == 2
 
 
@@ -255,7 +260,8 @@ def test_the_work_of_a_linear_by_hand():
     slow = replace(rates, matmul_fp32=1.0)
     assert phase_seconds(trace.work, slow)["loss"] == pytest.approx(product / MATMUL_SHARE, rel=0.01)
     issued = replace(rates, issue_seconds=1.0)
-    # A call of a torch module; forward and backward: views of the weight and products; and what the step's loss and update take.
+    # A call of a torch module; forward and backward: views of the weight and products; and what the step's loss and
+    # update take.
     calls = [each for each in trace.work if each.kind == "host" and each.issues == TORCH_MODULE]
     assert len(calls) == 1 and calls[0].phase == "forward"
     total = sum(each.issues for each in trace.work)
@@ -279,7 +285,8 @@ def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():
     model = nn.Conv2d(16, 16, 3, bias=False)
     make = lambda: torch.zeros(1, 16, 16, 16, device="cuda")  # noqa: E731
     kinds = [
-        {each.kind for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of, steps=1).work if each.flops}
+        {each.kind for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of,
+        steps=1).work if each.flops}
         for of in ((7, 0), (9, 0))
     ]  # fmt: skip
     assert kinds == [{""}, {"tf32"}]
@@ -329,7 +336,9 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_repeats_is_what_the_forward_did(reentrant):
-    """Functions that a checkpointed function calls itself, outside of any module, as OPT's layers do: again the CUDA path."""
+    """Functions that a checkpointed function calls itself, outside of any module, as OPT's layers do:
+    again the CUDA path.
+    """
 
     class Direct(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -423,7 +432,8 @@ def test_nothing_of_the_disguise_remains():
     with cuda_on_meta():
         assert torch.zeros(2, device="cuda:0").to("cuda").is_cuda
     assert names == (
-        functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled, nn.Module.__call__,
+        functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled,
+        nn.Module.__call__,
         torch.autograd._engine_run_backward,
     )  # fmt: skip
     assert torch.zeros(2, device="meta").is_meta
@@ -443,7 +453,9 @@ def test_flex_attention_is_refused():
 
 
 def test_a_packed_linear_multiplies_as_a_plain_one_does():
-    """Operations, the packed bytes that are read, and the weight that is written out for a gradient or for many rows."""
+    """Operations, the packed bytes that are read,
+    and the weight that is written out for a gradient or for many rows.
+    """
     from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 
     stored, plain = StoredFP4Linear(256, 512, None, tiled=True, dtype=torch.bfloat16), nn.Linear(256, 512, bias=False)

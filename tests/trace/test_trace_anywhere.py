@@ -48,13 +48,16 @@ def test_it_does_not_ask_whether_there_is_a_gpu(monkeypatch):
 
 
 ASKS_THE_DRIVER = (
-    "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties", "get_rng_state",
+    "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties",
+    "get_rng_state",
     "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
 )  # fmt: skip
 
 
 def gpu_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on torch is in a fork of a process that has used its GPU: it says that there is one, and all that needs it raises."""
+    """From here on torch is in a fork of a process that has used its GPU:
+    it says that there is one, and all that needs it raises.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
@@ -81,7 +84,8 @@ def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
         return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
 
     return trace_training(
-        model, lambda: torch.zeros(4, 8, device="cuda"), loss, optimizer_named(optimizer), autocast=torch.bfloat16 if autocast else None
+        model, lambda: torch.zeros(4, 8, device="cuda"), loss, optimizer_named(optimizer),
+        autocast=torch.bfloat16 if autocast else None
     )  # fmt: skip
 
 
@@ -139,7 +143,8 @@ def test_the_same_bytes_with_a_gpu_and_without():
     assert torch.zeros(2, device="cuda").sum().item() == 0
     code = "import torch; from tests.trace.test_trace_anywhere import digests; print(torch.cuda.is_available(), *digests())"
     found = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        check=True,
     )  # fmt: skip
     available, *elsewhere = found.stdout.split()
     assert available == "False" and elsewhere == digests()

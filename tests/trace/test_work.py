@@ -1,4 +1,6 @@
-"""Operations of attention: torch's formulas where these accept, and grouped heads, which some of its versions refuse."""
+"""Operations of attention: torch's formulas where these accept, and grouped heads,
+which some of its versions refuse.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_an_optimizers_loop_has_a_rate_of_its_own():
 
 
 def test_a_host_that_reads_waits_for_the_gpu_and_the_gpu_for_it():
-    """Ten times 3 ms of the GPU, issued in no time, then 1 ms of the host and a read: what one does the other cannot hide."""
+    """Ten times 3 ms of the GPU, issued in no time, then 1 ms of the host and a read:
+    what one does the other cannot hide.
+    """
     rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-3, read_issues=1e-9, memory=1e9 / MEMORY_SHARE)
     runs, issues = Work("optimizer", 0.0, 3_000_000, 4, issues=0.0), host_work("optimizer", 1.0)
     alone = phase_seconds([runs, issues] * 10, rates)
@@ -130,7 +134,8 @@ def test_products_and_sums_are_those_of_the_gpu_that_is_meant(num_sms):
     """A layer's gradients: products in tiles by its multiprocessors, and a bias's sum in parts of as many blocks."""
     rows, wide = 4096, 1536
     trace = trace_training(
-        nn.Linear(wide, wide), lambda: torch.zeros(rows, wide, device="cuda"), lambda model, x: model(x).square().mean(), None,
+        nn.Linear(wide, wide), lambda: torch.zeros(rows, wide, device="cuda"), lambda model,
+        x: model(x).square().mean(), None,
         num_sms=num_sms, steps=1,
     )  # fmt: skip
     shares = {work.share for work in trace.work if work.share}

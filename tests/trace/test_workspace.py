@@ -1,4 +1,6 @@
-"""Workspaces of convolutions against what an H200 recorded of two ResNets-50 (torch 2.11, cuDNN of CUDA 13): bytes of one call each."""
+"""Workspaces of convolutions against what an H200 recorded of two ResNets-50 (torch 2.11, cuDNN of CUDA 13):
+bytes of one call each.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from vblackwell.train.config import TrainConfig
 @pytest.mark.parametrize(
     ("now", "part"),
     [
-        ({"learning_rate": 0.2}, "--learning-rate is 0.2"), ({"seed": 1}, "--seed is 1"), ({"beta2": 0.9}, "--beta2 is 0.9"),
+        ({"learning_rate": 0.2}, "--learning-rate is 0.2"), ({"seed": 1}, "--seed is 1"), ({"beta2": 0.9},
+        "--beta2 is 0.9"),
         ({"weight_decay": 0.2}, "--weight-decay is 0.2"), ({"warmup_steps": 9}, "--warmup-steps is 9"),
         ({"max_steps": 800, "warmup_steps": 20}, None), ({"max_steps": 800, "warmup_steps": 40}, None),
         ({"max_steps": 800, "warmup_steps": 41}, "--warmup-steps is 41"), ({"fast_memory": "1GiB"}, None),

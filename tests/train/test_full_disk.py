@@ -84,12 +84,14 @@ def test_a_spill_disk_needs_room_for_the_state_and_not_for_the_cap(monkeypatch, 
         build_stack(config, device)
 
 
-# -- a disk that fills up while a run writes -------------------------------------------------------------------------------
+# -- a disk that fills up while a run writes ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fail_after(monkeypatch):
-    """Lets files of the log take so many bytes more, as a full disk does: the last write is short, the next is refused."""
+    """Lets files of the log take so many bytes more, as a full disk does:
+    the last write is short, the next is refused.
+    """
 
     def limit(path, room):
         left = {path.name: room}

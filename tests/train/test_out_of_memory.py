@@ -26,7 +26,9 @@ STEPS, SEQUENCES, LENGTH = 4, 6, 8
 
 
 class Refuses(TorchDispatchMode):
-    """The operators of forward and backward whose numbers are ``at`` find no memory; `count` is how many asked for some."""
+    """The operators of forward and backward whose numbers are ``at`` find no memory;
+    `count` is how many asked for some.
+    """
 
     def __init__(self, at: set[int], error: Exception) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ def build():
 
     def make(placement: str, micro_batch: int = SEQUENCES) -> tuple[Trainer, list]:
         config = TrainConfig(
-            max_steps=STEPS, batch_size=micro_batch, accumulation_steps=SEQUENCES // micro_batch, seq_length=LENGTH, eval_every=0,
+            max_steps=STEPS, batch_size=micro_batch, accumulation_steps=SEQUENCES // micro_batch, seq_length=LENGTH,
+            eval_every=0,
             checkpoint_every=1,
         )  # fmt: skip
         stack = VGPUStack({"levels": [{"device": "arena", "capacity_mb": 0.02}, {"device": "cpu", "capacity_mb": 1}]})

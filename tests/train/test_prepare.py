@@ -89,7 +89,8 @@ def test_what_is_asked_of_ram_is_within_the_cgroup(sizes, part, monkeypatch):
 
 @pytest.mark.parametrize(
     ("level0", "options"),
-    [("8MiB", {}), ("128KiB", {}), ("128KiB", {"precision": "bf16"}), ("8MiB", {"precision": "bf16"}), ("128KiB", {"use_fp4": True})],
+    [("8MiB", {}), ("128KiB", {}), ("128KiB", {"precision": "bf16"}), ("8MiB", {"precision": "bf16"}), ("128KiB",
+    {"use_fp4": True})],
 )  # fmt: skip
 def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, preset_corpus):
     shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}

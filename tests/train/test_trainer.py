@@ -190,7 +190,9 @@ def test_a_run_that_learnt_nothing_is_an_error(make, scaled):
 
 
 def test_gradients_that_overflow_halve_the_scale_and_are_no_divergence(make):
-    """The loss is finite; the norm of its scaled gradient, whose squares pass 2**128, is not. The scale falls until it is."""
+    """The loss is finite; the norm of its scaled gradient, whose squares pass 2**128, is not.
+    The scale falls until it is.
+    """
     trainer, records, states = make(
         spoil={count: 2.0**42 for count in range(1, 9)},
         scaler=LossScaler(initial=2.0**24),

@@ -47,7 +47,8 @@ SCORED = ("dropout", "softcap", "alibi", "all")
 
 
 def build(
-    kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False, aligned_lengths: bool = True,
+    kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False,
+    aligned_lengths: bool = True,
     plan: Any = None, **features: Any,
 ) -> tuple[str, int, int, int, Loops]:  # fmt: skip
     """(plan, shared bytes, spilled bytes and registers a thread, loops) of a causal kernel as it ships."""
@@ -65,7 +66,8 @@ def build(
     )
     width = padded_head(head)
     constants: dict[str, Any] = {
-        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False, "SOFTCAP": False,
+        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False,
+        "SOFTCAP": False,
         "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
         "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False,
         "TOGETHER": plan.together,
@@ -131,8 +133,10 @@ def build_specialized(
     width = padded_head(head)
     plan, names = plan or SPECIALIZED[max(64, width)], attend_hopper.arg_names
     constants: dict[str, Any] = {
-        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "ENDS": False, "TOGETHER": plan.together,
-        "H": head, "D": width, "ROWS": plan.rows // 2, "COLUMNS": plan.columns, "STAGES": plan.stages, "MASK_STAGES": MASK_STAGES,
+        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "ENDS": False,
+        "TOGETHER": plan.together,
+        "H": head, "D": width, "ROWS": plan.rows // 2, "COLUMNS": plan.columns, "STAGES": plan.stages,
+        "MASK_STAGES": MASK_STAGES,
     }  # fmt: skip
     constants |= {name: value for name, value in features.items() if name in constants}
     signature = {name: "constexpr" if name in constants else "i32" for name in names}

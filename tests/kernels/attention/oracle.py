@@ -45,7 +45,8 @@ def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype | None = 
 
 def plain(
     *, mask: Tensor | None = None, causal: bool = False, bottom_right: bool = False, window: int | None = None,
-    scale: float | None = None, softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0,
+    scale: float | None = None, softcap: float | None = None, alibi_slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
     keep_BNST: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """``attention_reference`` with the options of ``flash_attention``."""

@@ -23,7 +23,9 @@ from vblackwell.numerics.formats import FORMATS
 
 # Rows, features and columns that are no multiples of what a block takes; K of one window, of fewer windows than groups,
 # of many.
-MMA = [  # bulk x: at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no multiple of 64
+# Bulk x: at once, in chunks short and long, clusters, one and two blocks a multiprocessor; without: a K that is no
+# multiple of 64
+MMA = [
     (MmaPlan(4, 1, 15, 1, 4, chunk=60, x_stages=3), [(4, 4096, 4096), (3, 33, 960), (2, 40, 64)]),
     (MmaPlan(16, 2, 6, 2, 4, chunk=24, x_stages=3), [(16, 4096, 14336), (11, 70, 1600), (9, 1000, 1000)]),
     (MmaPlan(16, 4, 4, 2, 4, chunk=64, x_stages=1), [(16, 8192, 8192), (13, 100, 1664)]),

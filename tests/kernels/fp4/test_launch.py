@@ -205,7 +205,8 @@ def normed(x_MK: torch.Tensor, gain_K: torch.Tensor, eps: float, kind: int) -> t
     return torch.nn.functional.layer_norm(x, x.shape[-1:], gain, None, eps)
 
 
-NORMS = [  # few and many threads a token, several windows, splits, chunks, blocks of tokens; tokens and rows that are not there
+# Few and many threads a token, several windows, splits, chunks, blocks of tokens; tokens and rows that are not there
+NORMS = [
     (MmaPlan(1, 1, 2, 1, 2), 1, 40, 136),
     (MmaPlan(4, 2, 1, 2, 2), 3, 33, 320),
     (MmaPlan(16, 2, 2, 2, 2, x_bytes=16384), 11, 70, 1024),

@@ -1,4 +1,6 @@
-"""A norm and an FP4 linear in one kernel, on a GPU: against float64, bits on repetition, graphs, and which rows are few."""
+"""A norm and an FP4 linear in one kernel, on a GPU:
+against float64, bits on repetition, graphs, and which rows are few.
+"""
 
 import copy
 import functools

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.gpu
-SILENCE_SECONDS = 300  # the longest step compiles everything on all cores, or makes a weight on the CPU: a few seconds, 20 on slow cores
+# The longest step compiles everything on all cores, or makes a weight on the CPU: a few seconds, 20 on slow cores
+SILENCE_SECONDS = 300
 
 
 def test_every_path_is_right_and_ends():

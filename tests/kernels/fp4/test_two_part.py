@@ -18,13 +18,15 @@ from vblackwell.numerics import separation
 from vblackwell.numerics.separation import separate
 
 MAIN = """
-extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* ts, const u16* bias, void* y, int M,
+extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* scales, const float* ts, const u16* bias,
+        void* y, int M,
                     int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
            [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
 DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx, int gy) {
+extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx,
+        int gy) {
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 128, 16, [=] {
             blockIdx.y = y;
@@ -33,14 +35,17 @@ extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const flo
 }"""
 
 ROUND_MAIN = """
-extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned, int gx) {
+extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned,
+        int gx) {
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
 RENEW_MAIN = """
-extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales, float* unit, float* drift,
+extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales,
+        float* unit, float* drift,
                     int N, int K, int stride, int aligned, int ctas, int gx, float threshold) {
-    launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_measure(w, kept, ts, amax, partials, N, K, stride, aligned, ctas); });
+    launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_measure(w, kept, ts, amax, partials, N, K, stride, aligned,
+            ctas); });
     const int total = N * ((K + 15) / 16);
     launch(gx, 1, 1, ROUND_THREADS, 4096,
            [=] { two_part_renew(amax, partials, kept, ts, scales, unit, drift, total, ctas, threshold); });

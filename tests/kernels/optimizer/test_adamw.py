@@ -109,8 +109,10 @@ def update_with_torch(states: States, numbers: AdamWStep) -> States:
     bits = torch.empty(n, dtype=torch.int32)
     master = states.weight if states.remainder is None else join(states.weight, states.remainder, bits)
     torch._fused_adamw_(
-        [master], [gradient], [states.exp_avg], [states.exp_avg_sq], [], [torch.tensor(float(numbers.step))], lr=numbers.lr,
-        beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps, amsgrad=False, maximize=False,
+        [master], [gradient], [states.exp_avg], [states.exp_avg_sq], [], [torch.tensor(float(numbers.step))],
+        lr=numbers.lr,
+        beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps, amsgrad=False,
+        maximize=False,
     )  # fmt: skip
     if states.remainder is not None:
         split(bits, states.weight, states.remainder, torch.empty(n, dtype=torch.int32))

@@ -36,10 +36,13 @@ DEVICE u32 __reduce_max_sync(u32 all, u32 v) {
 }
 """
 RUN = """
-extern "C" void run(void* w, u16* r, u8* c1, float* s1, u8* c2, float* s2, const void* g, const void* p, const float* f, float* s,
-                    int n, int aligned, int low, int high, int key, int salt, int a0, int a1, int a2, int a3, int a4, int a5, int a6) {
+extern "C" void run(void* w, u16* r, u8* c1, float* s1, u8* c2, float* s2, const void* g, const void* p,
+        const float* f, float* s,
+                    int n, int aligned, int low, int high, int key, int salt, int a0, int a1, int a2, int a3, int a4,
+                    int a5, int a6) {
     launch((n + 4095) / 4096, 1, 1, 512, 64, [=] {
-        adamw8(w, r, c1, s1, c2, s2, g, p, f, s, n, aligned, low, high, key, salt, as_float(a0), as_float(a1), as_float(a2),
+        adamw8(w, r, c1, s1, c2, s2, g, p, f, s, n, aligned, low, high, key, salt, as_float(a0), as_float(a1),
+                as_float(a2),
                as_float(a3), as_float(a4), as_float(a5), as_float(a6));
     });
 }"""
@@ -69,7 +72,8 @@ class States8:
 
     def update(self, numbers: AdamWStep, sums: Tensor | None = None, seed: int = 5, offset: int = 0) -> None:
         adamw8_piece(
-            *self.written, self.gradient, numbers, previous=self.previous, factor=self.factor, square_sums=sums, seed=seed,
+            *self.written, self.gradient, numbers, previous=self.previous, factor=self.factor, square_sums=sums,
+            seed=seed,
             offset=offset,
         )  # fmt: skip
 

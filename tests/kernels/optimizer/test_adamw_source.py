@@ -27,10 +27,12 @@ DEVICE float __double2float_rn(double a) { return (float)a; }
 #define __shfl_xor_sync(all, v, mask) shuffle_xor(v, mask)
 """
 MAIN = """
-extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* p, const float* f, float* s, int n, int tail,
+extern "C" void run(void* w, u16* r, u32* m, u32* v, const void* g, const void* p, const float* f, float* s, int n,
+        int tail,
                     int aligned, int a0, int a1, int a2, int a3, int a4, int a5, int a6) {
     launch((n + 4095) / 4096, 1, 1, 512, 64, [=] {
-        adamw(w, r, m, v, g, p, f, s, n, tail, aligned, as_float(a0), as_float(a1), as_float(a2), as_float(a3), as_float(a4),
+        adamw(w, r, m, v, g, p, f, s, n, tail, aligned, as_float(a0), as_float(a1), as_float(a2), as_float(a3),
+                as_float(a4),
               as_float(a5), as_float(a6));
     });
 }"""

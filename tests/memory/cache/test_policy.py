@@ -205,6 +205,7 @@ def test_default_priorities():
         "model.embed_tokens.weight": 10, "transformer.wte.weight": 10, "lm_head.weight": 10,
         "model.layers.0.self_attn.q_proj.weight": 7, "h.0.attn.c_attn.weight": 7,
         "model.layers.0.mlp.gate_proj.weight": 5, "h.0.mlp.c_fc.weight": 5, "ffn": 5, "whatever": 5,
-        "model.layers.0.input_layernorm.weight": 3, "h.0.ln_1.weight": 3, "model.layers.0.post_attention_layernorm.weight": 3,
+        "model.layers.0.input_layernorm.weight": 3, "h.0.ln_1.weight": 3,
+        "model.layers.0.post_attention_layernorm.weight": 3,
     }  # fmt: skip
     assert {name: default_priority(name) for name in names} == names

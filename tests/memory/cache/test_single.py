@@ -1,4 +1,6 @@
-"""Levels that hold keys in fewer bytes: the same bits without loss, stated ones with; damage and fullness are typed errors."""
+"""Levels that hold keys in fewer bytes: the same bits without loss, stated ones with;
+damage and fullness are typed errors.
+"""
 
 import pytest
 import torch

@@ -100,7 +100,9 @@ def test_exchange_of_places_with_a_disk_that_fails(stack: VGPUStack, calls: Call
 
 
 def test_exchange_of_places_with_a_device_that_gives_no_memory(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
-    """Something else took the GPU's memory under the cap: the key is served in place, and its place is its own again."""
+    """Something else took the GPU's memory under the cap:
+    the key is served in place, and its place is its own again.
+    """
     for i in (6, 7):
         stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
 

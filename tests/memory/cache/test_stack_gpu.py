@@ -1,4 +1,6 @@
-"""The stack with real GPU memory. ``python3 -m pytest -q tests/memory -m "gpu or multi_gpu"`` runs these and the levels'."""
+"""The stack with real GPU memory. ``python3 -m pytest -q tests/memory -m "gpu or multi_gpu"`` runs these and the
+levels'.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +70,15 @@ def test_eviction_keeps_level_0_under_its_cap(stack: VGPUStack):
         key = rng.choice(list(sources))
         assert torch.equal(stack.access(key).cpu(), sources[key]), key
     assert stack.get_stats()["levels"][0]["evictions"] > 50
-    # what is resident; beyond the cap at most the value handed out last, the one that replaces it, and one served in place
+    # what is resident; beyond the cap at most the value handed out last, the one that replaces it, and one served in
+    # place
     assert torch.cuda.max_memory_allocated(0) - before <= 8 * MiB + 3 * (MiB + 40_000)
 
 
 def test_from_gpu_tensors_on_any_stream(stack: VGPUStack):
-    """A tensor that is still being computed is copied when it is finished, and what access returns can be read anywhere."""
+    """A tensor that is still being computed is copied when it is finished,
+    and what access returns can be read anywhere.
+    """
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             for priority in (9, 5, 1):

@@ -1,4 +1,5 @@
-"""The stack against a plain dict: thousands of random operations, then several threads, with copies held back at random.
+"""The stack against a plain dict: thousands of random operations, then several threads, with copies held back at
+random.
 
 No key is lost, no byte changed, no capacity exceeded, and the counts add up.
 """
@@ -188,7 +189,9 @@ TestNextUseStack.settings = _SETTINGS
 @pytest.mark.parametrize("policy", ["lru", "next_use"])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_several_threads(policy: str, delayed: bool, no_delay_left: None):
-    """Each thread owns some keys, which it changes, and reads everybody's shared ones; prefetches race with all of it."""
+    """Each thread owns some keys, which it changes, and reads everybody's shared ones;
+    prefetches race with all of it.
+    """
     stack = tiny_stack(policy, "direct")
     shared = {f"shared{i}": random_bytes(5000, seed=i) for i in range(6)}
     for i, (key, value) in enumerate(shared.items()):

@@ -1,4 +1,6 @@
-"""Adapters over packed linears in few passes: peft's values and gradients, and one product less where a layer is computed again."""
+"""Adapters over packed linears in few passes:
+peft's values and gradients, and one product less where a layer is computed again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Architectures of transformers, small random models of each: our text is transformers' own, and it runs the folders that we pack.
+"""Architectures of transformers, small random models of each: our text is transformers' own, and it runs the folders
+that we pack.
 
 A selection runs always; all that can be made small have the mark ``slow`` (`make test-all`).
 """
@@ -31,7 +32,8 @@ NEW, GREEDY = 5, Sampling(temperature=0)
 SHORT = [IDS[0].tolist(), IDS[1, :7].tolist()]
 OWN_STATE = ["mamba", "openai-gpt", "recurrent_gemma", "rwkv", "xlnet", "xlstm"]
 WRITTEN = [*OWN_STATE, "arcee", "granitemoehybrid", "roberta"]
-# transformers' generate gives them positions from 0 on, where their forward, which we call, counts from behind the padding token's number.
+# transformers' generate gives them positions from 0 on, where their forward, which we call, counts from behind the
+# padding token's number.
 OTHER_POSITIONS = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
 # Of these nothing is packed to either format, and it is said why.
 NO_LINEARS = {"falcon", "gpt2", "gpt-sw3", "openai-gpt"}  # FalconLinear and Conv1D are others

@@ -222,7 +222,9 @@ def test_copies_are_plain(copied):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral", "GPT2"])
 def test_streamed_training_is_that_of_the_resident_model(name, checkpointing, make_stack):  # noqa: F811
-    """A CPU arena of a third of the training state: every loss and weight equal to the accelerated model's with torch's AdamW."""
+    """A CPU arena of a third of the training state:
+    every loss and weight equal to the accelerated model's with torch's AdamW.
+    """
     plain = build(name)
     if checkpointing:
         # transformers is renaming this: take the new name where there is one
@@ -258,7 +260,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_as_near_to_the_exact_gradients_as_transformers_on_a_gpu(name):
-    """bf16 on CUDA, where the fused operators are kernels: an error of at most half as much again as the plain model's own.
+    """bf16 on CUDA, where the fused operators are kernels: an error of at most half as much again as the plain model's
+    own.
 
     Measured against fp32, whose rounding is 2^-15 of bf16's.
     """

@@ -45,7 +45,9 @@ def snapshot(model: nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_architecture_there_and_back(kind):
-    """Without FP4 the model computes what it computed; with it, another thing; undone, the same bits on the same parameters."""
+    """Without FP4 the model computes what it computed; with it, another thing;
+    undone, the same bits on the same parameters.
+    """
     model = build(kind)
     classes = {name: type(module) for name, module in model.named_modules()}
     before, expected = snapshot(model), logits(model)

@@ -1,4 +1,6 @@
-"""Conversion of weights that more than one thing holds: tied, shared, trained meanwhile, in a stack; and every reason of the table."""
+"""Conversion of weights that more than one thing holds: tied, shared, trained meanwhile, in a stack;
+and every reason of the table.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_tied_and_shared_weights_there_and_back():
 
 
 def test_converted_models_train_in_a_stack_and_come_back(make_stack):  # noqa: F811
-    """Two steps streamed, the second on the undone model: those of the converted and then plain model without a stack."""
+    """Two steps streamed, the second on the undone model:
+    those of the converted and then plain model without a stack.
+    """
     resident, streamed = build("llama").train(), build("llama").train()
     conversions = [convert(model, fused=False, attention=None) for model in (resident, streamed)]
     enable_vgpu_stack_optimization(streamed, make_stack(96 << 10), placement="streamed")

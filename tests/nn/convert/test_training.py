@@ -1,4 +1,6 @@
-"""What `vb train` makes of a folder of transformers: fused operators, and a loss without the logits of a whole batch."""
+"""What `vb train` makes of a folder of transformers:
+fused operators, and a loss without the logits of a whole batch.
+"""
 
 from __future__ import annotations
 

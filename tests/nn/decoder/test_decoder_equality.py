@@ -182,7 +182,9 @@ def test_packed_documents_are_strangers(checkpointing):
 
 @pytest.mark.gpu
 def test_masks_do_not_cost_the_fused_kernels_on_a_gpu(monkeypatch):
-    """Packed documents of grouped heads, and a prompt that continues a filled cache: a fused kernel runs, with what each gives alone."""
+    """Packed documents of grouped heads, and a prompt that continues a filled cache:
+    a fused kernel runs, with what each gives alone.
+    """
     from vblackwell.nn.decoder import attention as module
 
     ran: list[str] = []

@@ -1,4 +1,6 @@
-"""Lean halves of the decoder's blocks: on a GPU only, so here in Triton's interpreter, as if linears on the CPU might be fused."""
+"""Lean halves of the decoder's blocks: on a GPU only, so here in Triton's interpreter,
+as if linears on the CPU might be fused.
+"""
 
 import copy
 

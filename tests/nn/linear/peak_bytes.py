@@ -1,4 +1,6 @@
-"""Memory of tensors on the CPU, counted as they are made and dropped: what ``torch.cuda.max_memory_allocated`` is to a GPU."""
+"""Memory of tensors on the CPU, counted as they are made and dropped:
+what ``torch.cuda.max_memory_allocated`` is to a GPU.
+"""
 
 import weakref
 

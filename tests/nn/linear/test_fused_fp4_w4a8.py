@@ -1,4 +1,6 @@
-"""FusedFP4Linear on FP8 arithmetic, a stated option: what it computes, what it refuses and when, and where the layer may go."""
+"""FusedFP4Linear on FP8 arithmetic, a stated option:
+what it computes, what it refuses and when, and where the layer may go.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""A frozen linear whose packed bytes are parameters: in either layout it is the packed layer, and its bytes give the weight back."""
+"""A frozen linear whose packed bytes are parameters:
+in either layout it is the packed layer, and its bytes give the weight back.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def test_replacement_keeps_parameters_ties_dtypes_and_names(capsys):
 
 
 def test_start_costs_no_work():
-    """62 layers and 36 M parameters take no tensor work at all: nothing is copied, cached or rounded before the first forward."""
+    """62 layers and 36 M parameters take no tensor work at all:
+    nothing is copied, cached or rounded before the first forward.
+    """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(760, 760) for _ in range(62)))
     wrapper = vb.VBModelWrapper(model, mode="training")
@@ -72,8 +74,10 @@ def test_start_costs_no_work():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"drift_threshold": 0.0}, {"drift_threshold": 1.5}, {"drift_threshold": float("nan")}, {"drift_threshold": "0.1"},
-        {"refresh_every": 0}, {"refresh_every": True}, {"mode": "fast"}, {"replace_pattern": "("}, {"replace_pattern": "nothing"},
+        {"drift_threshold": 0.0}, {"drift_threshold": 1.5}, {"drift_threshold": float("nan")},
+        {"drift_threshold": "0.1"},
+        {"refresh_every": 0}, {"refresh_every": True}, {"mode": "fast"}, {"replace_pattern": "("},
+        {"replace_pattern": "nothing"},
         {"enable_fp4": False, "enable_quantization": False},
     ],
     ids=str,
@@ -322,7 +326,9 @@ def test_autocast():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_on_the_gpu(rows):
-    """Parts move between layouts without loss, both paths compute with them, and training rounds as on the CPU, bit for bit."""
+    """Parts move between layouts without loss, both paths compute with them, and training rounds as on the CPU,
+    bit for bit.
+    """
     layer = VBOptimizedLinear(200, 72, mode="training", dtype=torch.bfloat16).cuda()
     x = torch.randn(rows, 200, device="cuda", dtype=torch.bfloat16)
     assert layer.weight is not None

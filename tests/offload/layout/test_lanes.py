@@ -1,4 +1,6 @@
-"""The simulated lanes: by hand where that is possible, and against steps that were measured on an H200 (docs/journal/offload.md)."""
+"""The simulated lanes: by hand where that is possible,
+and against steps that were measured on an H200 (docs/journal/offload.md).
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def test_sums_go_before_updates_of_other_groups():
     assert kinds[:2] == [False, False] and kinds[-1] and sum(kinds) == 6 and len(kinds) == 12
 
 
-# -- the disk ------------------------------------------------------------------------------------------------------------
+# -- the disk ----------------------------------------------------------------------------------------------------------
 
 ON_DISK = {"disk_read": 8000, "disk_write": 8000}
 
@@ -185,7 +187,7 @@ def test_it_needs_groups_and_steps():
         simulate(LanePlan((), 4000, 20000), FAST)
 
 
-# -- the 2.70B Llama shape at 16,384 tokens a step on an H200 -----------------------------------------------------------
+# -- the 2.70B Llama shape at 16,384 tokens a step on an H200 ----------------------------------------------------------
 
 TOKENS, HIDDEN, WIDE, LAYERS, VOCAB, SEQ = 16384, 2560, 6912, 32, 32000, 2048
 BLOCK, EDGE = 4 * HIDDEN**2 + 3 * HIDDEN * WIDE + 2 * HIDDEN, VOCAB * HIDDEN
@@ -236,9 +238,11 @@ def llama(share: float, weight_gib: float) -> LanePlan:
     [(0.0, 1.6, 18_277, 38.2), (0.2, 1.6, 20_581, 32.7), (0.3, 2.2, 22_015, 28.9), (0.35, 2.0, 22_478, 27.7)],
 )  # fmt: skip
 def test_measured_steps(share, weight_gib, tokens_per_second, up_gb):
-    """Bytes come out within 2 %, tokens/s within 8 % and always too high: what the host itself takes between lanes is not simulated.
+    """Bytes come out within 2 %, tokens/s within 8 % and always too high: what the host itself takes between lanes is
+    not simulated.
 
-    Measured when the CPU took groups as they came, from the last to the first; at 0.4 that cost a tenth, which is why it no longer does.
+    Measured when the CPU took groups as they came, from the last to the first; at 0.4 that cost a tenth, which is why
+    it no longer does.
     """
     times = simulate(llama(share, weight_gib), H200)
     assert times.up_bytes / 1e9 == pytest.approx(up_gb, rel=0.02)

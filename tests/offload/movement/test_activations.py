@@ -97,7 +97,7 @@ def moved(stack: VGPUStack) -> tuple[int, int]:
     return links.get((fast, host), 0), links.get((host, fast), 0)
 
 
-# -- the same bits -------------------------------------------------------------------------------------------------------
+# -- the same bits -----------------------------------------------------------------------------------------------------
 
 
 def train(case: Case, model: nn.Module, store: ActivationStore | None, steps: int = 6) -> list[torch.Tensor]:
@@ -246,14 +246,15 @@ def test_what_does_not_leave(stack: VGPUStack):
         x = torch.randn(64, 64, requires_grad=True) * 1
         stay = [
             weight, x[0], x[:, :16], x.detach().requires_grad_(), nn.Parameter(torch.randn(64, 64)), x.to_sparse(),
-            torch.empty(64, 64, device="meta"), torch.view_as_complex(x.reshape(-1, 2)).conj(), torch.empty(0, 99), "no",
+            torch.empty(64, 64, device="meta"), torch.view_as_complex(x.reshape(-1, 2)).conj(), torch.empty(0, 99),
+            "no",
         ]  # fmt: skip
         assert all(store.pack(tensor) is tensor for tensor in stay[:-1])
         assert store.pack(x) is not x
         assert all(store.unpack(tensor) is tensor for tensor in stay[:-1])
 
 
-# -- really gone -----------------------------------------------------------------------------------------------------------
+# -- really gone -------------------------------------------------------------------------------------------------------
 
 
 def test_the_memory_is_free_meanwhile(store: ActivationStore, no_collector: None):
@@ -429,7 +430,7 @@ def test_a_buffer_waits_for_the_copy_of_a_graph_that_died(stack: VGPUStack, stor
         set_transfer_delay(None)
 
 
-# -- together with others ----------------------------------------------------------------------------------------------------
+# -- together with others ----------------------------------------------------------------------------------------------
 
 
 def test_hooks_that_were_there_first_keep_what_they_want(stack: VGPUStack, store: ActivationStore):
@@ -569,7 +570,7 @@ def test_a_store_keeps_no_model_alive(make_stack: MakeStack):
     wait_until(lambda: gc.collect() >= 0 and dead() is None and stack.levels[1].used_bytes == 0)
 
 
-# -- refusals and ends ---------------------------------------------------------------------------------------------------------
+# -- refusals and ends -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["resident", "left"])

@@ -56,7 +56,9 @@ class WideChain(nn.Module):
 
 
 def train(model: nn.Module, store: ActivationStore | None, steps: int) -> tuple[list[torch.Tensor], int]:
-    """Losses, gradients and weights of some steps, and the largest peak of allocated memory over that at a step's start."""
+    """Losses, gradients and weights of some steps,
+    and the largest peak of allocated memory over that at a step's start.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     torch.manual_seed(1)
     seen: list[torch.Tensor] = []

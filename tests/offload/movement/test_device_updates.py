@@ -1,6 +1,7 @@
 """Updates that wait for the forward, as they do on a GPU, and everything that may come between a step and them.
 
-Also what an update behind the backward must not do: touch parameters that are frozen, or another optimizer's, or lose a NaN.
+Also what an update behind the backward must not do: touch parameters that are frozen, or another optimizer's, or lose a
+NaN.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def test_micro_batches_and_single_ones_in_turn(pair: tuple[nn.Module, nn.Module]
     assert equal(*pair)
 
 
-# -- what is not whole is not anticipated --------------------------------------------------------------------------------
+# -- what is not whole is not anticipated ------------------------------------------------------------------------------
 
 
 @pytest.mark.each_pair

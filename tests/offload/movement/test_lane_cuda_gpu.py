@@ -1,4 +1,6 @@
-"""Copies of other streams get their turn between the pieces of states, where a copy engine left to itself takes all pieces first."""
+"""Copies of other streams get their turn between the pieces of states,
+where a copy engine left to itself takes all pieces first.
+"""
 
 from __future__ import annotations
 

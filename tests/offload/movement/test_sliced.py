@@ -90,8 +90,8 @@ def test_a_sliced_head_trains_like_the_whole_one(tied: bool, dtype: torch.dtype 
         runs.append((train(model, optimizer), dict(export_state(model, optimizer))))
         release(model)
     (sliced, sliced_state), (whole, whole_state) = runs
-    # Only the head's input gradient is summed in another order, over 9 slices: a few units in the last place of the compute
-    # type (2^-24, 2^-8), seen through six steps of 1e-3.
+    # Only the head's input gradient is summed in another order, over 9 slices: a few units in the last place of the
+    # compute type (2^-24, 2^-8), seen through six steps of 1e-3.
     tolerance = 2e-6 if dtype is None else 2e-3
     assert max(abs(a - b) / b for a, b in zip(sliced, whole, strict=True)) < tolerance
     assert sliced[0] == whole[0] and list(sliced_state) == list(whole_state)

@@ -1,4 +1,6 @@
-"""The CPU's update of whole masters: torch's bits, whichever way the loop runs, and the interpreter's lock left to others."""
+"""The CPU's update of whole masters: torch's bits, whichever way the loop runs,
+and the interpreter's lock left to others.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def reference(
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
     length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, MIN_PART + CHUNK + 3]),
-    wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(), seed=st.integers(0, 9),
+    wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(),
+    seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool], in_place: bool, seed: int):
@@ -135,7 +138,8 @@ def test_the_loop_is_compiled_and_lets_other_threads_run():
     thread.start()
     while thread.is_alive():
         counted += 1
-    # The update takes tens of milliseconds, a turn of the loop under a microsecond; with the lock held there would be a few turns.
+    # The update takes tens of milliseconds, a turn of the loop under a microsecond; with the lock held there would be a
+    # few turns.
     assert counted > 1000
 
 
@@ -254,9 +258,11 @@ def test_a_forked_process_has_threads_of_its_own(program: Callable[..., str]):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_have_torchs_bits_and_need_no_new_memory(dtype: torch.dtype):
-    """torch makes all of a narrow addend fp32 first, a page fault every 4 KiB. Ours may fault where a thread is new alone.
+    """torch makes all of a narrow addend fp32 first, a page fault every 4 KiB. Ours may fault where a thread is new
+    alone.
 
-    The copy has 36 MiB: from 32 on glibc takes memory from the system every time, below it may give again what was freed.
+    The copy has 36 MiB: from 32 on glibc takes memory from the system every time, below it may give again what was
+    freed.
     """
     length, loop = 9 * MIN_PART + 13, SumLoop()
     first, *more = (torch.randn(length).to(dtype) for _ in range(3))

@@ -1,4 +1,6 @@
-"""Streaming a model that nothing trains: which groups stay, and that a pass moves the others once, in whatever order it goes."""
+"""Streaming a model that nothing trains:
+which groups stay, and that a pass moves the others once, in whatever order it goes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Chain(nn.Module):
 
 @pytest.fixture
 def chain(make_stack):
-    """``chain(places)``: a frozen model of which level 0 holds so many layers, a plain copy, and the bytes that a call of it loads."""
+    """``chain(places)``: a frozen model of which level 0 holds so many layers, a plain copy,
+    and the bytes that a call of it loads.
+    """
 
     def make(places: int):
         torch.manual_seed(0)

@@ -175,7 +175,9 @@ TASKS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(tasks=TASKS)
 def test_groups_keep_their_order_and_others_their_place(tasks: list[tuple[int | None, bool, bool]]):
-    """Whatever is postponed or late: nothing is lost, a group keeps its order, and nothing passes a task without a group."""
+    """Whatever is postponed or late: nothing is lost, a group keeps its order,
+    and nothing passes a task without a group.
+    """
     held, arrivals = Held(), []
     for number, (group, postponable, late) in enumerate(tasks):
         arriving = Arriving() if late and group is not None else None

@@ -1,4 +1,6 @@
-"""Stated formats in checkpoints: plain fp32 under torch's names, and what was read is written back to the same codes."""
+"""Stated formats in checkpoints: plain fp32 under torch's names,
+and what was read is written back to the same codes.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +196,8 @@ def test_moments_from_elsewhere_are_rounded_to_nearest(values: list[float]):
         largest = torch.zeros(-(-len(m) // SCALE_BLOCK) * SCALE_BLOCK)
         largest[: len(m)] = true.abs()
         largest = largest.view(-1, SCALE_BLOCK).amax(1).repeat_interleave(SCALE_BLOCK)[: len(m)]
-        # Half a code's step; of sqrt(v), what is not zero keeps the smallest code, at worst that one away. A millionth for fp32.
+        # Half a code's step; of sqrt(v), what is not zero keeps the smallest code, at worst that one away. A millionth
+        # for fp32.
         step = torch.maximum(true.abs() * 2.0**-mantissa, largest * 2.0**-mantissa / most)
         slack = step / 2 * 1.001 if most == 124.0 else torch.maximum(step / 2 * 1.001, largest * 2.0**-mantissa / most)
         kept = largest >= 2.0**-99

@@ -1,4 +1,6 @@
-"""Memory that several names lead to, and types that AdamW's fp32 arithmetic is too narrow for, are refused before anything moves."""
+"""Memory that several names lead to, and types that AdamW's fp32 arithmetic is too narrow for,
+are refused before anything moves.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_memory_of_two_names_is_refused(add: Callable[[Bare], None], names: str,
 
 
 def test_memory_of_one_name_each_is_taken(make_stack: MakeStack):
-    """Columns of one matrix, pieces of one buffer, tied modules, copies, and what spectral_norm computes anew at each forward."""
+    """Columns of one matrix, pieces of one buffer, tied modules, copies,
+    and what spectral_norm computes anew at each forward.
+    """
     model = Bare()
     both = torch.randn(16, 32)
     model.layers[0].weight, model.layers[1].weight = nn.Parameter(both[:, :16]), nn.Parameter(both[:, 16:])

@@ -1,4 +1,6 @@
-"""States on a disk: the order of updates that stream them, in every interleaving; whole trainings; and disks that break."""
+"""States on a disk: the order of updates that stream them, in every interleaving; whole trainings;
+and disks that break.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,7 @@ def test_what_was_brought_up_for_nobody_has_come_when_its_memory_goes(lane, work
         world.stack.close()
 
 
-# -- the check itself ----------------------------------------------------------------------------------------------------
+# -- the check itself --------------------------------------------------------------------------------------------------
 
 
 def deaf(queue: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -216,7 +218,8 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "first"),
     [
-        (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0), (writes_do_not_wait, 0),
+        (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0),
+        (writes_do_not_wait, 0),
         (writes_end_early, 0), (sets_are_free_at_once, 0), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
         (writes_are_not_awaited, 84), (loads_are_not_ordered, 0),
     ],
