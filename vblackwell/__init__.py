@@ -33,8 +33,7 @@ _NAMES = {
     "vblackwell.numerics.packed": ("PackedTensor",),
     "vblackwell.numerics.separation": ("SeparatedTensor", "separate"),
     "vblackwell.offload.api": ("VGPUStackLinear", "enable_vgpu_stack_optimization", "offload_of", "release"),
-    "vblackwell.offload.gradient_norms": ("clip_grad_norm_", "select_top_k_gradients"),
-    "vblackwell.offload.optimizer": ("VGPUAdamW",),
+    "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
     "vblackwell.offload.state": ("export_state", "import_state"),
     "vblackwell.planner.estimator": ("ModelConfig", "VGPUResourceEstimator", "quick_estimate"),
     "vblackwell.planner.memory_estimate": ("MemoryEstimate",),
@@ -76,8 +75,7 @@ if TYPE_CHECKING:
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.numerics.separation import SeparatedTensor, separate
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
-    from vblackwell.offload.gradient_norms import clip_grad_norm_, select_top_k_gradients
-    from vblackwell.offload.optimizer import VGPUAdamW
+    from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
     from vblackwell.planner.estimator import ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.planner.memory_estimate import MemoryEstimate

@@ -23,7 +23,7 @@ from vblackwell.offload.movement import worker as module
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.movement.worker import Worker, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.use import Loading
+from vblackwell.offload.step import Loading
 
 MLP = CASES[0]
 STEPS = 4

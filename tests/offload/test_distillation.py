@@ -15,8 +15,7 @@ from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.gradient_norms import clip_grad_norm_
-from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 
 STEPS, TEMPERATURE, MAX_NORM = 4, 2.0, 1.0
 RATES = {"lr": 1e-2, "weight_decay": 0.1}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vblackwell.offload.parameters import UsedParameters
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
@@ -22,14 +23,12 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.movement import sliced
 from vblackwell.offload.movement.group_state import GradientBuffer
 from vblackwell.offload.movement.worker import set_worker_delay
-from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.initialize import Source
-from vblackwell.offload.use import UsedParameters
 
 MLP = CASES[0]
 LEVEL0 = 128 << 10

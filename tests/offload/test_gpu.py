@@ -19,9 +19,8 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.movement.worker import set_worker_delay
-from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 
 pytestmark = pytest.mark.gpu
 CONFIG = DecoderConfig(

@@ -20,9 +20,8 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, 
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.gradient_norms import clip_grad_norm_
 from vblackwell.offload.layout.groups import Slot
-from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.state import export_state
 
 MLP, DECODER, GPT2, T5, VIT = CASES

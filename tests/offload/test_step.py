@@ -20,12 +20,11 @@ from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.gradient_norms import clip_grad_norm_, select_top_k_gradients
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.movement.group_state import Phase
 from vblackwell.offload.movement.worker import set_worker_delay
-from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10

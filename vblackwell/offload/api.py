@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,31 +18,23 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.engine import Offload
-from vblackwell.offload.host_rates import rates_together
-from vblackwell.offload.layout.groups import EXACT, Formats, Group, Slot, compute_dtype_of, range_bytes
-from vblackwell.offload.layout.placement import (
-    CUDA_ACTIVATION_SHARE,
-    StreamingOptions,
-    check_update,
-    place_streamed,
-    refuse_slices_on_disk,
-)
+from vblackwell.offload.engine import offload_of, stream
+from vblackwell.offload.layout.groups import EXACT, Formats, compute_dtype_of, range_bytes
+from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
+from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.room import drop_idle_weights
-from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.parameters import engine_and_slot, forget_binding
-from vblackwell.offload.resident import Resident, resident_of
+from vblackwell.offload.resident import Resident
 from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers
-from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, refuse_untrainable
+from vblackwell.offload.storage.masters import refuse_untrainable
 from vblackwell.offload.storage.shared_memory import refuse_shared_memory
-from vblackwell.offload.storage.storage import Storage, spaces_of
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
 _UPDATES: dict[str | float, str] = {"device": "level0", "host": "home"}  # the names of both in a placement
 
-_names: weakref.WeakKeyDictionary[VGPUStack, set[str]] = weakref.WeakKeyDictionary()
+# Of each stack the models by name, which are there while their finalizers are alive.
+_names: weakref.WeakKeyDictionary[VGPUStack, dict[str, weakref.finalize[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def enable_vgpu_stack_optimization(
@@ -115,40 +107,35 @@ def enable_vgpu_stack_optimization(
     for param_name, param in model.named_parameters():
         if param.requires_grad:
             refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
-    taken = _names.setdefault(stack, set())
-    if name in taken:
+    names = _names.setdefault(stack, {})
+    if name in names and names[name].alive:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
     source = Source(model, initialize)
     source.fill_buffers()
     drop_idle_weights(stack)
     needed = bytes_when_resident(model, compute_dtype, formats)
-    level = stack.levels[0]
+    level, device = stack.levels[0], stack.level0_device
     free = level.capacity_bytes - level.used_bytes
-    room = free * (1 - CUDA_ACTIVATION_SHARE) if stack.level0_device.type == "cuda" else free
     if placement == "resident" and needed > free:
         raise InsufficientMemory(
             f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 "
-            f"({level.name}) has "
-            f"{format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use placement='streamed'",
+            f"({level.name}) has {format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use "
+            "placement='streamed'",
             needed_bytes=needed,
             available_bytes=free,
         )
-    if placement == "resident" or (placement == "auto" and needed <= room):
+    usable = free * (1 - CUDA_ACTIVATION_SHARE) if device.type == "cuda" else free
+    if placement == "resident" or (placement == "auto" and needed <= usable):
         engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
-        parts: tuple[Any, ...] = (engine.storage,)
     else:
         store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
-        wishes = StreamingOptions(
+        options = StreamingOptions(
             compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
             None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
         )  # fmt: skip
-        engine = _stream(model, stack, name, wishes, source, store)
-        if store is not None:
-            store.is_weight = engine.aliases
-        parts = (engine.storage, engine.worker, engine.prefetcher, store)
-    taken.add(name)
-    engine.finalizer = weakref.finalize(model, _close_parts, weakref.ref(stack), name, *parts)
-    engine.finalizer.atexit = False  # at exit the stack closes itself
+        measured = functools.partial(rates_together, device) if device.type == "cuda" else None
+        engine = stream(model, stack, name, options, source, store, measured)
+    names[name] = engine.finalizer
     return model
 
 
@@ -167,83 +154,6 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, for
     return total
 
 
-def _close_parts(
-    stack: weakref.ref[VGPUStack], name: str, storage: Storage, worker: Worker | None = None,
-    prefetcher: Callable[[Any], bool] | None = None, store: ActivationStore | None = None,
-) -> None:  # fmt: skip
-    """Called by `close`, or when the model is collected: must not refer to it."""
-    if store is not None:
-        store.close()
-    if worker is None:
-        storage.close()
-    else:
-        worker.close(storage.close)
-    alive = stack()
-    if alive is not None:
-        if prefetcher is not None:
-            alive.remove_prefetcher(prefetcher)
-        _names.get(alive, set()).discard(name)
-
-
-# -- streamed ----------------------------------------------------------------------------------------------------------
-
-
-def _stream(
-    model: nn.Module, stack: VGPUStack, name: str, wishes: StreamingOptions, source: Source,
-    store: ActivationStore | None,
-) -> Offload:  # fmt: skip
-    device = stack.level0_device
-    measured = functools.partial(rates_together, device) if device.type == "cuda" else None
-    found = place_streamed(model, spaces_of(stack), wishes, measured)
-    storage = Storage(stack, name, found.storage)
-    plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
-    try:
-        refuse_slices_on_disk(found.slice_rows, storage.plan)
-        for group in found.groups:
-            _store(group, storage, source)
-        source.take_over(found.groups)
-        move_buffers(model, device)
-        memory = storage.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
-        params = [slot.param for group in found.groups for slot in group.slots]
-        plain = [(param, param.data, type(param)) for param in params]
-        return Offload(
-            model, stack, name, found.groups, found.sites, storage, found.budget_bytes, found.slice_rows,
-            found.on_level0, memory, store,
-        )  # fmt: skip
-    except BaseException:
-        for param, data, kind in plain:
-            forget_binding(param)
-            param.__class__ = kind
-            with torch.inference_mode(False):
-                param.data = data
-        source.give_back()
-        storage.close()
-        raise
-
-
-def _store(group: Group, storage: Storage, source: Source) -> None:
-    """Write the group's parameters to storage."""
-    opened = open_weights(storage, group, load=False)
-    for slot in group.slots:
-        source.write(slot, opened)
-    close_weights(storage, group, opened, store=True)
-
-
-# -- back -------------------------------------------------------------------------------------------------------------
-
-
-def offload_of(model: nn.Module) -> Offload | Resident | None:
-    """The engine that holds ``model``'s parameters; None for a plain module."""
-    for param in model.parameters():
-        found = engine_and_slot(param)
-        if found is not None:
-            return found[0]
-        resident = resident_of(param)
-        if resident is not None:
-            return resident
-    return None
-
-
 def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
 
@@ -254,36 +164,11 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         ConfigurationError: a forward runs in another thread; the model stays where it is.
     """
     engine = offload_of(model)
-    target = torch.device(device)
-    if isinstance(engine, Resident):
-        engine.release(target)
-    elif engine is not None:
-        engine.end_interrupted()
-        engine.finish()
-        engine.detach()
-        with engine.lock:
-            engine.weights.drop_all()
-        if engine.step_control.source is not None:
-            engine.step_control.source.let_go(engine, target)
-        for slot in engine.slots():
-            _make_plain(engine, slot, target)
     if engine is not None:
-        move_buffers(model, target)
+        engine.release(torch.device(device))
+        move_buffers(model, torch.device(device))
         engine.close()
     return model
-
-
-@torch.no_grad()
-def _make_plain(engine: Offload, slot: Slot, device: torch.device) -> None:
-    storage, group, param = engine.storage, slot.group, slot.param
-    opened = open_weights(storage, group)
-    values = read_truth(slot, opened).to(device, copy=True)
-    close_weights(storage, group, opened, store=False)
-    gradient = engine.gradients.host.read(slot).to(device, values.dtype) if engine.gradients.has(slot) else None
-    param.__class__ = slot.plain_class
-    param.data = values
-    param.grad = gradient
-    forget_binding(param)
 
 
 _counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.WeakKeyDictionary()

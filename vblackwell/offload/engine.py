@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +19,14 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.offload.hooks import SiteHook, gradient_hook, handing_on, prefetcher_of
 from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges, of_all, smallest_buffer
+from vblackwell.offload.layout.placement import (
+    Measured,
+    StreamedPlacement,
+    StreamingOptions,
+    place_streamed,
+    refuse_slices_on_disk,
+)
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
@@ -31,16 +37,32 @@ from vblackwell.offload.movement.room import Level0Room
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
 from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.parameters import engine_and_slot, is_transformed
-from vblackwell.offload.step import StepControl, UpdateSource, is_final
-from vblackwell.offload.storage.masters import read_weight, refuse_unprepared, write_masters, write_parameter
+from vblackwell.offload.parameters import (
+    SiteHook,
+    UsedParameters,
+    attributes,
+    computing_with_views,
+    engine_and_slot,
+    forget_binding,
+    is_transformed,
+    refuse_wrapping,
+)
+from vblackwell.offload.resident import Resident
+from vblackwell.offload.step import Loading, StepControl, is_final
+from vblackwell.offload.storage.initialize import Source, move_buffers
+from vblackwell.offload.storage.masters import (
+    close_weights,
+    open_weights,
+    read_truth,
+    read_weight,
+    refuse_unprepared,
+    write_masters,
+    write_parameter,
+)
 from vblackwell.offload.storage.shadows import Shadows
-from vblackwell.offload.storage.storage import Storage
-from vblackwell.offload.transforms import computing_with_views, refuse_wrapping
-from vblackwell.offload.use import Loading, UsedParameters
+from vblackwell.offload.storage.storage import Storage, spaces_of
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
-_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 
 
 def locked(engines: Iterable[Offload]) -> ExitStack:
@@ -51,55 +73,116 @@ def locked(engines: Iterable[Offload]) -> ExitStack:
         return held.pop_all()
 
 
+def offload_of(model: nn.Module) -> Offload | Resident | None:
+    """The engine that holds ``model``'s parameters; None for a plain module."""
+    for param in model.parameters():
+        held = attributes(param)
+        engine = held.get("_vb_binding") or held.get("_vb_resident")
+        if engine is not None:
+            return engine
+    return None
+
+
+def stream(
+    model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: Source,
+    store: ActivationStore | None = None, measured: Measured | None = None,
+) -> Offload:  # fmt: skip
+    """Write ``model`` to the levels below level 0, and let it stream.
+
+    Args:
+        store: where checkpoints' inputs wait for backward; None: on level 0. measured: as `place_streamed`.
+
+    Raises:
+        As `place_streamed`; the model is as it was.
+    """
+    found = place_streamed(model, spaces_of(stack), options, measured)
+    storage = Storage(stack, name, found.storage)
+    plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
+    try:
+        refuse_slices_on_disk(found.slice_rows, storage.plan)
+        for group in found.groups:
+            opened = open_weights(storage, group, load=False)
+            for slot in group.slots:
+                source.write(slot, opened)
+            close_weights(storage, group, opened, store=True)
+        source.take_over(found.groups)
+        move_buffers(model, stack.level0_device)
+        params = [slot.param for group in found.groups for slot in group.slots]
+        plain = [(param, param.data, type(param)) for param in params]
+        return Offload(model, stack, name, found, storage, store)
+    except BaseException:
+        for param, data, kind in plain:
+            forget_binding(param)
+            param.__class__ = kind
+            with torch.inference_mode(False):
+                param.data = data
+        source.give_back()
+        storage.close()
+        raise
+
+
+def _close_parts(
+    stack: weakref.ref[VGPUStack], storage: Storage, worker: Worker, prefetcher: Callable[[Any], bool],
+    store: ActivationStore | None,
+) -> None:  # fmt: skip
+    """Called by `Offload.close`, or when the model is collected: must not refer to it."""
+    if store is not None:
+        store.close()
+    worker.close(storage.close)
+    alive = stack()
+    if alive is not None:
+        alive.remove_prefetcher(prefetcher)
+
+
 class Offload:
-    """The engine of one streamed model. Made by `enable_vgpu_stack_optimization`; users meet it through
-    `offload_of(model)`.
+    """The engine of one streamed model. Made by `stream`; users meet it through `offload_of(model)`.
 
     Args:
         storage: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
-        budget_bytes: what loaded weights may take of level 0.
-        slice_rows: groups that are computed in slices of that many rows (`SlicedLeaf`).
-        on_level0: groups whose AdamW runs there; ring: level-0 bytes through which their states pass.
-        activations: where checkpoints' inputs wait for backward; None: on level 0.
     """
 
     placement = "streamed"
-    finalizer: weakref.finalize[Any, Any]
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, groups: list[Group], sites: list[Site], storage: Storage,
-        budget_bytes: int, slice_rows: dict[Group, int] | None = None, on_level0: Sequence[Group] = (),
-        ring: Reservation | None = None, activations: ActivationStore | None = None,
+        self, model: nn.Module, stack: VGPUStack, name: str, found: StreamedPlacement, storage: Storage,
+        activations: ActivationStore | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.stack = stack
         self.name = name
-        self.groups = groups
+        self.groups = found.groups
         self.storage = storage
-        self.budget_bytes = budget_bytes
+        self.budget_bytes = found.budget_bytes
         self.device = stack.level0_device
         self.activations = activations
+        self._slice_rows = found.slice_rows
+        ring = storage.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
         self.worker = Worker(name)
-        self._slice_rows = slice_rows or {}
-        self._build(on_level0, ring)
+        self._build(found, ring)
         self._handles: list[Any] = []
         self._entered = threading.local()
         self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
-        self.prefetcher = prefetcher_of(self)
         self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] | None = None
         self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
         refuse_wrapping()
         try:
-            self._take_modules(sites)
+            self._take_modules(found.sites)
         except BaseException:
             self.detach()
             raise
-        stack.add_prefetcher(self.prefetcher)
+        if activations is not None:
+            activations.is_weight = self.weights.aliases
+        prefetcher = _prefetcher_of(self)
+        stack.add_prefetcher(prefetcher)
         self.room.join()
+        self.finalizer = weakref.finalize(
+            model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations
+        )
+        self.finalizer.atexit = False  # at exit the stack closes itself
 
-    def _build(self, on_level0: Sequence[Group], ring: Reservation | None) -> None:
+    def _build(self, found: StreamedPlacement, ring: Reservation | None) -> None:
         """Make what moves bytes, and tie it together: nothing of it knows this object, or what stands above it."""
         stack, groups, storage, worker = self.stack, self.groups, self.storage, self.worker
         self.states = states = GroupStates(groups)
@@ -116,46 +199,44 @@ class Offload:
         self.host_updates = HostUpdates(self.name, states, storage, weights, gradients, worker)
         self.level0: DeviceUpdates | None = None
         if ring is not None:
-            lane = make_lane(stack, storage, ring, worker, max(map(smallest_buffer, on_level0), default=0))
+            lane = make_lane(stack, storage, ring, worker, max(map(smallest_buffer, found.on_level0), default=0))
             self.level0 = DeviceUpdates(
-                self.device, groups, on_level0, self._slice_rows.keys(), states, storage, weights, gradients,
+                self.device, groups, found.on_level0, self._slice_rows.keys(), states, storage, weights, gradients,
                 self.shadows, lane,
             )  # fmt: skip
             room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
         room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
-        self.step_control = control = StepControl(
+        self.step_control = StepControl(
             self.name, groups, states, storage, weights, gradients, worker, self.host_updates, self.level0
         )
-        self.loading = Loading(stack, groups, states, storage, weights, control.order_loads, control.is_busy)
-        self.used = UsedParameters(
-            self, self.device, self.lock, self.loading, lambda slot: gradient_hook(self, slot), self._write_back
-        )
+        self.loading = Loading(stack, groups, states, storage, weights, self.step_control)
+        self.used = UsedParameters(self, lambda slot: _gradient_hook(self, slot), self._write_back)
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
         for slot in self.slots():
             self.used.hide(slot)
-        leaves = {group: self._leaf(group, num_rows) for group, num_rows in self._slice_rows.items()}
+        leaves = {
+            group: SlicedLeaf(
+                group, num_rows, self.stack, self.states, self.storage, self.room, self.weights, self.gradients,
+                self.step_control.wait_for_updates, self.step_control.before_gradient,
+            )
+            for group, num_rows in self._slice_rows.items()
+        }  # fmt: skip
         for site in sites:
             if site.groups[0] in leaves:
                 swap_class(site.module, leaves[site.groups[0]])
                 self._sliced.append(site.module)
             else:
                 self._attach(site)
-        model, handles = self.model, self._handles
-        handles.append(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
-        handles.append(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
-        handles.append(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
-        handles.append(model.register_state_dict_post_hook(SiteHook(self._end_export)))
-        handles.append(model.register_load_state_dict_pre_hook(SiteHook(self._refuse_assignment)))
-        for module in model.modules():
-            handles.append(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
-
-    def _leaf(self, group: Group, num_rows: int) -> SlicedLeaf:
-        return SlicedLeaf(
-            group, num_rows, self.stack, self.states, self.storage, self.room, self.weights, self.gradients,
-            self.step_control.wait_for_updates, self.step_control.before_gradient,
-        )  # fmt: skip
+        self._handles += [
+            self.model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
+            self.model.register_forward_hook(SiteHook(self._end_forward), always_call=True),
+            self.model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
+            self.model.register_state_dict_post_hook(SiteHook(self._end_export)),
+            self.model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)),
+            *(module.register_state_dict_pre_hook(SiteHook(self._export_own)) for module in self.model.modules()),
+        ]
 
     def is_sliced(self, group: Group) -> bool:
         """Whether ``group`` is never on level 0 as a whole."""
@@ -165,6 +246,10 @@ class Offload:
         """Every managed parameter, in the model's order."""
         for group in self.groups:
             yield from group.slots
+
+    def key_of(self, group: Group) -> str:
+        """The name under which users meet a group: ``'model/layers.3'``."""
+        return f"{self.name}/{group.name}"
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
@@ -217,9 +302,7 @@ class Offload:
             entered.pop()[1].__exit__(None, None, None)
 
     def ask(self, group: Group) -> None:
-        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use if this is
-        another.
-        """
+        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use."""
         if threading.get_ident() == self._thread:
             with self.lock:
                 self.loading.prefetch(group)
@@ -231,17 +314,18 @@ class Offload:
     def packing(self) -> AbstractContextManager[Any]:
         """Inside, tensors saved for backward that lie in a loaded buffer are kept as references.
 
-        Hooks that are active already keep everything. Ours among them do what is right; checkpointing's must see the
-        same tensors in the first pass and in the recompute, where modules may be called without their hooks.
+        Hooks that are active already keep everything. Checkpointing's must see the same tensors in the first pass and in
+        the recompute, where modules may be called without their hooks: they stay, and get parameters detached.
         """
         if is_transformed():
             return nullcontext()  # there torch allows no such hooks: what is saved keeps its buffer
         active = _top_hooks(True)
         if active is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        if active[0] == self._pack:
+        pack, unpack = active
+        if pack == self._pack or isinstance(pack, _Detaching):
             return nullcontext()
-        return handing_on(active) or nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(_Detaching(pack), unpack)
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor | PackedView:
         return self.weights.pack(tensor) or SavedTensor.of(tensor)
@@ -268,48 +352,26 @@ class Offload:
 
     # -- what parameters ask for ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def reading(self, slots: Iterable[Slot]) -> Iterator[None]:
-        with self.used.using(sorted(slots, key=lambda slot: slot.group.index)):
-            yield
-
-    def aliases(self, tensor: torch.Tensor) -> bool:
-        return self.weights.aliases(tensor)
-
-    def has_gradient(self, slot: Slot) -> bool:
-        return self.gradients.has(slot)
-
-    def clear_gradient(self, slot: Slot) -> None:
-        with self.lock:
-            self.step_control.clear_gradients([slot])
-
-    def gradient_norm(self, slot: Slot) -> torch.Tensor:
-        with self.lock:
-            return self.step_control.gradient_norm(slot)
-
-    def read_gradient(self, slot: Slot) -> torch.Tensor:
-        with self.lock:
-            return self.step_control.read_gradient(slot)
-
-    def scale_gradient(self, slot: Slot, factor: torch.Tensor) -> None:
-        with self.lock:
-            self.step_control.scale_gradients([slot], factor)
-
-    def zero_gradient(self, slot: Slot) -> None:
-        with self.lock:
-            self.step_control.zero_gradients([slot])
+    def reading(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
+        """Inside, the slots' parameters are plain and loaded; what is written to them in place is written back."""
+        return self.used.using(sorted(slots, key=lambda slot: slot.group.index))
 
     def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
+        """Replace the bytes of a slot that level 0 cannot hold whole; False if it can, and nothing was done."""
         if slot.group not in self._slice_rows:
             return False
         with self.lock:
             self.step_control.wait_for_updates(slot.group)
-            self.weights.touched(slot.group)
-            load = self.states[slot.group].last_load
-            if load is not None:
-                load.wait()
+            self.before_overwrite(slot.group)
             self.worker.submit(write_parameter, self.storage, slot, source.detach().to("cpu")).result()
         return True
+
+    def before_overwrite(self, group: Group) -> None:
+        """The weights of ``group`` in storage are about to change: what was loaded of them is stale."""
+        self.weights.touched(group)
+        load = self.states[group].last_load
+        if load is not None:
+            load.wait()
 
     def _write_back(self, slots: list[Slot]) -> None:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
@@ -317,7 +379,7 @@ class Offload:
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written
             buffer = self.loading.acquire(group)
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
-            self.loading.release(group)
+            self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
             self.worker.submit(write_masters, self.storage, group, changed).result()
 
@@ -331,15 +393,13 @@ class Offload:
 
     def _begin_export(self, *args: Any) -> None:
         self.finish()
-        self.step_control.check_whole()
+        self.host_updates.check_whole()
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """``module`` is about to save its own parameters, each once: so where it fails, later reads are not taken for
-        that.
+        """``module`` is about to save its own parameters, each once: where it fails, later reads are not taken for that.
 
-        The state_dict of a module that is not the whole model, which begins without a prefix, reads as any other code
-        does.
+        The state_dict of a part, which begins without a prefix, reads as any other code does.
         """
         if not prefix and module is not self.model:
             self._end_export()  # of one that raised
@@ -356,6 +416,7 @@ class Offload:
         self._exporting.clear()
 
     def export(self, slot: Slot) -> torch.Tensor | None:
+        """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU."""
         if self._exported is None or slot not in self._exporting:
             return self._read_stored(slot) if slot.group in self._slice_rows else None
         self._exporting.discard(slot)
@@ -365,17 +426,9 @@ class Offload:
             known = self._exported[slot] = (stamp, self._read_stored(slot))
         return known[1]
 
-    def _refuse_assignment(
-        self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        if metadata.get("assign_to_params_buffers", False):
-            raise Unsupported(
-                "load_state_dict(assign=True) would replace offloaded parameters: use assign=False, which copies"
-            )
-
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
-    def adopt_optimizer(self, optimizer: UpdateSource, slots: list[Slot]) -> None:
+    def adopt_optimizer(self, optimizer: Any, slots: list[Slot]) -> None:
         """Give ``optimizer`` states for ``slots``: both moments in storage, zero.
 
         Raises:
@@ -383,18 +436,14 @@ class Offload:
             InsufficientMemory: no room for the states; nothing was reserved.
         """
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
-            raise Unsupported(
-                f"model {self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW"
-            )
+            raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
         groups = list(dict.fromkeys(slot.group for slot in slots))
         refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0)
-        fresh = [(group, kind) for group, kind in moment_ranges(groups) if (group, kind) not in self.storage]
+        fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         on_host = [group for group in groups if not is_final(optimizer) or self._needs_gradient_on_host(group)]
         sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
         self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
-        for group, kind in fresh:
-            self.worker.submit(self.storage.zero, group, kind)
-        self.worker.drain()
+        self._zero(fresh)
         self.step_control.source = optimizer
 
     def optimizers(self) -> list[Any]:
@@ -402,16 +451,16 @@ class Offload:
         return [] if self.step_control.source is None else [self.step_control.source]
 
     def forget_optimizer(self) -> None:
-        """As before the first `adopt_optimizer`, but for the room: moments are zero and no parameter was stepped;
-        gradients stay.
-        """
+        """As before the first `adopt_optimizer`, but for the ranges: moments and step counts are zero, gradients stay."""
         self.finish()
-        for group, kind in moment_ranges(self.groups):
-            if (group, kind) in self.storage:
-                self.worker.submit(self.storage.zero, group, kind)
-        self.worker.drain()
+        self._zero([pair for pair in moment_ranges(self.groups) if pair in self.storage])
         self.step_control.steps.clear()
         self.step_control.source = None
+
+    def _zero(self, ranges: list[tuple[Group, str]]) -> None:
+        for group, kind in ranges:
+            self.worker.submit(self.storage.zero, group, kind)
+        self.worker.drain()
 
     def _needs_gradient_on_host(self, group: Group) -> bool:
         """Whether gradients need a range even where every update follows its backward at once."""
@@ -422,24 +471,6 @@ class Offload:
         return (group, "master") not in self.storage
 
     # -- life --------------------------------------------------------------------------------------------------------
-
-    def wait_for_updates(self) -> None:
-        """Return when every update whose step came has read its gradient."""
-        self.step_control.drain()
-
-    def end_interrupted(self) -> None:
-        """Leave the forward that an interrupt ended, if one did.
-
-        Raises:
-            ConfigurationError: another thread is in a forward; nothing was changed.
-        """
-        self._unwind()
-        used = next((group for group in self.groups if self.weights.is_pinned(group)), None)
-        if used is not None:
-            raise ConfigurationError(
-                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; wait for its end, then "
-                "release"
-            )
 
     def finish(self) -> None:
         """Wait until every update whose step came is in storage; undo the others."""
@@ -461,12 +492,42 @@ class Offload:
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.bytes_by_level(),
             "formats": of_all(group.formats for group in self.groups).summary(),
-            "updated_on_level0": []
-            if self.level0 is None
-            else [group.name for group in self.groups if group in self.level0],
+            "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0],
             "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.host_updates.undo_peak_bytes + self.shadows.num_bytes,
         }
+
+    def release(self, device: torch.device) -> None:
+        """Give every parameter, its gradient and the optimizer's states memory of their own on ``device``.
+
+        Raises:
+            ConfigurationError: another thread is in a forward; nothing was changed.
+        """
+        self._unwind()  # a forward that an interrupt ended
+        used = next((group for group in self.groups if self.weights.is_pinned(group)), None)
+        if used is not None:
+            raise ConfigurationError(
+                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; release after its end"
+            )
+        self.finish()
+        self.detach()
+        with self.lock:
+            self.weights.drop_all()
+        if self.step_control.source is not None:
+            self.step_control.source.let_go(self, device)
+        for slot in self.slots():
+            self._make_plain(slot, device)
+
+    @torch.no_grad()
+    def _make_plain(self, slot: Slot, device: torch.device) -> None:
+        opened = open_weights(self.storage, slot.group)
+        values = read_truth(slot, opened).to(device, copy=True)
+        close_weights(self.storage, slot.group, opened, store=False)
+        gradient = self.gradients.host.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
+        slot.param.__class__ = slot.plain_class
+        slot.param.data = values
+        slot.param.grad = gradient
+        forget_binding(slot.param)
 
     def detach(self) -> None:
         """Remove every hook; parameters keep their placeholders (the caller gives them data)."""
@@ -482,6 +543,58 @@ class Offload:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
         self.detach()
         with self.lock:
-            self.wait_for_updates()
+            self.step_control.drain()
             self.weights.drop_all()
             self.finalizer()
+
+
+# -- hooks that keep no model alive ------------------------------------------------------------------------------------
+
+
+def _refuse_assignment(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+    if metadata.get("assign_to_params_buffers", False):
+        raise Unsupported(
+            "load_state_dict(assign=True) would replace offloaded parameters: use assign=False, which copies"
+        )
+
+
+def _gradient_hook(engine: Offload, slot: Slot) -> Callable[[torch.Tensor], None]:
+    """Weak, because these hooks live in C++ where Python's collector does not see the cycle they would close."""
+    engine_ref, slot_ref = weakref.ref(engine), weakref.ref(slot)
+
+    def take(param: torch.Tensor) -> None:
+        alive, place = engine_ref(), slot_ref()
+        if alive is not None and place is not None:
+            alive.take_gradient(place)
+
+    return take
+
+
+def _prefetcher_of(engine: Offload) -> Callable[[Any], bool]:
+    """What the stack asks about keys it does not know: group names such as 'model/layers.3', and parameters."""
+    engine_ref = weakref.ref(engine)
+
+    def take(item: Any) -> bool:
+        alive = engine_ref()
+        if alive is None:
+            return False
+        if isinstance(item, torch.Tensor):
+            found = engine_and_slot(item)
+            group = found[1].group if found is not None and found[0] is alive else None
+        else:
+            group = next((group for group in alive.groups if alive.key_of(group) == item), None)
+        if group is not None:
+            alive.ask(group)
+        return group is not None
+
+    return take
+
+
+class _Detaching:
+    """The pack hook ``outer``, which gets parameters as detached tensors."""
+
+    def __init__(self, outer: Callable[[torch.Tensor], Any]) -> None:
+        self._outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return self._outer(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)

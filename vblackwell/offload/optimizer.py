@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
-from vblackwell.offload.hooks import group_key
-from vblackwell.offload.layout.groups import MOMENTS, Slot
+from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
 from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import norm_of_norms
 from vblackwell.offload.parameters import engine_and_slot
@@ -39,32 +39,24 @@ from vblackwell.offload.state import read_slot_states, write_slot_states
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
-class Selection:
-    """The parameters that a step is restricted to; everything where ``only`` is None.
+def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[torch.Tensor]:
+    """The parameters that a step is restricted to.
 
     Raises:
         ConfigurationError: a key names no group of the optimizer's models.
     """
-
-    def __init__(self, engines: Sequence[Any], only: Iterable[Any] | None) -> None:
-        self._all = only is None
-        self._params: set[torch.Tensor] = set()
-        by_key = {group_key(engine, group): group for engine in engines for group in engine.groups}
-        for item in only or ():
-            if isinstance(item, torch.Tensor):
-                self._params.add(item)
-            elif item in by_key:
-                self._params.update(slot.param for slot in by_key[item].slots)
-            else:
-                raise ConfigurationError(
-                    f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
-                )
-
-    def has_slot(self, slot: Slot) -> bool:
-        return self._all or slot.param in self._params
-
-    def has_param(self, param: torch.Tensor) -> bool:
-        return self._all or param in self._params
+    by_key = {engine.key_of(group): group for engine in engines for group in engine.groups}
+    params: set[torch.Tensor] = set()
+    for item in only:
+        if isinstance(item, torch.Tensor):
+            params.add(item)
+        elif item in by_key:
+            params.update(slot.param for slot in by_key[item].slots)
+        else:
+            raise ConfigurationError(
+                f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
+            )
+    return params
 
 
 class VGPUAdamW(torch.optim.AdamW):
@@ -121,7 +113,7 @@ class VGPUAdamW(torch.optim.AdamW):
         self.accumulation_steps = accumulation_steps
         self.loss_scale = loss_scale
         self._norm: torch.Tensor | None = None
-        self._skipped: bool | torch.Tensor = False
+        self._skipped = False
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._engines: list[Offload] = []
@@ -160,8 +152,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 elif held & wanted:
                     raise Unsupported(
                         f"model {engine.name!r} already has an optimizer, for some of these parameters and others: put "
-                        "all its parameters "
-                        "into one VGPUAdamW, or release(model) and enable it again"
+                        "all its parameters into one VGPUAdamW, or release(model) and enable it again"
                     )
         for engine, earlier in replaced:
             engine.forget_optimizer()
@@ -235,40 +226,41 @@ class VGPUAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad(), locked(self._engines):
-            self._step(Selection(self._engines, only))
+            self._step(None if only is None else _selected(self._engines, only))
         return loss
 
-    def _step(self, selection: Selection) -> None:
-        for param in self._group_of:
-            restride(param)
+    def _step(self, only: set[torch.Tensor] | None) -> None:
+        if self._updates_here:
+            for param in self._group_of:
+                restride(param)
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         self._skipped = False
         for engine in self._engines:
-            engine.step_control.check_gradients()
-        factor = self._measure(selection) if self.max_grad_norm is not None else self._unscale()
-        if self._skipped is True:
+            engine.host_updates.check_gradients()
+        if self.max_grad_norm is not None:
+            factor = self._measure(only)
+        else:
+            factor = None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
+        if self._skipped:
             for engine in self._engines:
                 engine.step_control.skip_step()
             return
         for engine in self._engines:
-            engine.step_control.commit_step(selection.has_slot, factor)
-        self._step_plain(selection, factor)
+            engine.step_control.commit_step(lambda slot: only is None or slot.param in only, factor)
+        self._step_plain(only, factor)
 
     @property
     def _is_plain(self) -> bool:
         """Whether torch's own AdamW can step every parameter."""
         return not self._engines and not self._updates_here
 
-    def _unscale(self) -> torch.Tensor | None:
-        return None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
-
-    def _measure(self, selection: Selection) -> torch.Tensor | None:
+    def _measure(self, only: set[torch.Tensor] | None) -> torch.Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
         assert self.max_grad_norm is not None
         for engine in self._engines:
             engine.step_control.collect()
         norms = []
-        for param, slot in self._in_order(selection):
+        for param, slot in self._in_order(only):
             if slot is not None:
                 found = engine_and_slot(param)
                 assert found is not None
@@ -276,7 +268,7 @@ class VGPUAdamW(torch.optim.AdamW):
             else:
                 norms.append(plain_norm(param))
         if not norms:
-            self._norm, self._skipped = torch.zeros(()), False
+            self._norm = torch.zeros(())
             return None
         total = norm_of_norms(norms, self._engines[0].device if self._engines else norms[0].device)
         inverse_scale = 1.0 / self.loss_scale
@@ -287,31 +279,33 @@ class VGPUAdamW(torch.optim.AdamW):
         factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
         return None if factor == 1.0 else factor.cpu()
 
-    def _in_order(self, selection: Selection) -> Iterable[tuple[torch.Tensor, Slot | None]]:
+    def _in_order(self, only: set[torch.Tensor] | None) -> Iterable[tuple[torch.Tensor, Slot | None]]:
         """Parameters that have gradients, in optimizer order, with their slot if they are offloaded."""
         for group in self.param_groups:
             for param in group["params"]:
+                if only is not None and param not in only:
+                    continue
                 slot = self._slots.get(param)
                 if slot is not None:
                     found = engine_and_slot(param)
-                    if found is not None and found[0].gradients.has(slot) and selection.has_slot(slot):
+                    if found is not None and found[0].gradients.has(slot):
                         yield param, slot
-                elif param.grad is not None and selection.has_param(param):
+                elif param.grad is not None:
                     yield param, None
 
-    def _step_plain(self, selection: Selection, factor: torch.Tensor | None) -> None:
+    def _step_plain(self, only: set[torch.Tensor] | None, factor: torch.Tensor | None) -> None:
         plain = [param for param in self._group_of if param not in self._slots]
         if not plain:
             return
         ours = [param for param in plain if updates_here(param)]
         for param in ours:
-            if param.grad is not None and selection.has_param(param):
+            if param.grad is not None and (only is None or param in only):
                 update_resident(param, param.grad, self.state[param], self._hyper(self._group_of[param]), factor)
         set_aside = []
         for param in plain:
             if param.grad is None or updates_here(param):
                 continue
-            if not selection.has_param(param):
+            if only is not None and param not in only:
                 set_aside.append((param, param.grad))
                 param.grad = None
             elif factor is not None:
@@ -360,9 +354,9 @@ class VGPUAdamW(torch.optim.AdamW):
                 if set_to_none:
                     engine.gradients.clear(held)
                 else:
-                    engine.wait_for_updates()  # they may still read what is about to be zero
+                    engine.step_control.drain()  # they may still read what is about to be zero
                     engine.gradients.zero(held)
-            engine.step_control.forgive()
+            engine.host_updates.forgive()
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -375,7 +369,7 @@ class VGPUAdamW(torch.optim.AdamW):
             found["state"][index_of[param]] = plain_state(param, state)
         for engine in self._engines:
             engine.finish()
-            engine.step_control.check_whole()
+            engine.host_updates.check_whole()
             for group in engine.groups:
                 for slot, state in read_slot_states(engine, group):
                     found["state"][index_of[slot.param]] = state
@@ -421,7 +415,7 @@ class VGPUAdamW(torch.optim.AdamW):
     @property
     def skipped(self) -> bool:
         """Whether the last `step` changed nothing because a gradient was not finite."""
-        return bool(self._skipped)
+        return self._skipped
 
 
 def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
@@ -449,3 +443,99 @@ def _tensors_in(params: Any) -> Iterator[torch.Tensor]:
     elif isinstance(params, (list, tuple, dict)):
         for item in params["params"] if isinstance(params, dict) else params:
             yield from _tensors_in(item)
+
+
+# -- gradients between backward and step -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale the gradients of ``model`` (or of some parameters) in place to a global 2-norm of at most ``max_norm``.
+
+    Call it between backward and `step`, instead of `torch.nn.utils.clip_grad_norm_` and instead of ``max_grad_norm``.
+
+    Returns:
+        The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
+    """
+    params = list(model.parameters() if isinstance(model, nn.Module) else model)
+    found = {param: engine_and_slot(param) for param in params}
+    engines = list(dict.fromkeys(pair[0] for pair in found.values() if pair is not None))
+    for engine in engines:
+        engine.step_control.roll_back()
+        engine.step_control.collect()
+    norms: list[torch.Tensor] = []
+    offloaded: dict[Any, list[Slot]] = {engine: [] for engine in engines}
+    plain: list[torch.Tensor] = []
+    for param, pair in found.items():
+        if pair is None:
+            if param.grad is not None:
+                restride(param)
+                plain.append(param.grad)
+                norms.append(plain_norm(param))
+        elif pair[0].gradients.has(pair[1]):
+            offloaded[pair[0]].append(pair[1])
+            norms.append(pair[0].gradients.norm(pair[1]))
+    if not norms:
+        return torch.zeros(())
+    total = norm_of_norms(norms, engines[0].device if engines else norms[0].device)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in plain:
+        gradient.mul_(factor.to(gradient.device))
+    for engine, slots in offloaded.items():
+        engine.step_control.scale_gradients(slots, factor)
+    return total
+
+
+def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
+    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take
+    them.
+
+    Args:
+        model: after a backward. Offloaded or plain.
+        fraction: share of the groups that have gradients, in (0, 1]; at least one is returned.
+
+    Returns:
+        Keys such as ``'model/layers.3'`` for an offloaded model, parameters for a plain one, largest first.
+
+    Raises:
+        ConfigurationError: ``fraction`` out of range, or there are no gradients.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")
+    found = [engine_and_slot(param) for param in model.parameters()]
+    engines = list(dict.fromkeys(pair[0] for pair in found if pair is not None))
+    ranked = [item for engine in engines for item in _rank_offloaded(engine)] if engines else _rank_plain(model)
+    if not ranked:
+        raise ConfigurationError("no parameter has a gradient: call backward() before selecting by gradient")
+    ranked.sort(key=lambda item: -item[0])
+    chosen = ranked[: max(1, math.ceil(fraction * len(ranked)))]
+    return [key for _, keys in chosen for key in keys]
+
+
+def _rank_offloaded(engine: Any) -> list[tuple[float, list[Any]]]:
+    engine.step_control.collect()
+    ranked = []
+    for group in engine.groups:
+        slots = [slot for slot in group.slots if engine.gradients.has(slot)]
+        if slots:
+            norms = [engine.gradients.norm(slot) for slot in slots]  # taken on level 0, or on the host
+            density = _density(norms, sum(slot.num_elements for slot in slots), engine.device)
+            ranked.append((density, [engine.key_of(group)]))
+    return ranked
+
+
+def _rank_plain(model: nn.Module) -> list[tuple[float, list[Any]]]:
+    ranked = []
+    for group in find_groups(model)[0]:
+        params = [slot.param for slot in group.slots if slot.param.grad is not None]
+        if params:
+            gradients = [param.grad for param in params if param.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+            density = _density(norms, sum(param.numel() for param in params), params[0].device)
+            ranked.append((density, list(params)))
+    return ranked
+
+
+def _density(norms: list[torch.Tensor], num_elements: int, device: torch.device) -> float:
+    """Root mean square of a group's gradient: groups of different sizes become comparable."""
+    return float(norm_of_norms(norms, device)) / math.sqrt(num_elements)

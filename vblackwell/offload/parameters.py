@@ -11,17 +11,18 @@ life would tax every operator call instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
-from functools import cache
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any, cast
 
 import torch
+import torch._functorch.eager_transforms as eager_transforms
+import torch._functorch.vmap as vmap
 from torch import nn
 
 from vblackwell.errors import StaleTensor, Unsupported
-from vblackwell.offload.gradient_proxy import DepartedGradient, departed_gradient
-from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.layout.groups import Group, Slot
 
 _T: Any = torch.Tensor
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)
@@ -35,8 +36,8 @@ _METADATA = frozenset(
         for name in (
             "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "itemsize", "nbytes",
             "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps",
-            "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn", "output_nr",
-            "_version", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
+            "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn",
+            "output_nr", "_version", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
         )
         if hasattr(getattr(_T, name, None), "__get__")
     }
@@ -53,39 +54,20 @@ _METADATA = frozenset(
 )  # fmt: skip
 _TO_NUMPY = frozenset({_T.numpy, _T.__array__})
 _NOT_MUTATING = {"requires_grad_", "share_memory_", "rename_"}
-
-
-class Binding(Protocol):
-    """What a managed parameter asks of the engine that holds its bytes."""
-
-    def reading(self, slots: Iterable[Slot]) -> AbstractContextManager[None]:
-        """Inside, the slots' parameters are plain and loaded, and tensors saved for backward are packed.
-
-        What is written to them in place is written back at the end.
-        """
-        ...
-
-    def packing(self) -> AbstractContextManager[None]:
-        """Inside, tensors saved for backward are packed."""
-        ...
-
-    def aliases(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a loaded buffer."""
-        ...
-
-    def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
-        """Replace the bytes of a slot that level 0 cannot hold whole; False if it can, and nothing was done."""
-        ...
-
-    def has_gradient(self, slot: Slot) -> bool: ...
-
-    def clear_gradient(self, slot: Slot) -> None: ...
-
-    def export(self, slot: Slot) -> torch.Tensor | None:
-        """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU.
-        Otherwise None.
-        """
-        ...
+_GRADIENT_METADATA = frozenset(
+    {
+        getattr(_T, name).__get__
+        for name in (
+            "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "ndim", "requires_grad", "is_leaf",
+            "grad_fn", "nbytes", "itemsize", "is_sparse_csr", "is_meta",
+        )
+    }
+    | {_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.__len__}
+    | {_T.__hash__}
+)  # fmt: skip
+_ITSELF = frozenset({_T.data.__get__, _T.detach, _T.detach_})  # a gradient is not part of a graph
+_NORMS = frozenset({_T.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm})
+_TWO = (2, "fro", None)  # how callers name the 2-norm
 
 
 def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -97,7 +79,7 @@ def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and name not in _NOT_MUTATING
 
 
-def _flatten(value: Any) -> Iterable[Any]:
+def _flatten(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flatten(item)
@@ -108,26 +90,27 @@ def _flatten(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _map_aliases(value: Any, binding: Binding, is_alias: Callable[[torch.Tensor], bool]) -> Any:
-    """``value`` with every tensor for which ``is_alias`` holds made read-only."""
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with ``change`` of every tensor in its lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
-        mapped = [_map_aliases(item, binding, is_alias) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if type(value) is torch.Tensor and is_alias(value):
-        view = value.as_subclass(ReadOnlyView)
-        view._vb_binding = binding
-        return view
-    return value
-
-
-def _with_views(value: Any, params: list[Any]) -> Any:
-    """``value`` with views in place of ``params``, which are in use."""
-    if isinstance(value, (list, tuple)):
-        mapped = [_with_views(item, params) for item in value]
+        mapped = [_map_tensors(item, change) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if isinstance(value, dict):
-        return {key: _with_views(item, params) for key, item in value.items()}
-    return value.view_as(value) if any(value is param for param in params) else value
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+def _guarded(result: Any, binding: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
+    """``result`` with every tensor for which ``is_alias`` holds made read-only."""
+
+    def guard(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or not is_alias(tensor):
+            return tensor
+        view = tensor.as_subclass(ReadOnlyView)
+        view._vb_binding = binding
+        return view
+
+    return _map_tensors(result, guard)
 
 
 def _sealed(func: Any, result: Any) -> Any:
@@ -143,7 +126,7 @@ class ReadOnlyView(torch.Tensor):
     It is a snapshot: the bytes of the weight when it was read, not of later steps.
     """
 
-    _vb_binding: Binding
+    _vb_binding: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,20 +136,23 @@ class ReadOnlyView(torch.Tensor):
         if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
             raise StaleTensor(
                 f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
-                "parameter itself "
-                "(under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
+                "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
             )
         binding = views[0]._vb_binding
         with torch._C.DisableTorchFunctionSubclass(), binding.packing():
             result = func(*args, **kwargs)
             storages = {view.untyped_storage()._cdata for view in views}
-        return _map_aliases(_sealed(func, result), binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
+        return _guarded(_sealed(func, result), binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
 
 
 class OffloadedParameter(nn.Parameter):
-    """See the module's text. Never constructed: `Slot.param.__class__` is switched to and from this."""
+    """See the module's text. Never constructed: `Slot.param.__class__` is switched to and from this.
 
-    _vb_binding: Binding
+    Attributes:
+        _vb_binding: the `Offload` that holds its bytes.
+    """
+
+    _vb_binding: Any
     _vb_slot: Slot
 
     @classmethod
@@ -198,18 +184,21 @@ class OffloadedParameter(nn.Parameter):
         if not managed:  # only plain ones are left: their group is in use further up
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        by_binding: dict[Binding, list[Slot]] = {}
+        by_binding: dict[Any, list[Slot]] = {}
         for param in managed:
             by_binding.setdefault(param._vb_binding, []).append(param._vb_slot)
         with ExitStack() as stack:
             for binding, slots in by_binding.items():
                 stack.enter_context(binding.reading(slots))
-            if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given (`transforms`)
-                args, kwargs = _with_views(args, managed), _with_views(kwargs, managed)
+            if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given: views keep bytes
+                ours = {id(param) for param in managed}
+                args, kwargs = _map_tensors(
+                    (args, kwargs), lambda item: item.view_as(item) if id(item) in ours else item
+                )
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             result = _sealed(func, result)
             for binding in by_binding:
-                result = _map_aliases(result, binding, binding.aliases)
+                result = _guarded(result, binding, binding.weights.aliases)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -228,8 +217,7 @@ class OffloadedParameter(nn.Parameter):
 class UsedParameter(nn.Parameter):
     """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count.
 
-    What ``data`` gives has a version counter of its own; it is kept until the use ends, so that `written_through_data`
-    can ask it.
+    What ``data`` gives has a version counter of its own; it is kept until the use ends, which asks it.
     """
 
     @property
@@ -262,27 +250,6 @@ def _used_class(plain_class: type) -> type:
     return type(plain_class.__name__, (UsedParameter, plain_class), {})
 
 
-def begin_use(param: torch.Tensor, plain_class: type, loaded: torch.Tensor) -> None:
-    """Make ``param`` plain, over ``loaded``."""
-    param.__class__ = _used_class(plain_class)
-    with torch.inference_mode(False):
-        _DATA_SET(param, loaded)
-
-
-def end_use(param: torch.Tensor, placeholder: torch.Tensor, binding: Binding, slot: Slot) -> None:
-    """Make ``param`` an `OffloadedParameter` that shows ``placeholder``."""
-    attributes(param).pop("_vb_data", None)
-    with torch.inference_mode(False):
-        _DATA_SET(param, placeholder)
-    param.__class__ = OffloadedParameter
-    attributes(param).update(_vb_binding=binding, _vb_slot=slot)
-
-
-def written_through_data(param: torch.Tensor) -> bool:
-    """Whether what ``param.data`` gave during this use was changed in place."""
-    return any(alias._version for alias in attributes(param).get("_vb_data", ()))
-
-
 def is_transformed() -> bool:
     """Whether a transform of torch.func runs."""
     return _FUNCTORCH.peek_interpreter_stack() is not None
@@ -313,13 +280,206 @@ def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
         return param.detach().clone(memory_format=torch.preserve_format)
 
 
+def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) -> None:
+    if value is not param:  # model.to(where it already is) assigns a parameter to itself
+        raise Unsupported(
+            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() "
+            "or .cuda() do): release(model) first, or copy into it under torch.no_grad()"
+        )
+
+
+class SiteHook:
+    """A module hook that a deep copy or a pickle of the module does not carry: that is a plain module."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
+        return SiteHook()
+
+    def __reduce__(self) -> Any:
+        return SiteHook, ()
+
+
+# -- which parameters are in use ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, the caller's modes and transforms see no operators: selective checkpointing counts those of both passes,
+    and loads differ; torch.func would wrap every tensor that is made.
+    """
+    torch_c: Any = torch._C
+    with torch_c._DisableTorchDispatch(), torch_c._DisableFuncTorch():
+        yield
+
+
+class UsedParameters:
+    """Which parameters of one model are in use, and by how many.
+
+    Args:
+        engine: the `Offload` that parameters that are not in use ask for their bytes; its lock is held while what is
+            loaded changes.
+        gradient_hook: makes the hook that takes a parameter's gradient.
+        write_back: carries to storage what was written to parameters in place.
+    """
+
+    def __init__(
+        self, engine: Any, gradient_hook: Callable[[Slot], Callable[[torch.Tensor], None]],
+        write_back: Callable[[list[Slot]], None],
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._gradient_hook = gradient_hook
+        self._write_back = write_back
+        self._pins: dict[Slot, int] = {}
+        self._seen_versions: dict[Slot, int] = {}
+        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._hooks: dict[Slot, Any] = {}
+
+    @contextmanager
+    def using(self, slots: Iterable[Slot]) -> Iterator[None]:
+        """Inside, the slots' groups are loaded, their parameters plain, and saved tensors packed."""
+        engine = self._engine
+        taken: list[Slot] = []
+        groups: list[Group] = []
+        autocast_cache = torch.is_autocast_cache_enabled()
+        try:
+            with engine.lock, _unseen():
+                for slot in slots:
+                    if not groups or slot.group is not groups[-1]:
+                        buffer = engine.loading.acquire(slot.group)
+                        groups.append(slot.group)
+                    self._pin(slot, buffer)
+                    taken.append(slot)
+            # The cache is keyed by parameter and would hold the casts of every group until the context ends.
+            torch.set_autocast_cache_enabled(False)
+            with engine.packing():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(autocast_cache)
+            with engine.lock, _unseen():
+                try:
+                    self._write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+                finally:
+                    for slot in taken:
+                        self._pins[slot] -= 1
+                        if self._pins[slot] == 0:
+                            self.hide(slot)
+                    for group in groups:
+                        engine.weights.unpin(group)
+
+    def _pin(self, slot: Slot, buffer: torch.Tensor) -> None:
+        param, pins = slot.param, self._pins.get(slot, 0)
+        self._pins[slot] = pins + 1
+        if pins == 0:
+            param.__class__ = _used_class(slot.plain_class)
+            with torch.inference_mode(False):
+                _DATA_SET(param, slot.view(buffer))
+            if param.requires_grad and slot not in self._hooks:
+                self._hooks[slot] = param.register_post_accumulate_grad_hook(self._gradient_hook(slot))
+            self._seen_versions[slot] = param._version
+
+    def _was_written(self, slot: Slot) -> bool:
+        """Whether the plain parameter, or what its ``data`` gave, was changed in place."""
+        if slot.param._version != self._seen_versions[slot]:
+            return True
+        return any(alias._version for alias in attributes(slot.param).get("_vb_data", ()))
+
+    def hide(self, slot: Slot) -> None:
+        """Make the slot's parameter an `OffloadedParameter`."""
+        placeholder = self._placeholders.get(slot.dtype)
+        if placeholder is None:
+            filling = float("nan") if slot.dtype.is_floating_point else 0
+            with torch.inference_mode(False):
+                placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
+            self._placeholders[slot.dtype] = placeholder
+        held = attributes(slot.param)
+        held.pop("_vb_data", None)
+        with torch.inference_mode(False):
+            _DATA_SET(slot.param, placeholder.expand(slot.shape))
+        slot.param.__class__ = OffloadedParameter
+        held.update(_vb_binding=self._engine, _vb_slot=slot)
+
+    def remove_hooks(self) -> None:
+        """Nobody takes gradients any more."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+
+# -- what p.grad is ----------------------------------------------------------------------------------------------------
+
+
+class DepartedGradient(torch.Tensor):
+    """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values.
+
+    `torch.nn.utils.clip_grad_norm_`, and so accelerate's and `transformers.Trainer`'s, asks each gradient for its norm
+    and multiplies it by the factor that clips; ``zero_grad(set_to_none=False)`` makes it zero. All of this happens in
+    host memory, in the arithmetic of `vblackwell.clip_grad_norm_`. What else is asked of it is refused, so that torch's
+    own optimizers and scalers do not pass it by.
+    """
+
+    _vb_engine: Any
+    _vb_slot: Slot
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _GRADIENT_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, DepartedGradient):
+            said = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+            engine, slot, rest = first._vb_engine, first._vb_slot, (*args[1:], *said.values())
+            if slot.param.__dict__.get("_vb_binding") is not engine or not engine.gradients.has(slot):
+                raise Unsupported(
+                    f"the gradient of {slot.name!r} was cleared, or its model released, since it was read: read p.grad "
+                    "again after a backward"
+                )
+            if func in _ITSELF or (func is _T.requires_grad_ and rest == (False,)):
+                return first
+            with engine.lock:
+                control = engine.step_control
+                if func in _NORMS and len(rest) <= 1 and said.keys() <= {"p", "ord"} and (*rest, 2)[0] in _TWO:
+                    return control.gradient_norm(slot)
+                if func in (_T.mul_, _T.__imul__) and len(rest) == 1 and _is_scalar(rest[0]):
+                    control.scale_gradients([slot], torch.as_tensor(rest[0]))
+                    return first
+                if func is _T.zero_ and not rest:
+                    control.zero_gradients([slot])
+                    return first
+                if func is _T.cpu and not rest:
+                    return control.read_gradient(slot)
+        known = next((item for item in _flatten((args, kwargs)) if isinstance(item, DepartedGradient)), None)
+        raise Unsupported(
+            f"{getattr(func, '__name__', func)} on the gradient of "
+            f"{'an offloaded parameter' if known is None else repr(known._vb_slot.name)}, which has left level 0 for "
+            "the optimizer: what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and "
+            "foreach), mul_ by a number, zero_, and cpu() for a copy of its values; to train use VGPUAdamW (its "
+            "max_grad_norm, grad_norm and loss_scale), or release(model) first"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DepartedGradient(of {self._vb_slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (type(value) is torch.Tensor and value.dim() == 0)
+
+
 def _read_gradient(param: OffloadedParameter) -> torch.Tensor | None:
     """What ``p.grad`` is while offloaded: None only where there is no gradient, for None is what callers pass by."""
-    slot = param._vb_slot
-    if not param._vb_binding.has_gradient(slot):
+    if not param._vb_binding.gradients.has(param._vb_slot):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return departed_gradient(cast(Any, param._vb_binding), slot, param.data)
+        view = torch.Tensor._make_subclass(DepartedGradient, param.data)
+    view._vb_engine, view._vb_slot = param._vb_binding, param._vb_slot
+    return view
 
 
 def _write_gradient(param: OffloadedParameter, value: Any) -> None:
@@ -330,13 +490,61 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
             f"setting the gradient of the offloaded parameter {param._vb_slot.name!r}: only None (to clear it) is "
             "possible"
         )
-    param._vb_binding.clear_gradient(param._vb_slot)
+    with param._vb_binding.lock:
+        param._vb_binding.step_control.clear_gradients([param._vb_slot])
 
 
-def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) -> None:
-    if value is not param:  # model.to(where it already is) assigns a parameter to itself
-        raise Unsupported(
-            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() "
-            "or .cuda() do): "
-            "release(model) first, or copy into it under torch.no_grad()"
-        )
+# -- transforms of torch.func ------------------------------------------------------------------------------------------
+
+# A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
+# placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
+_WRAPPING = (
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+    (vmap, "_add_batch_dim"),
+)
+
+
+@cache
+def refuse_wrapping() -> None:
+    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`."""
+    for module, name in _WRAPPING:
+        wrap = getattr(module, name, None)
+        if wrap is not None:
+            setattr(module, name, _checked(wrap))
+
+
+def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wrap)
+    def check(tensor: Any, *args: Any) -> Any:
+        if type(tensor) is OffloadedParameter:
+            raise Unsupported(
+                f"torch.func cannot transform a function of the offloaded parameter {tensor._vb_slot.name!r} itself: "
+                "release(model) first, or transform a function of the inputs alone"
+            )
+        return wrap(tensor, *args)
+
+    return check
+
+
+@contextmanager
+def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator[None]:
+    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``.
+
+    A transform allows no `saved_tensors_hooks` and keeps what it saves by reference: a parameter that is saved itself
+    (a norm's weight) would be a placeholder again by then. A view keeps the loaded bytes.
+    """
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    wanted = set(slots)
+    try:
+        for inner in module.modules():
+            params: dict[str, Any] = inner._parameters
+            for name, param in params.items():
+                found = None if param is None else engine_and_slot(param)
+                if found is not None and found[1] in wanted:
+                    replaced.append((params, name, param))
+                    params[name] = param.view_as(param)
+        yield
+    finally:
+        for params, name, param in replaced:
+            params[name] = param

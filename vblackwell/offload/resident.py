@@ -8,8 +8,8 @@ with `update_resident`.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from torch import nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.hooks import UncachedForward
-from vblackwell.offload.layout.groups import EXACT, MOMENTS, Formats, Group, Slot, find_groups, moment_ranges, of_all
+from vblackwell.offload.layout.groups import MOMENTS, Formats, Group, Slot, find_groups, moment_ranges, of_all
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.group_state import Hyper
 from vblackwell.offload.movement.host_gradients import gradient_norm
 from vblackwell.offload.movement.host_updates import update_master
 from vblackwell.offload.movement.lane import update_part
-from vblackwell.offload.parameters import attributes
+from vblackwell.offload.parameters import SiteHook, attributes
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     Opened,
@@ -37,19 +36,45 @@ from vblackwell.offload.storage.moments import moment_parts, read_moments, write
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
-def _rounding_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient.to(dtype).to(torch.float32)
+class UncachedForward:
+    """Hooks that turn autocast's cache of cast weights off while the forward of ``model`` runs, as streaming does.
+
+    It changes bits: a weight that is used twice is cast once, and its gradients are summed in the narrow type, not in
+    fp32; and a step inside the context does not reach the next forward. Inside torch.compile, which caches no casts,
+    they do nothing. torch calls no hook after a KeyboardInterrupt: then the cache is on again when the autocast context
+    has ended.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._entered = threading.local()
+        self._handles = [
+            model.register_forward_pre_hook(SiteHook(self._enter), prepend=True),
+            model.register_forward_hook(SiteHook(self._leave), always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._entered.__dict__.setdefault("before", []).append(torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        before: list[bool] = [] if torch.compiler.is_compiling() else self._entered.__dict__.get("before", [])
+        if before:  # not so where the way in failed: `_leave` is called even then
+            torch.set_autocast_cache_enabled(before.pop())
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class Resident:
     """A model that is wholly on level 0. Made by `enable_vgpu_stack_optimization`."""
 
     placement = "resident"
-    finalizer: weakref.finalize[Any, Any]
 
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None,
-        formats: Formats = EXACT, source: Source | None = None,
+        formats: Formats, source: Source,
     ) -> None:  # fmt: skip
         self.stack = stack
         self.name = name
@@ -58,13 +83,12 @@ class Resident:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
         wide = [
-            (group, "remainder" if splits(group) else "master")
+            (group, "remainder" if all(slot.dtype == torch.bfloat16 for slot in group.slots) else "master")
             for group in self.groups
             if group.trainable() and group.needs_master
         ]
         self.storage.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
-        source = source or Source(model, None)
         try:
             for group in self.groups:
                 for slot in group.slots:
@@ -80,6 +104,8 @@ class Resident:
         # Autocast caches the casts of fp32 parameters alone.
         cached = any(slot.dtype == torch.float32 for group in self.groups for slot in group.slots)
         self._uncached = UncachedForward(model) if cached else None
+        self.finalizer = weakref.finalize(model, self.storage.close)
+        self.finalizer.atexit = False  # at exit the stack closes itself
 
     def _opened(self, group: Group) -> Opened:
         kinds = ("weight", "master", "remainder")
@@ -93,12 +119,11 @@ class Resident:
             self._round_gradients(slot)
 
     def _round_gradients(self, slot: Slot) -> None:
-        """Let micro-batches add up in fp32, each rounded to the compute type first: the bits of gradients that leave
-        level 0.
-        """
+        """Let micro-batches add up in fp32, each rounded to the compute type first, as gradients that leave level 0."""
         if slot.param.requires_grad and has_truth(slot.param) and slot not in self._hooks:
             slot.param.grad_dtype = torch.float32
-            self._hooks[slot] = slot.param.register_hook(_rounding_to(slot.dtype))
+            dtype = slot.dtype
+            self._hooks[slot] = slot.param.register_hook(lambda gradient: gradient.to(dtype).to(torch.float32))
 
     def _view(self, group: Group, kind: str) -> torch.Tensor:
         view = self.storage.range(group, kind).view()
@@ -115,8 +140,7 @@ class Resident:
     def adopt_optimizer(
         self, optimizer: Any, params: list[torch.Tensor]
     ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Fresh AdamW states for ``params`` inside level 0, in the form that `torch.optim.AdamW` keeps them (8-bit
-        ones: codes and scales).
+        """Fresh AdamW states for ``params`` inside level 0, as `torch.optim.AdamW` keeps them (8-bit: codes, scales).
 
         Raises:
             Unsupported: parameters that were frozen when the model was moved here lack their masters.
@@ -158,9 +182,7 @@ class Resident:
 
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
-        """Give every parameter memory of its own on ``device``: the fp32 master where there is one. 8-bit states become
-        plain ones.
-        """
+        """Give every parameter, its fp32 master where there is one, memory on ``device``; 8-bit states become plain."""
         for hook in self._hooks.values():
             hook.remove()
         if self._uncached is not None:
@@ -169,8 +191,11 @@ class Resident:
             for slot in group.slots:
                 param = slot.param
                 truth = truth_of(param)
-                if slot in self._states and slot.group.formats.packed:
-                    _make_plain(slot, self._states[slot], device)
+                if slot in self._states and slot.group.formats.packed:  # what torch's own AdamW goes on from
+                    state = self._states[slot]
+                    plain = {"step": state["step"], **read_moments(slot, state)}
+                    state.clear()
+                    state.update({key: value.to(device) for key, value in plain.items()})
                 for name in ("_vb_resident", "_vb_place"):
                     attributes(param).pop(name)
                 gradient, param.grad = param.grad, None
@@ -195,11 +220,6 @@ def resident_of(param: torch.Tensor) -> Resident | None:
     return param.__dict__.get("_vb_resident")
 
 
-def splits(group: Group) -> bool:
-    """Whether all of the group's compute weights are bf16, whose masters are kept split."""
-    return all(slot.dtype == torch.bfloat16 for slot in group.slots)
-
-
 def _place_of(param: torch.Tensor) -> tuple[Slot, Opened] | None:
     return param.__dict__.get("_vb_place")
 
@@ -221,9 +241,7 @@ def updates_here(param: torch.Tensor) -> bool:
 
 
 def restride(param: torch.Tensor) -> None:
-    """Give the gradient the parameter's strides, by which norms and kernels go: one that autograd widened may lie
-    transposed in memory.
-    """
+    """Give the gradient the parameter's strides: one that autograd widened may lie transposed in memory."""
     if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
         param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
 
@@ -243,9 +261,7 @@ def truth_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32, others as
-    they are.
-    """
+    """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32."""
     place = _place_of(param)
     if place is None or not place[0].group.formats.packed:
         return state
@@ -270,13 +286,6 @@ def write_state(param: torch.Tensor, held: dict[str, torch.Tensor], state: dict[
             held[kind].copy_(state[kind])
 
 
-def _make_plain(slot: Slot, state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Turn a state with 8-bit moments into one that torch's own AdamW goes on from on ``device``."""
-    plain = {"step": state["step"], **read_moments(slot, state)}
-    state.clear()
-    state.update({key: value.to(device) for key, value in plain.items()})
-
-
 @torch.no_grad()
 def write_param(param: torch.Tensor, source: torch.Tensor) -> None:
     """Make ``source`` the value of a plain or resident parameter, and of its master."""
@@ -294,9 +303,7 @@ def update_resident(
     hyper: Hyper,
     factor: torch.Tensor | None,
 ) -> None:
-    """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is multiplied by ``factor``
-    first, if given.
-    """
+    """One AdamW step for a parameter that `updates_here`, with ``gradient``, which has its strides, times ``factor``."""
     place = _place_of(param)
     assert place is not None
     slot, opened = place

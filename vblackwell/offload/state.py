@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.offload.api import offload_of
-from vblackwell.offload.engine import Offload
+from vblackwell.offload.engine import Offload, offload_of
 from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.resident import plain_state, truth_of, updates_here, write_param, write_state
 from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, write_truth
@@ -77,10 +76,7 @@ def import_state(
         for group in engine.groups:
             if not any(wanted(slot.name) for slot in group.slots):
                 continue
-            engine.weights.touched(group)
-            load = engine.states[group].last_load
-            if load is not None:
-                load.wait()
+            engine.before_overwrite(group)
             _import_group(engine, group, read, wanted, with_states=optimizer is not None)
         return
     for name, param in model.named_parameters():

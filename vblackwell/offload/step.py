@@ -1,4 +1,4 @@
-"""When a group's update runs: after `step()`, or already after its backward, with a rollback.
+"""When a group is updated and loaded: after `step()`, or already after its backward with a rollback; then its next use.
 
 The updates that `step()` queues run on under the next forward, and what needs a group's weights waits for that group
 alone (`order_loads`, `wait_for_updates`). With ``update_in_backward`` a group whose gradient is complete is updated at
@@ -13,103 +13,53 @@ the worker on the ranges in storage (`HostUpdates`). The arithmetic is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from vblackwell.errors import StepAbandoned
-from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.errors import InsufficientMemory, StepAbandoned
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.offload.layout.generation import WEIGHT_PLACES
+from vblackwell.offload.layout.groups import TRAINED, Group, Slot
 from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
 from vblackwell.offload.movement.group_state import (
     EarlyUpdate,
     GradientBuffer,
     GroupStates,
-    Hyper,
     Job,
     Phase,
     same_jobs,
 )
 from vblackwell.offload.movement.host_updates import HostUpdates
-from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 from vblackwell.offload.movement.worker import Worker, defer_sigint
 from vblackwell.offload.storage.storage import Storage
 
-
-class UpdateSource(Protocol):
-    """What the step control asks of the optimizer."""
-
-    update_in_backward: bool
-    undo: bool
-    accumulation_steps: int
-    loss_scale: float
-    max_grad_norm: float | None
-
-    def hyper_of(self, slot: Slot) -> Hyper | None:
-        """Today's numbers for ``slot``; None if the optimizer does not hold it."""
-        ...
-
-    def let_go(self, engine: Any, device: torch.device) -> None:
-        """The model of ``engine`` leaves the stack: keep its states as plain ones, on ``device``."""
-        ...
+# Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
+# a load may wait for a ring of them.
+MIN_AHEAD, MAX_AHEAD = 2, 5
 
 
-def is_final(source: UpdateSource) -> bool:
+def is_final(optimizer: Any) -> bool:
     """Whether updates after the backward have no rollback, so that gradients of groups on level 0 never leave it."""
-    return source.update_in_backward and not source.undo and source.accumulation_steps == 1
-
-
-class Updates(Protocol):
-    """A place where groups are updated."""
-
-    def start_early(
-        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
-    ) -> EarlyUpdate | None:
-        """Queue an update whose step has not come; None if there is no room for what a rollback needs, unless it is
-        ``final``.
-        """
-        ...
-
-    def commit(self, group: Group, early: EarlyUpdate) -> None:
-        """Its step has come."""
-        ...
-
-    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`, when `wait` returns. Where it raises, nothing is undone, and
-        it may be asked again.
-        """
-        ...
-
-    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
-        """The step's update, with gradients times ``factor``."""
-        ...
-
-    def order_loads(self, group: Group) -> None:
-        """Return when loads from now on are ordered after the group's updates whose steps came."""
-        ...
-
-    def wait(self, group: Group) -> None:
-        """Return when they are in storage."""
-        ...
-
-    def is_busy(self, group: Group) -> bool:
-        """Whether `order_loads` would wait."""
-        ...
+    return optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
 
 
 class Speculation:
     """Updates that were started before their step: committed with it, or rolled back. Both places work alike.
 
     Args:
-        place_of: where a group is updated. consumed: called with a group whose update is final and stays: its gradient
+        places: where each group is updated. consumed: called with a group whose update is final and stays: its gradient
             never left level 0, or was overwritten in storage. model: its name, for errors.
     """
 
     def __init__(
-        self, states: GroupStates, place_of: Callable[[Group], Updates], consumed: Callable[[Group], None], model: str
-    ) -> None:
+        self, states: GroupStates, places: dict[Group, DeviceUpdates | HostUpdates],
+        consumed: Callable[[Group], None], model: str,
+    ) -> None:  # fmt: skip
         self._states = states
-        self._place_of = place_of
+        self._places = places
         self._consumed = consumed
         self._model = model
         self._early: dict[Group, None] = {}
@@ -117,7 +67,7 @@ class Speculation:
     def start(self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` now; None if there is no room for a rollback."""
         with defer_sigint():
-            early = self._place_of(group).start_early(group, jobs, gradient, final=final)
+            early = self._places[group].start_early(group, jobs, gradient, final=final)
             if early is not None:
                 self._states[group].early = early
                 self._states[group].to(Phase.EARLY)
@@ -138,7 +88,7 @@ class Speculation:
             self.roll_back(group)
             return False
         self._keep(group, early)
-        self._place_of(group).commit(group, early)
+        self._places[group].commit(group, early)
         return True
 
     def _keep(self, group: Group, early: EarlyUpdate) -> None:
@@ -162,7 +112,7 @@ class Speculation:
         if early.is_final:
             self._keep(group, early)
             raise self._abandoned(group)
-        place = self._place_of(group)
+        place = self._places[group]
         with defer_sigint():
             place.roll_back(group, early)
             state.early = None
@@ -188,10 +138,9 @@ class Speculation:
     def _abandoned(self, group: Group) -> StepAbandoned:
         return StepAbandoned(
             f"{group.name!r} of {self._model!r} was updated after its backward, and with undo=False that is final, but "
-            "the step did not "
-            "come as announced (a second backward, another forward or a read of the weights before step(), changed "
-            "hyperparameters, "
-            "step(only=...), or zero_grad() before step()): reload the last checkpoint, and use undo=True"
+            "the step did not come as announced (a second backward, another forward or a read of the weights before "
+            "step(), changed hyperparameters, step(only=...), or zero_grad() before step()): reload the last "
+            "checkpoint, and use undo=True"
         )
 
 
@@ -199,7 +148,7 @@ class StepControl:
     """Decides when the groups of one model are updated.
 
     Attributes:
-        steps: torch's count of each parameter's steps. source: the optimizer.
+        steps: torch's count of each parameter's steps. source: the `VGPUAdamW`.
         follow_clipping: after a step that clipped, the next most likely does too, and an early update would be made in
             vain. Speed only; tests switch it off to force rollbacks.
     """
@@ -213,46 +162,19 @@ class StepControl:
         self._weights = weights
         self._gradients = gradients
         self._worker = worker
-        self._host = host
         self._device = device
         self._states = states
-        self._speculation = Speculation(
-            states, self._place_of, lambda group: self._gradients.clear(group.slots), name
-        )  # fmt: skip
+        self._on_device = {group for group in groups if device is not None and group in device}
+        self._places = {group: device if device is not None and group in device else host for group in groups}
+        self._speculation = Speculation(states, self._places, lambda group: gradients.clear(group.slots), name)
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self.steps: dict[Slot, torch.Tensor] = {}
-        self.source: UpdateSource | None = None
+        self.source: Any = None
         self.follow_clipping = True
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], torch.Tensor]] = {}
-
-    def _scale_stored(self, group: Group) -> None:
-        """Multiply the gradient that a step with a factor left behind by that factor, as torch's clipping does at once.
-
-        Nearly every step is followed by `zero_grad`, so that the bytes in storage are touched only for one that is not.
-        """
-        held = self._unscaled.pop(group, None)
-        if held is not None:
-            slots = [slot for slot in held[0] if self._gradients.has(slot)]
-            if slots:  # else a sum would be reserved for nothing
-                self._scale(group, slots, held[1])
-
-    def _scale(self, group: Group, slots: list[Slot], factor: torch.Tensor) -> None:
-        self._place_of(group).wait(group)  # an update whose step came may still read what is about to change
-        self._gradients.scale_later(group, slots, factor)
-
-    def scale_stored(self) -> None:
-        """Make all gradients in storage what `torch.nn.utils.clip_grad_norm_` would have left there."""
-        for group in list(self._unscaled):
-            self._scale_stored(group)
-
-    def _is_on_device(self, group: Group) -> bool:
-        return self._device is not None and group in self._device
-
-    def _place_of(self, group: Group) -> Updates:
-        return self._device if self._device is not None and group in self._device else self._host
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
@@ -292,7 +214,7 @@ class StepControl:
             return UpdateUse()
         if adding and not (buffer.is_whole() and self._gradients.has_all_on_host(group)):
             return UpdateUse()  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self._device is None or group not in self._device:
+        if self._device is None or group not in self._on_device:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
             # master. If that is sure to come, the gradient needs no range of its own.
             certain = not adding and not source.undo and (group, "master") in self._storage
@@ -309,7 +231,6 @@ class StepControl:
         that is written anew would lose those of another optimizer. A scaled loss means a factor at the step.
         """
         source = self.source
-        assert source is not None
         if not source.update_in_backward or self._forwards < source.accumulation_steps or source.loss_scale != 1.0:
             return False
         if self._clipped and self.follow_clipping:
@@ -325,7 +246,7 @@ class StepControl:
             return
         if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
             self._gradients.measure_later(group)
-        if not self._is_on_device(group) and self._may_start_early(group):
+        if group not in self._on_device and self._may_start_early(group):
             jobs = self.jobs(group)
             if jobs:
                 self._speculation.start(group, jobs, None, final=not source.undo)
@@ -335,16 +256,16 @@ class StepControl:
     def wait_for_updates(self, group: Group) -> None:
         """Return when the group's bytes in storage are those of the last `step`, for the host and for loads."""
         self._speculation.roll_back(group)
-        self._place_of(group).wait(group)
+        self._places[group].wait(group)
 
     def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
         self._speculation.roll_back(group)
-        self._place_of(group).order_loads(group)
+        self._places[group].order_loads(group)
 
     def is_busy(self, group: Group) -> bool:
         """Whether `order_loads` would wait, or roll something back."""
-        return self._states[group].phase is Phase.EARLY or self._place_of(group).is_busy(group)
+        return self._states[group].phase is Phase.EARLY or self._places[group].is_busy(group)
 
     def roll_back(self) -> None:
         """Undo every update whose step has not come."""
@@ -400,6 +321,26 @@ class StepControl:
             for group, held in by_group.items():
                 self._scale(group, held, factor.cpu())
 
+    def _scale(self, group: Group, slots: list[Slot], factor: torch.Tensor) -> None:
+        self._places[group].wait(group)  # an update whose step came may still read what is about to change
+        self._gradients.scale_later(group, slots, factor)
+
+    def _scale_stored(self, group: Group) -> None:
+        """Multiply the gradient that a step with a factor left behind by that factor, as torch's clipping does at once.
+
+        Nearly every step is followed by `zero_grad`, so that the bytes in storage are touched only for one that is not.
+        """
+        held = self._unscaled.pop(group, None)
+        if held is not None:
+            slots = [slot for slot in held[0] if self._gradients.has(slot)]
+            if slots:  # else a sum would be reserved for nothing
+                self._scale(group, slots, held[1])
+
+    def scale_stored(self) -> None:
+        """Make all gradients in storage what `torch.nn.utils.clip_grad_norm_` would have left there."""
+        for group in list(self._unscaled):
+            self._scale_stored(group)
+
     def zero_gradients(self, slots: list[Slot]) -> None:
         """Make gradients zero."""
         self.roll_back()
@@ -417,7 +358,6 @@ class StepControl:
 
     def jobs(self, group: Group, wanted: Callable[[Slot], bool] = lambda slot: True) -> list[Job]:
         """What a step would do to ``group`` now: its parameters that have gradients and belong to the optimizer."""
-        assert self.source is not None
         found = []
         for slot in group.slots:
             hyper = self.source.hyper_of(slot)
@@ -426,20 +366,6 @@ class StepControl:
                     self.steps[slot] = torch.zeros((), dtype=torch.float32)
                 found.append(Job(slot, self.steps[slot], hyper))
         return found
-
-    def check_gradients(self) -> None:
-        """
-        Raises:
-            StaleTensor: an update, or a task on gradients since they were last given up, has failed.
-        """
-        self._host.check_gradients()
-
-    def check_whole(self) -> None:
-        """
-        Raises:
-            StaleTensor: an update failed: some groups are a step ahead of others.
-        """
-        self._host.check_whole()
 
     def commit_step(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
         """The step has come: commit early updates that are as it asks, queue the others with gradients times
@@ -450,8 +376,8 @@ class StepControl:
         for group in self._groups:
             jobs = self.jobs(group, wanted)
             if not self._speculation.commit(group, jobs, factor) and jobs:
-                self._place_of(group).update(group, jobs, factor)
-                if factor is not None and (self._is_on_device(group) or not group.is_fp32):
+                self._places[group].update(group, jobs, factor)
+                if factor is not None and (group in self._on_device or not group.is_fp32):
                     self._unscaled[group] = [job.slot for job in jobs], factor
         if self._device is not None:
             self._device.end_step()
@@ -469,6 +395,110 @@ class StepControl:
         if self._open_window:
             self._forwards, self._open_window = 0, False
 
-    def forgive(self) -> None:
-        """All gradients were given up: what failed until now concerns none that comes."""
-        self._host.forgive()
+
+class Loading:
+    """Brings groups of one model to level 0 in time, each after its updates."""
+
+    def __init__(
+        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, weights: WeightStreamer,
+        control: StepControl,
+    ) -> None:  # fmt: skip
+        self._stack = stack
+        self._groups = groups
+        self._states = states
+        self._storage = storage
+        self._weights = weights
+        self._control = control
+        largest = max((group.num_bytes for group in groups), default=1) or 1
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, weights.budget_bytes // largest // 2))
+        if any(group.name.endswith(TRAINED) for group in groups):  # a layer is two groups, one of them small
+            self._ahead *= 2
+        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
+
+    def acquire(self, group: Group) -> torch.Tensor:
+        """The group's bytes on level 0, arrived, not dropped until they are unpinned; the groups after it start to
+        load.
+        """
+        self._load(group)
+        buffer = self._weights.pin(group)
+        try:
+            asked, self.asked = self.asked, {}
+            for wanted in list(asked):
+                self.prefetch(wanted)
+            self._prefetch_upcoming()
+        except BaseException:
+            self._weights.unpin(group)
+            raise
+        return buffer
+
+    def unpack(self, packed: PackedView) -> torch.Tensor:
+        """The tensor that autograd packed, loading its group if it was dropped.
+
+        Raises:
+            StaleTensor: the weights were updated since the forward.
+        """
+        self._control.order_loads(packed.group)
+        self._weights.check_unchanged(packed)
+        self._load(packed.group)
+        tensor = self._weights.view(packed)
+        self._prefetch_upcoming()
+        return tensor
+
+    def _load(self, group: Group) -> None:
+        weights = self._weights
+        again = weights.begin_use(group)
+        if self._states[group].is_unsettled and weights.is_loaded(group):
+            self._control.order_loads(group)
+        if not weights.is_loaded(group):
+            self._stack.count_miss(self._storage.range(group, "weight").level)
+            self._control.order_loads(group)
+            if not weights.is_loaded(group):  # by an update that was due, and is now queued
+                weights.load(group)
+        elif not again:  # backward reads a group weight by weight: that is one use
+            self._stack.count_hit(0)
+        weights.arrive(group)
+
+    def prefetch(self, group: Group) -> bool:
+        """Start loading ``group`` if that costs nothing that is needed sooner; False if it was not possible. Never
+        blocks.
+        """
+        weights = self._weights
+        if weights.is_loaded(group):
+            return True
+        if self._control.is_busy(group):
+            return False  # an update is on its way: loading now would wait for it, or be stale
+        if not weights.make_room_for_later(group):
+            return False
+        try:
+            self._control.order_loads(group)
+            if not weights.is_loaded(group):
+                weights.load(group)
+        except InsufficientMemory:  # other keys took the bytes between the question and the load
+            return False
+        return True
+
+    def _prefetch_upcoming(self) -> None:
+        weights = self._weights
+        if weights.frozen:
+            self._prefetch_frozen()
+            return
+        for index in weights.trace.upcoming(self._ahead):
+            if not self.prefetch(self._groups[index]):
+                return
+
+    def _prefetch_frozen(self) -> None:
+        """The next copies are begun whatever pass they belong to, because no update lies between passes: so the link
+        always works.
+        """
+        weights, begun = self._weights, 0
+        if weights.all_loaded:
+            return
+        for index in weights.trace.upcoming(len(self._groups), wrap=True):
+            group = self._groups[index]
+            if weights.is_loaded(group) or group.num_bytes > weights.budget_bytes:
+                continue
+            if not self.prefetch(group):
+                return
+            begun += 1
+            if begun == WEIGHT_PLACES:
+                return

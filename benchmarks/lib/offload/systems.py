@@ -170,7 +170,7 @@ def build_resident(case: Case, device: torch.device) -> System:
 
 def build_streamed(case: Case, device: torch.device) -> System:
     """Our decoder, streamed."""
-    from vblackwell.offload.host_rates import rates_together
+    from vblackwell.offload.measure import rates_together
 
     recipe = case.recipe
     placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}

@@ -513,7 +513,7 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
     enable_vgpu_stack_optimization(model, stack)
     engine = offload_of(model)
     assert engine is not None and engine.placement == "streamed" and expected
-    with contextlib.closing(ActivationStore(stack, smallest_bytes=1, is_weight=engine.aliases)) as store:
+    with contextlib.closing(ActivationStore(stack, smallest_bytes=1, is_weight=engine.weights.aliases)) as store:
         for seed in range(3):
             torch.manual_seed(seed)
             with store.forward_of(model):

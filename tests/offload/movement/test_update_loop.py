@@ -239,7 +239,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
 FORKED = """
 import os, signal, torch, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
-from vblackwell.offload.host_rates import cpu_rate
+from vblackwell.offload.measure import cpu_rate
 torch.set_num_threads(2)
 cpu_rate()
 child = os.fork()

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vblackwell.machine.gpus import find_gpu, known_as
 from vblackwell.machine.rates import Rates, assumed_rates, keep_rates, rates_of
-from vblackwell.offload import host_rates
 from vblackwell.offload import measure as measuring
-from vblackwell.offload.api import offload_of
-from vblackwell.offload.host_rates import HostUpdate
+from vblackwell.offload.engine import stream
+from vblackwell.offload.measure import (
+    CPU_ELEMENTS,
+    HostUpdate,
+    adds_per_update,
+    cpu_rate,
+    duplex_rate,
+    measured_bytes,
+    median_sample,
+    rates_together,
+    update_elements,
+)
+from vblackwell.offload.movement.update_loop import MIN_PART
+from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
 
@@ -92,13 +105,13 @@ def test_a_group_whose_step_fails_gives_everything_back(monkeypatch):
         step()
         raise RuntimeError("no more memory")
 
-    def found(model):
-        engines.append(offload_of(model))
+    def found(*args):
+        engines.append(stream(*args))
         return engines[-1]
 
     monkeypatch.setattr(measuring, "GROUPS_STREAMED", 3)
     monkeypatch.setattr(measuring, "steps_seconds", fail)
-    monkeypatch.setattr(measuring, "offload_of", found)
+    monkeypatch.setattr(measuring, "stream", found)
     with pytest.raises(RuntimeError, match="no more memory"):
         measuring.group_seconds(torch.device("cpu"))
     assert not engines[0].finalizer.alive
@@ -108,30 +121,28 @@ def test_issuing_an_operator_takes_microseconds(monkeypatch):
     monkeypatch.setattr(measuring, "STEPS_ISSUED", 5)
     monkeypatch.setattr(measuring, "WARM_SECONDS", 0.0)
     assert 1e-7 < measuring.issue_seconds(torch.device("cpu")) < 1e-2
-    looks = measuring.HostLooks(torch.device("cpu"))
-    looks.look()
-    assert 1e-7 < looks.loop < 1e-2 and 1e-7 < looks.issue < 1e-2 and 1e-8 < looks.read < 1e-2
+    samples = measuring.HostSamples(torch.device("cpu"))
+    samples.take()
+    assert 1e-7 < samples.loop < 1e-2 and 1e-7 < samples.issue < 1e-2 and 1e-8 < samples.read < 1e-2
 
 
-def test_looks_at_a_host_that_is_disturbed_do_not_count(monkeypatch):
-    """Three looks of five at a host that is a third slower, one hiccup, one step that a clock cut short:
-    as if nobody had been there.
-    """
+def test_samples_of_a_host_that_is_disturbed_do_not_count(monkeypatch):
+    """Three of five at a host a third slower, one hiccup, one step that a clock cut short: as if nothing was."""
     times = [[26.0] * 15, [19.0] * 14 + [90.0], [26.0] * 15, [26.0] * 15, [19.5] * 14 + [2.0]]
     given = iter([each for each in times for _ in ("issue", "loop", "read")])
     monkeypatch.setattr(measuring, "steps_seconds", lambda action, finish: next(given))
-    looks = measuring.HostLooks(torch.device("cpu"))
+    samples = measuring.HostSamples(torch.device("cpu"))
     for _ in times:
-        looks.look()
-    assert looks.issue == pytest.approx(19.5 / (measuring.ISSUED_LAYERS * measuring.OPERATORS_OF_A_LAYER))
-    assert looks.loop == pytest.approx(19.5 / (host_rates.LOOP_PARAMETERS * measuring.LOOP))
+        samples.take()
+    assert samples.issue == pytest.approx(19.5 / (measuring.ISSUED_LAYERS * measuring.OPERATORS_OF_A_LAYER))
+    assert samples.loop == pytest.approx(19.5 / (measuring.LOOP_PARAMETERS * measuring.LOOP))
 
 
 def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
     update = HostUpdate(1 << 16)
     before, updates = set(threading.enumerate()), []
-    monkeypatch.setattr(host_rates.MasterLoop, "run", lambda loop: updates.append(loop))
-    with host_rates.updating(update):
+    monkeypatch.setattr(measuring.MasterLoop, "run", lambda loop: updates.append(loop))
+    with measuring.updating(update):
         assert updates, "the first is over when the block begins"
         names = [thread.name for thread in threading.enumerate()]
         assert "measured-updates" in names
@@ -140,6 +151,51 @@ def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
     def failing(loop: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(host_rates.MasterLoop, "run", failing)
-    with pytest.raises(RuntimeError, match="during the measurement failed"), host_rates.updating(update):
+    monkeypatch.setattr(measuring.MasterLoop, "run", failing)
+    with pytest.raises(RuntimeError, match="during the measurement failed"), measuring.updating(update):
         pass
+
+
+def test_what_is_measured_with_keeps_to_a_cap(monkeypatch):
+    sizes = []
+    for left in (8 * GiB, 384 * MiB, 0):
+        monkeypatch.setattr(measuring, "gpu_bytes_left", lambda device, left=left: left)
+        sizes.append(measured_bytes(torch.device("cuda", 0), 256 * MiB))
+    assert sizes == [256 * MiB, 38 * MiB, MiB]
+
+
+def test_a_rate_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measuring, "update_elements", lambda: 1 << 20)
+    assert 1e7 < cpu_rate() < 1e11
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_a_share():
+    device = torch.device("cuda", 0)
+    assert 1e9 < duplex_rate(device) < 1e12
+    link, cpu = rates_together(device)
+    assert 1e9 < link < 1e12 and 1e7 < cpu < 1e11
+    assert rates_together(device) == (link, cpu)  # measured once
+
+
+def test_the_median_of_all_samples_counts():
+    # the second on a machine that was busy with something else; link rates are in another order
+    assert median_sample([(52e9, 1.9e9), (50e9, 2e8), (45e9, 2.2e9)]) == (52e9, 1.9e9)
+
+
+def test_every_thread_has_as_many_full_parts(monkeypatch: pytest.MonkeyPatch):
+    free = SimpleNamespace(available_bytes=1 << 40)
+    monkeypatch.setattr(measuring, "memory_facts", lambda: free)
+    for threads in (1, 2, 3, 13, 40, 125):
+        monkeypatch.setattr(measuring, "update_threads", lambda threads=threads: threads)
+        count = update_elements()
+        assert count % (threads * MIN_PART) == 0 and CPU_ELEMENTS <= count < CPU_ELEMENTS + threads * MIN_PART
+    free.available_bytes = 8 << 30  # 125 threads' parts would take a fifth of it
+    assert update_elements() == CPU_ELEMENTS
+
+
+def test_adding_up_takes_less_than_an_update(monkeypatch: pytest.MonkeyPatch):
+    """12 bytes a parameter (4 written and fetched for it, 2 and 2 read) against 28. With a whole addend widened in new
+    memory, 36 MiB here, which glibc takes from the system every time, it takes longer than an update: 0.7."""
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=time.process_time))  # whatever else runs
+    assert 1.1 < adds_per_update(HostUpdate(9 << 20)) < 8
