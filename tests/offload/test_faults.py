@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vblackwell.offload.parameters import UsedParameters
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
@@ -27,6 +26,7 @@ from vblackwell.offload.movement import sliced
 from vblackwell.offload.movement.group_state import GradientBuffer
 from vblackwell.offload.movement.worker import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
+from vblackwell.offload.parameters import UsedParameters
 from vblackwell.offload.state import export_state
 from vblackwell.offload.storage.initialize import Source
 

@@ -8,9 +8,10 @@ import torch
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.layout.forecast import auto_share, forecast_step
+from vblackwell.offload.layout.forecast import forecast_step
+from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.layout.lanes import LaneTimes, simulate
-from vblackwell.offload.layout.placement import StreamingOptions
+from vblackwell.offload.layout.placement import StreamingOptions, share_of_all
 from vblackwell.units import GiB, MiB
 
 MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
@@ -33,7 +34,8 @@ def test_a_streamed_step_of_a_decoder_on_meta():
     slow = replace(MEASURED, up=1e9, up_both=1e9)
     bound = times_of(slow)
     assert bound.bottleneck == "up" and bound.step_seconds > times.step_seconds
-    shared = times_of(slow, auto_share(model, StreamingOptions(weight_bytes=8 * MiB), slow))
+    options = StreamingOptions(weight_bytes=8 * MiB)
+    shared = times_of(slow, share_of_all(find_groups(model)[0], options, lambda: (slow.up_both, slow.cpu_adamw)))
     assert shared.busy["cpu"] > 0 and shared.step_seconds < bound.step_seconds
     inputs = times_of(MEASURED, input_bytes=MiB)
     assert inputs.up_bytes == pytest.approx(times.up_bytes + 8 * MiB, rel=0.01)

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vblackwell.machine.rates import Rates
-from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, find_groups, moment_ranges, num_elements
+from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, moment_ranges, num_elements
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan
 from vblackwell.offload.layout.placement import (
     StreamedPlacement,
     StreamingOptions,
     passing_bytes,
     place_streamed,
-    share_of_all,
     spaces,
     tabulated,
 )
@@ -113,24 +111,14 @@ def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[s
     return table
 
 
-def auto_share(model: nn.Module, options: StreamingOptions, rates: Rates) -> float:
-    """The share of the updates on the host that ``rates`` ask for."""
-    groups = find_groups(model, options.compute_dtype, options.groups)[0]
-    return share_of_all(groups, options, lambda: (rates.up_both, rates.cpu_adamw))
-
-
 def gradient_traffic(
     gradients: int, sums: int, micro_batches: int, is_fp32: bool, norms: bool = False
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
 
-    RAM is full before states spill, and gradients come after weights. Each micro-batch's gradient is written as it
-    leaves. One in fp32 is itself the sum: the next is added to it and it is written again. Of narrower ones the first
-    alone is read, and the sum is written with every later micro-batch and read after each. All as the runtime was seen
-    to do it.
-
-    Args:
-        norms: one more pass takes norms on the host.
+    Each micro-batch's gradient is written as it leaves. One in fp32 is itself the sum: the next is added to it and it is
+    written again. Of narrower ones the first alone is read, and the sum is written with every later micro-batch and
+    read after each. ``norms``: one more pass takes norms on the host.
     """
     again = norms * (sums if micro_batches > 1 and not is_fp32 else gradients)
     if is_fp32:

@@ -1,8 +1,7 @@
 """Level 0 while a text is written, by arithmetic on sizes: weights that stay, keys and values, and bytes to compute in.
 
-Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they fit next to the
-weights that pass through, and otherwise pass through as well. A batch of many rows needs the bytes for keys and values, a single row for
-weights.
+Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
+fit next to the weights that pass through, and otherwise pass through as well.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class CacheShape(NamedTuple):
 
 
 def cache_shape(config: Any, rows: int, positions: int, dtype: torch.dtype) -> CacheShape | None:
-    """Sizes of the keys and values of a model of transformers; None where its layers are not all alike, or not plain attention."""
+    """Sizes of a transformers model's keys and values; None where layers are not all alike, or not plain attention."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
@@ -74,7 +73,7 @@ def layers_on_level0(shape: CacheShape, free_bytes: int) -> int:
         raise InsufficientMemory(
             f"keys and values of {shape.rows} rows of {shape.positions} positions pass through "
             f"{format_bytes(CACHE_PLACES * shape.layer_bytes)} of level 0, and {format_bytes(max(0, free_bytes))} "
-            "are free beside weights: give fewer rows at once, or raise fast_memory",
+            "are free next to weights: give fewer rows at once, or raise fast_memory",
             needed_bytes=CACHE_PLACES * shape.layer_bytes,
             available_bytes=max(0, free_bytes),
         )

@@ -4,20 +4,17 @@ Lanes are *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, w
 *disk*. Each does one thing at a time. What the runtime does is here as tasks with what they wait for:
 
 - A group's weights come up before its forward and its backward, unless they are there still: loaded weights have a
-  budget, and the group whose next use is farthest is dropped (the runtime's policy); a load waits for the last use of
-  what it displaces.
+  budget, and the group whose next use is farthest is dropped; a load waits for the last use of what it displaces.
 - Inputs of checkpointed groups go down after forward and come up before backward, where they wait in host memory.
 - A group updated on the GPU needs its states, which pass in pieces through a ring: up, update after the group's
-  backward, down again. They come in the order of backward, from the first gradient on, and give way to loads after
-  every piece. Some updates are deferred: they wait for the next forward, with their gradients in host memory. While
-  steps clip, all do, because no update may begin before the norm is known.
-- A group updated on the host sends its gradient down; the CPU updates it; its next load waits for that. Of the groups
-  whose gradients are there the CPU takes the first of the forward.
+  backward, down again, in the order of backward, giving way to loads after every piece. Deferred updates wait for the
+  next forward, with their gradients in host memory. While steps clip, all do: none may begin before the norm is known.
+- A group updated on the host sends its gradient down; the CPU updates it; its next load waits for that. The CPU takes
+  the first of the forward.
 - States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written after them; a
   set is free again when its write is over. The disk does one thing at a time, writes first.
-- Before the last micro-batch of a step, gradients are added up in host memory by the CPU, sums before updates. The last
-  one's is added on the GPU where an update follows it there and no rollback is kept; elsewhere by the CPU too. Of
-  several the CPU takes the first group of the forward, where the runtime takes the one that came first.
+- Before the last micro-batch of a step the CPU adds gradients up in host memory, sums before updates. The last one's is
+  added on the GPU where an update follows it there and no rollback is kept; elsewhere by the CPU too.
 
 A transfer that starts while the other direction works has the rate for both directions; while the CPU updates, links
 are slower. The last steps of a few are counted, when the lanes repeat themselves.
@@ -147,8 +144,7 @@ def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
 def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
     """The fewest tokens a step from which the disk costs next to nothing, to about 5 %; 0 without one, None if never.
 
-    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not. (Accumulation
-    brings tokens too: more passes of weights and gradients, no work for the disk unless weights are there.)
+    ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not.
     """
     if not plan.uses_disk:
         return 0
@@ -214,10 +210,8 @@ class Graph:
 
     def __init__(self, plan: LanePlan, rates: Rates, steps: int) -> None:
         self.plan, self.rates = plan, rates
-        self.gpu: deque[Task] = deque()
-        self.loads: deque[Task] = deque()
-        self.states: deque[Task] = deque()
-        self.reads: deque[Task] = deque()
+        self.gpu, self.loads = deque[Task](), deque[Task]()
+        self.states, self.reads = deque[Task](), deque[Task]()
         self.done: list[Task] = []
         self.first: list[Task] = []
         count = len(plan.groups)

@@ -1,14 +1,13 @@
-"""What a streamed model takes of its levels: arithmetic on sizes, which the runtime then carries out.
+"""Which level holds each byte of a streamed model: arithmetic on sizes, which the runtime then carries out.
 
 Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with
 their states; the levels below store the model. `place_streamed` decides it for levels of which it knows the sizes
-alone, so the same code that places a model says beforehand where every byte of it will be, or that there is no room.
+alone, so the code that places a model also forecasts where every byte of it will be, or that there is no room.
 
 Where each group's AdamW runs. On a GPU, on level 0 for most: a CPU's update is what makes offloaded training slow,
 while the states of a group pass the link in about the time that its backward takes. A share stays in host memory, where
 the CPU updates some groups while the link serves the others. Without a GPU, level 0 is RAM like the levels below, and
-the states would only be copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere: torch's update
-on the host knows no such states.
+the states would only be copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere.
 
 The CPU's share. A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated on the host
 costs the CPU its AdamW. Some bytes of every parameter go up in any case for forward and backward, ``pass_bytes``: twice
@@ -18,8 +17,7 @@ its weight, less what stays loaded from one to the other. All is done together w
 
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in
 parameters/s. The CPU cannot begin before the first gradient is there, and must be done before the next forward: it has
-`OVERLAP` of a step. A share that is too large costs more than one that is too small. Tokens do not enter: where compute
-takes longer than both, any share does.
+`OVERLAP` of a step. Tokens do not enter: where compute takes longer than both, any share does.
 """
 
 from __future__ import annotations
@@ -204,11 +202,7 @@ def _choose_slices(groups: Iterable[Group], sites: Sequence[Site], free: int) ->
 
 
 def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
-    """What loaded weights may take of ``level``: as asked for, or all but one gradient buffer, on a GPU a few groups.
-
-    Raises:
-        InsufficientMemory: the largest group with its gradient does not fit.
-    """
+    """What loaded weights may take of ``level``: as asked for, or all but one gradient buffer, on a GPU a few groups."""
     free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
@@ -254,20 +248,25 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
 
     Args:
         options: ``update``: 'level0', 'home', the share of the parameters that is updated on the host, or 'auto': the
-            share that keeps a GPU's link and the CPU busy alike.
-        measured: as `place_streamed`.
+            share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates.
 
     Raises:
         Unsupported: 'level0', and a group that is to be trained cannot be updated there. Otherwise the host updates it.
     """
     update = options.update
-    if update == "level0":
-        _refuse_unable(groups)
+    trained = [group for group in groups if group.trainable()]
+    able = [group for group in trained if _can_update_on_level0(group)]
+    if update == "level0" and len(able) < len(trained):
+        unable = next(group for group in trained if group not in able)
+        raise Unsupported(
+            f"update='level0' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
+            f"{unable.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
+            "groups on the CPU"
+        )
     if update == "auto" and any(group.formats.packed for group in groups):
         update = "level0"
     if update == "auto":
         update = "home" if measured is None else share_of_all(groups, options, measured)
-    able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     if isinstance(update, str):
         return able if update == "level0" else []
     on_host = _on_host(able, update)
@@ -275,10 +274,7 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
 
 
 def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
-    """The share of all parameters that the host updates, at ``measured`` rates.
-
-    Groups that live on level 0 need neither the link nor the CPU.
-    """
+    """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
     able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
     kept = set(groups_kept(able, options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
@@ -306,21 +302,9 @@ def _can_update_on_level0(group: Group) -> bool:
     return group.uniform and group.slots[0].dtype in (torch.float32, torch.bfloat16)
 
 
-def _refuse_unable(groups: Iterable[Group]) -> None:
-    for group in groups:
-        if group.trainable() and not _can_update_on_level0(group):
-            raise Unsupported(
-                f"update='level0' is for groups that compute in bf16 or fp32 alone, and {group.name!r} has "
-                f"{group.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
-                "groups on the CPU"
-            )
-
-
 def _on_host(groups: list[Group], share: float) -> list[Group]:
-    """About ``share`` of the elements of ``groups``, evenly over those that are not the first of the forward.
-
-    Evenly, because the link and the worker then both have work all through backward; not the first, because those
-    finish backward last and are needed first.
+    """About ``share`` of the elements of ``groups``, evenly, so that link and worker both have work all through backward;
+    not the first of the forward, which finish backward last and are needed first.
     """
     wanted = share * sum(num_elements(group) for group in groups)
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
@@ -338,9 +322,8 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
 def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None) -> list[Group]:
     """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward.
 
-    Backward needs the link for weights and states, forward for weights alone. These are the first of backward, and
-    their weights are needed last. Their gradients are stored and come back, 4 bytes a parameter more. None where some
-    groups live on level 0.
+    Backward needs the link for weights and states, forward for weights alone; the weights of these are needed last.
+    Their gradients are stored and come back, 4 bytes a parameter more. None where some groups live on level 0.
     """
     if storage is not None and any(storage.is_resident(group) for group in groups):
         return []
@@ -352,9 +335,6 @@ def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None)
         left -= num_elements(group)
         found.append(group)
     return found
-
-
-# -- what updates on level 0 take there --------------------------------------------------------------------------------
 
 
 def passing_bytes(group: Group) -> int:
@@ -406,48 +386,13 @@ def num_buffers(total_bytes: int, least_bytes: int = MIN_BUFFER_BYTES) -> int:
     return max(1, min(MAX_BUFFERS, wanted, total_bytes // least_bytes))
 
 
-# -- beforehand --------------------------------------------------------------------------------------------------------
-
-
-def spaces(capacities: Sequence[int], level0: str = "ram", name: str | None = None) -> list[LevelSpace]:
-    """Empty levels of ``capacities`` bytes: one of the kind ``level0``, called ``name`` in errors, RAM, and a disk."""
-    names = (name or {"gpu": "cuda", "ram": "cpu"}[level0], "cpu", "ssd")
-    found = []
-    for size, each, kind, alignment in zip(capacities, names, (level0, "ram", "disk"), (512, PAGE, PAGE), strict=False):
-        found.append(LevelSpace(each, kind, size // alignment * alignment, 0, alignment))
-    return found
-
-
-def bytes_by_level(
-    model: nn.Module,
-    capacities: Sequence[int],
-    options: StreamingOptions,
-    level0: str = "ram",
-    name: str | None = None,
-    measured: Measured | None = None,
-) -> dict[str, list[int]]:
-    """Where the bytes of ``model``, which may be on the meta device, would be while it trains with ``undo=False``.
-
-    Args:
-        capacities: bytes of level 0, which is 'ram' or a 'gpu', of RAM and, if there is one, of the disk.
-        name: of level 0 in errors.
-
-    Returns:
-        Reserved bytes of each kind of range, and of 'staging', 'ring' and 'loaded', by level. Activations are not among
-        them, but for the ``activation_bytes`` of ``options``.
-
-    Raises:
-        As `place_streamed`; InsufficientMemory too where optimizer states find no room.
-    """
-    found = place_streamed(model, spaces(capacities, level0, name), options, measured)
-    late = set(found.slice_rows) | {group for group in found.trainable if group not in found.on_level0}
-    if level0 == "gpu":
-        late |= set(found.deferred)
-    gradients = [(group, "gradient") for group in found.trainable if group in late]
-    table = tabulated(found, found.storage.with_ranges(gradients + moment_ranges(found.trainable)))
-    table["activations"] = [0] * len(capacities)
-    table["activations"][1] = options.activation_bytes
-    return table
+def spaces(capacities: Sequence[int], name: str = "cpu") -> list[LevelSpace]:
+    """Empty levels of ``capacities`` bytes: level 0, called ``name`` in errors, RAM, and a disk."""
+    levels = ((name, "ram", 512), ("cpu", "ram", PAGE), ("ssd", "disk", PAGE))
+    return [
+        LevelSpace(each, kind, size // alignment * alignment, 0, alignment)
+        for size, (each, kind, alignment) in zip(capacities, levels, strict=False)
+    ]
 
 
 def tabulated(found: StreamedPlacement, storage: StoragePlan) -> dict[str, list[int]]:

@@ -1,10 +1,7 @@
 """Which level holds each range of a model, and the host memory through which ranges on a disk pass: arithmetic.
 
-`StoragePlan` is a frozen value; `StoragePlan.with_ranges` gives the next one. The runtime reserves what a plan says
-(`storage.Storage`), a forecast counts its bytes.
-
 What is needed most often takes the upper levels, so optimizer states are the first to spill to a disk. They spill
-evenly over the model (`spread`): updates run in the order of backward, and if the states of neighbouring groups were on
+evenly over the model (`spread`): updates run in the order of backward, and with the states of neighbouring groups on
 the disk, it would have more to do in that part of the step than it can, and nothing in the rest. For the same reason
 one kind of all groups spills before a second kind of any: the disk's share of every group is then the same to within
 one range, and as small as it can be, and so is the staging memory. Groups that the CPU updates spill last, because its
@@ -15,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, Group
@@ -28,12 +26,7 @@ GOLDEN = 0.6180339887498949
 
 @dataclass(frozen=True)
 class LevelSpace:
-    """What is known of a level when ranges are placed on it.
-
-    Attributes:
-        kind: 'gpu', 'ram' or 'disk'.
-        alignment: it counts ranges in multiples of so many bytes.
-    """
+    """What is known of a level: its kind is 'gpu', 'ram' or 'disk'; it counts ranges in multiples of ``alignment``."""
 
     name: str
     kind: str
@@ -61,12 +54,9 @@ class PlacedRange:
 
 @dataclass(frozen=True)
 class Request:
-    """A range that is to be placed.
+    """A range that is to be placed: of the group with that number, which is updated ``on_level0`` or not.
 
-    Attributes:
-        name: for errors and reports. group: the group's number.
-        num_bytes: of the range; held_bytes: as the levels below level 0 count it.
-        on_level0: the group is updated there.
+    ``held_bytes``: as the levels below level 0 count it.
     """
 
     name: str
@@ -83,8 +73,7 @@ class Staging:
 
     Attributes:
         by_kind: bytes through which the worker works on ranges of a kind, one at a time.
-        num_sets, set_bytes: sets through which groups that are updated on level 0 pass, each for a group's ranges
-            together.
+        num_sets, set_bytes: sets through which groups that are updated on level 0 pass, one each.
     """
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
@@ -98,7 +87,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Where the ranges of one model are, on the levels of one stack.
+    """Where the ranges of one model are, on the levels of one stack; `with_ranges` gives the next plan.
 
     Attributes:
         levels: of the stack, level 0 first, with what they hold already.
@@ -150,12 +139,12 @@ class StoragePlan:
         """Whether weights and states of ``group`` live on level 0."""
         return group.index in self.resident
 
-    @property
+    @cached_property
     def has_host_level(self) -> bool:
         """Whether a usable level is in RAM."""
         return any(self.levels[level].kind == "ram" for level in self.usable)
 
-    @property
+    @cached_property
     def staging_level(self) -> int:
         """Where staged bytes are: the first usable level in RAM, level 0 if there is none."""
         return next((level for level in self.usable if self.levels[level].kind == "ram"), 0)
@@ -167,15 +156,13 @@ class StoragePlan:
             table.setdefault(kind, [0] * len(self.levels))[placed.level] += placed.num_bytes
         return table
 
-    # -- the next plan -------------------------------------------------------------------------------------------------
-
     def with_ranges(
         self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()
     ) -> StoragePlan:  # fmt: skip
         """This plan with a range for each (group, kind) that has none, the most wanted first (`spread`).
 
         Args:
-            later: what will be placed next: if that will spill, room to work on it is taken now.
+            later: what will be placed next: if that will spill, host memory to work on it is taken now.
 
         Raises:
             InsufficientMemory: the levels have no room.
@@ -187,7 +174,7 @@ class StoragePlan:
         requests = self._requests(pair for pair in missing if not self._lives_on_level0(*pair))
         coming = self._requests(pair for pair in later if not self._lives_on_level0(*pair))
         staging, levels = self._staging_for(requests, coming)
-        positions = place([request.held_bytes for request in requests], self._free(levels), "the model's bytes")
+        positions = place([request.held_bytes for request in requests], self._free(levels))
         ranges = dict(self.ranges)
         for group, kind in here:
             ranges[group.index, kind] = PlacedRange(f"{group.name}/{kind}", 0, group.size_of(kind))
@@ -205,17 +192,10 @@ class StoragePlan:
         """In the order of `spread`."""
         # Every level rounds up to its own alignment; the coarsest is right for all.
         alignment = max(self.levels[level].alignment for level in self.usable)
-        found = [
-            Request(
-                f"{group.name}/{kind}",
-                group.index,
-                kind,
-                group.size_of(kind),
-                align_up(group.size_of(kind), alignment),
-                group.index in self.on_level0,
-            )
-            for group, kind in pairs
-        ]
+        found = []
+        for group, kind in pairs:
+            size, on_level0 = group.size_of(kind), group.index in self.on_level0
+            found.append(Request(f"{group.name}/{kind}", group.index, kind, size, align_up(size, alignment), on_level0))
         return [found[index] for index in spread(found)]
 
     def _free(self, levels: Sequence[LevelSpace]) -> list[int]:
@@ -229,7 +209,7 @@ class StoragePlan:
     def _staging_for(self, requests: list[Request], later: list[Request]) -> tuple[Staging, list[LevelSpace]]:
         """Host memory through which ranges that are not in RAM are worked on, and the levels with it.
 
-        It is taken first and only if something will spill, so that a stack that holds everything in RAM pays nothing.
+        It is taken first and only if something will spill: a stack that holds everything in RAM pays nothing.
         """
         levels, held, host = list(self.levels), self.staging, self.staging_level
         in_ram = [levels[level].kind == "ram" for level in self.usable]
@@ -248,8 +228,8 @@ class StoragePlan:
         return planned, levels
 
 
-def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
-    """A position in ``free`` for each of ``sizes``: the first with room, in order.
+def place(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
+    """A position in ``free`` for each of ``sizes``: the first with enough bytes, in order.
 
     Raises:
         InsufficientMemory: with the bytes needed and the bytes there are, before anything is reserved.
@@ -260,7 +240,7 @@ def place(sizes: Sequence[int], free: Sequence[int], what: str) -> list[int]:
         position = next((index for index, free_bytes in enumerate(left) if free_bytes >= size), None)
         if position is None:
             raise InsufficientMemory(
-                f"{what} need {format_bytes(sum(sizes))} below level 0, and the lower levels have "
+                f"the model's bytes need {format_bytes(sum(sizes))} below level 0, and the lower levels have "
                 f"{format_bytes(sum(free))} free: raise host_memory or disk_memory (the capacities of the stack's "
                 "lower levels)",
                 needed_bytes=sum(sizes),
@@ -304,16 +284,14 @@ def plan_staging(
 
     Args:
         requests: in the order of `spread`. later: what will be asked for next.
-        free: bytes of each level. in_ram: which of them are.
-        held: staging that has been taken already.
+        free: bytes of each level; in_ram: which of them are. held: staging that has been taken already.
         staged_already: by group, bytes of its ranges on levels that are not in RAM.
-        largest: by kind, bytes of the largest group's range; kinds that are not there get none.
-        host_bytes: capacity of the first level in RAM.
+        largest: by kind, bytes of the largest group's range. host_bytes: capacity of the first level in RAM.
 
     Raises:
         InsufficientMemory: the levels cannot hold ``requests``, or RAM has no room for one set.
     """
-    alone = place([request.held_bytes for request in requests], free, "the model's bytes")
+    alone = place([request.held_bytes for request in requests], free)
     requests, wanted = list(requests), [*requests, *later]
     if _placed(wanted, free) is None:
         wanted = requests  # what comes later will be refused then
@@ -367,6 +345,6 @@ def plan_staging(
 def _placed(requests: Sequence[Request], free: Sequence[int]) -> list[int] | None:
     """As `place`; None where they do not fit."""
     try:
-        return place([request.held_bytes for request in requests], free, "")
+        return place([request.held_bytes for request in requests], free)
     except InsufficientMemory:
         return None
