@@ -94,9 +94,7 @@ NEVER: dict[str, dict[str, set[str]]] = {
 # (importer, imported): imports that point up or sideways, or close a circle.
 KNOWN_IMPORTS: set[tuple[str, str]] = set()
 # Files in folders of more than 20.
-KNOWN_FOLDERS: dict[str, int] = {
-    "tests/offload": 32,
-}
+KNOWN_FOLDERS: dict[str, int] = {}
 # Files of more than 600 lines.
 KNOWN_LONG_FILES: set[str] = {
     "tests/offload/movement/test_activations.py",

@@ -314,8 +314,8 @@ class Offload:
     def packing(self) -> AbstractContextManager[Any]:
         """Inside, tensors saved for backward that lie in a loaded buffer are kept as references.
 
-        Hooks that are active already keep everything. Checkpointing's must see the same tensors in the first pass and in
-        the recompute, where modules may be called without their hooks: they stay, and get parameters detached.
+        Hooks that are active already keep everything. Checkpointing's must see the same tensors in the first pass and
+        in the recompute, where modules may be called without their hooks: they stay, and get parameters detached.
         """
         if is_transformed():
             return nullcontext()  # there torch allows no such hooks: what is saved keeps its buffer
@@ -397,7 +397,7 @@ class Offload:
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """``module`` is about to save its own parameters, each once: where it fails, later reads are not taken for that.
+        """``module`` is about to save its own parameters, each once; where it fails, later reads are just that.
 
         The state_dict of a part, which begins without a prefix, reads as any other code does.
         """
@@ -451,7 +451,7 @@ class Offload:
         return [] if self.step_control.source is None else [self.step_control.source]
 
     def forget_optimizer(self) -> None:
-        """As before the first `adopt_optimizer`, but for the ranges: moments and step counts are zero, gradients stay."""
+        """As before the first `adopt_optimizer`: moments and step counts are zero. Ranges and gradients stay."""
         self.finish()
         self._zero([pair for pair in moment_ranges(self.groups) if pair in self.storage])
         self.step_control.steps.clear()

@@ -65,7 +65,8 @@ LOOP_PARAMETERS, LOOP_WIDTH = 64, 64
 
 
 def seconds_of(
-    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS, limit_seconds: float = math.inf
+    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS,
+    limit_seconds: float = math.inf,
 ) -> float:  # fmt: skip
     """Median wall time of ``action`` followed by ``finish``, after one unmeasured call; after ``limit_seconds`` no
     further one is begun.
@@ -334,8 +335,9 @@ def cpu_rates() -> Rates:
     copied = QUICK_COPY_BYTES / seconds_of(lambda: target.copy_(source))
     flops = cpu_matmul_gflops(512) * 1e9
     return Rates(
-        matmul_half=flops, matmul_fp32=flops, memory=2 * copied, up=copied, down=copied, up_both=copied / 2, down_both=copied / 2,
-        cpu_adamw=2 * copied / ADAMW_BYTES, issue_seconds=issue_seconds(torch.device("cpu")), source="products and copies on this CPU",
+        matmul_half=flops, matmul_fp32=flops, memory=2 * copied, up=copied, down=copied, up_both=copied / 2,
+        down_both=copied / 2, cpu_adamw=2 * copied / ADAMW_BYTES, issue_seconds=issue_seconds(torch.device("cpu")),
+        source="products and copies on this CPU",
     )  # fmt: skip
 
 
@@ -372,7 +374,7 @@ def _finish(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-# -- AdamW on the host, alone and during copies -------------------------------------------------------------------------
+# -- AdamW on the host, alone and during copies ------------------------------------------------------------------------
 
 
 def cpu_rate() -> float:

@@ -303,7 +303,7 @@ def update_resident(
     hyper: Hyper,
     factor: torch.Tensor | None,
 ) -> None:
-    """One AdamW step for a parameter that `updates_here`, with ``gradient``, which has its strides, times ``factor``."""
+    """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is times ``factor``."""
     place = _place_of(param)
     assert place is not None
     slot, opened = place

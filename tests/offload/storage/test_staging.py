@@ -14,8 +14,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.offload.adversary import Adversary, LateChain, LateQueues
-from tests.offload.lane_world import Setting, World
+from tests.offload.movement.adversary import Adversary, LateChain, LateQueues
+from tests.offload.movement.lane_world import Setting, World
 from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
 from vblackwell.offload.layout.groups import EXACT, Formats

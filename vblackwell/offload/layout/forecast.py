@@ -116,8 +116,8 @@ def gradient_traffic(
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
 
-    Each micro-batch's gradient is written as it leaves. One in fp32 is itself the sum: the next is added to it and it is
-    written again. Of narrower ones the first alone is read, and the sum is written with every later micro-batch and
+    Each micro-batch's gradient is written as it leaves. One in fp32 is itself the sum: the next is added to it and it
+    is written again. Of narrower ones the first alone is read, and the sum is written with every later micro-batch and
     read after each. ``norms``: one more pass takes norms on the host.
     """
     again = norms * (sums if micro_batches > 1 and not is_fp32 else gradients)

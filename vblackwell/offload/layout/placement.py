@@ -68,7 +68,7 @@ MIN_SHARE, MAX_SHARE = 0.02, 0.5  # less is not worth a thread
 FIRST_SHARE = 0.15  # of the groups: they are not updated on the host while others can be
 DEFERRED_SHARE = 0.15  # of the elements that are updated on a GPU
 GROUPS_IN_USE = 3  # of the loaded ones: the one that computes, the next, and one on its way
-# Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead of that.
+# Groups whose weights stay on level 0 while they are stored after an update there; the host may be many groups ahead.
 MAX_LOCKED = 4
 NEWEST = 2  # inputs of checkpoints that stay on level 0 in any case: one is read by its layer, one is on its way
 AHEAD = 3  # checkpoints whose inputs are loaded before backward asks for them
@@ -202,7 +202,7 @@ def _choose_slices(groups: Iterable[Group], sites: Sequence[Site], free: int) ->
 
 
 def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
-    """What loaded weights may take of ``level``: as asked for, or all but one gradient buffer, on a GPU a few groups."""
+    """What loaded weights may take of ``level``: as asked for, or all but a gradient buffer, on a GPU a few groups."""
     free = level.free_bytes
     weights = max((group.num_bytes for group in groups), default=0)
     gradient = max((group.num_bytes for group in groups if group.trainable()), default=0)
@@ -303,8 +303,9 @@ def _can_update_on_level0(group: Group) -> bool:
 
 
 def _on_host(groups: list[Group], share: float) -> list[Group]:
-    """About ``share`` of the elements of ``groups``, evenly, so that link and worker both have work all through backward;
-    not the first of the forward, which finish backward last and are needed first.
+    """About ``share`` of the elements of ``groups``, evenly, so that link and worker have work all through backward.
+
+    Not the first of the forward, which finish backward last and are needed first.
     """
     wanted = share * sum(num_elements(group) for group in groups)
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import ROOMY_BYTES, MakeStack
-from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from tests.offload.models import CASES, build
+from tests.offload.storage.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, StepAbandoned
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel, SystemCalls

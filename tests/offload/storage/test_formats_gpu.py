@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.offload.conftest import MakeStack
-from tests.offload.format_cases import (
+from tests.offload.storage.format_cases import (
     LIMIT,
     Embedded,
     Form,

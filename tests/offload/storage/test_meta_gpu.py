@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, optimizer_of, train
+from tests.offload.storage.format_cases import BF16, Form, Odd, assert_same_states, optimizer_of, train
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.state import export_state

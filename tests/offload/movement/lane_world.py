@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tests.offload.adversary import PAGE, Adversary, LateContinuations, LateDisk, LateQueues
+from tests.offload.movement.adversary import PAGE, Adversary, LateContinuations, LateDisk, LateQueues
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.host import HostLevel

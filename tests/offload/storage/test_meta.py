@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import ROOMY_BYTES, MakeStack
-from tests.offload.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from tests.offload.models import CASES, Case, build
+from tests.offload.storage.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.optimizer import VGPUAdamW

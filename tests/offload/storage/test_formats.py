@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from tests.offload.format_cases import (
+from tests.offload.storage.format_cases import (
     BF16,
     LIMIT,
     PACKED,
