@@ -302,7 +302,7 @@ def _quantize_flags(parser: Any) -> None:
 
 
 def _quantize(given: dict[str, Any]) -> int:
-    from vblackwell.folders.hub import find_folder
+    from vblackwell.folders.folder import find_folder
     from vblackwell.generate.load import resolve_model
     from vblackwell.machine.device import choose_device
     from vblackwell.tools.quantize import quantize_command

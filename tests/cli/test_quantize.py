@@ -14,7 +14,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, U
 from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
 from vblackwell.folders.compressed_tensors import format_of_config, from_entries, not_packable_reasons, to_entries
 from vblackwell.folders.folder import load_specs, load_state, save_model
-from vblackwell.folders.shards import spec_of
+from vblackwell.folders.tensor_file import spec_of
 from vblackwell.generate.command import Places, generate_command
 from vblackwell.generate.generate import generate
 from vblackwell.generate.load import load_decoder

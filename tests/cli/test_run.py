@@ -41,16 +41,13 @@ def test_a_run_learns_and_reports(finished):
 def test_transformers_opens_checkpoint_and_final_with_equal_logits(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vblackwell.folders.folder import load_weights, read_config
-    from vblackwell.nn.decoder.config import DecoderConfig
-    from vblackwell.nn.decoder.decoder import Decoder
+    from vblackwell.generate.load import load_decoder
 
     _, run, _ = finished
     for folder in (run / "final", run / "checkpoints" / "step-00000020"):
         verify_folder(folder)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        ours = Decoder(DecoderConfig.from_hf(read_config(folder)), device="cpu")
-        load_weights(ours, folder)
+        ours = load_decoder(folder, dtype=torch.float32)
         input_ids_BS = torch.arange(2 * 16).view(2, 16) % 300
         with torch.no_grad():
             assert torch.equal(ours(input_ids_BS), theirs(input_ids_BS).logits)

@@ -31,8 +31,8 @@ from vblackwell.generate.command import generate_command
 from vblackwell.generate.generate import CONTEXT, Pace, draws, generate
 from vblackwell.generate.generate import _Text as Text
 from vblackwell.generate.load import load_model, resolve_model
-from vblackwell.generate.room import read_in_chunks
 from vblackwell.generate.sampling import Arrival, Sampling, sample
+from vblackwell.generate.steps import read_in_chunks
 from vblackwell.kernels.pointwise.sampling_reference import kept_tokens
 from vblackwell.nn.decoder.decoder import Decoder
 

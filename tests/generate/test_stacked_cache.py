@@ -11,10 +11,10 @@ import transformers
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.generate.batch import columns
-from vblackwell.generate.room import room_for
+from vblackwell.generate.generate import columns
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
+from vblackwell.generate.steps import room_for
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.generation import CacheShape, Level0Budget, cache_shape, layers_on_level0, level0_budget
 

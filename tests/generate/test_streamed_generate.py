@@ -20,8 +20,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, U
 from vblackwell.folders import checked
 from vblackwell.folders.folder import load_state
 from vblackwell.generate import command
-from vblackwell.generate.batch import generate_batch
-from vblackwell.generate.generate import generate
+from vblackwell.generate.generate import generate, generate_batch
 from vblackwell.generate.load import cache_bytes, load_model, open_streamed
 from vblackwell.generate.sampling import Sampling
 from vblackwell.nn.convert.assignment import Assignment

@@ -12,8 +12,7 @@ from tests.generate.test_streamed_generate import saved_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.generate import streamed_step as module
-from vblackwell.generate.batch import columns
-from vblackwell.generate.generate import draws, stepper
+from vblackwell.generate.generate import columns, draws, stepper
 from vblackwell.generate.load import open_streamed
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
@@ -161,7 +160,7 @@ def test_texts_are_written_by_steps(folder_of, make_stack, monkeypatch):  # noqa
         step = stepper(model, PROMPT + 12, read, cache)
         written = list(draws(step, ids[None], 12, Sampling(temperature=0), 0, ahead=0))
         cache.close()
-        assert [[token] for token in written] == expected
+        assert written == expected
     assert len(made) == 4
 
 
@@ -205,7 +204,7 @@ def test_replayed_steps_are_those_of_the_model(fp4, tmp_path):
             cache.close()
             found[places] = torch.stack(logits, 1)
     assert torch.equal(found[5], found[100])  # the same kernels over the same bytes, wherever those are
-    # As in test_decode_graph.py: six layers round some ten times each. No position is off by more than twice what all
+    # As in test_steps.py: six layers round some ten times each. No position is off by more than twice what all
     # are.
     off_BS = (found[100] - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(off_BS.square().mean().sqrt()) < 2**-4.3

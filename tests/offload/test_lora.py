@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2
 
 from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.folders.meta_model import parameters_on_meta
+from vblackwell.folders.weights import parameters_on_meta
 from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.nn.convert.lora import Lora, adapter_targets, add_adapters, is_adapter

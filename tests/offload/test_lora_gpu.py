@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from tests.offload.test_lora import trained
 from vblackwell.generate import streamed_step
 from vblackwell.generate.adapters import save_adapter
-from vblackwell.generate.batch import columns
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
+from vblackwell.generate.generate import columns
 from vblackwell.generate.load import open_streamed
-from vblackwell.generate.room import room_for
 from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.steps import room_for
 from vblackwell.generate.streamed_step import reasons_against
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
@@ -134,7 +134,7 @@ def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
     for kind, extra in (("steps", weights_pass), ("calls", weights_pass), ("calls", both_pass)):
         assert moved[kind, extra] > 5 * moved["steps", all_stays]  # which loads once, at its prompt
     # A step's token is the model's up to what rounding may turn round: logits are off by less than 2^-4.3 of their
-    # spread (as in test_decode_graph.py), the highest of 512 by four and a half times that, and so may the chosen one
+    # spread (as in test_steps.py), the highest of 512 by four and a half times that, and so may the chosen one
     # be. Most are behind by three.
     assert logits_BSV is not None
     chosen_BS = logits_BSV.gather(-1, texts["steps", all_stays][..., None])[..., 0]

@@ -1,12 +1,8 @@
 """A user's message as a chat model wants it written, and the token that ends its answer.
 
-The text is what the chat template of the model's folder makes of one message, rendered by transformers' code. Where an
-answer ends is asked of the same template: the special token that it writes after one. A base model that was fine-tuned
-on conversations often names another token in its configuration, and would not stop at the end of its answer.
-
-A template comes with a model, so it is a stranger's text that we evaluate: ``{{ 'x' * 10**10 }}`` is one. jinja's
-sandbox, in which transformers renders, keeps it from files and from code, but bounds neither memory nor time: `bounded`
-does, by the process's own limits.
+Both are asked of the chat template of the model's folder, rendered by transformers' code: the configuration of a base
+model that was fine-tuned on conversations often names another end. A template is a stranger's text that we evaluate
+(``{{ 'x' * 10**10 }}`` is one): jinja's sandbox keeps it from files and code, `bounded` bounds its memory and time.
 """
 
 from __future__ import annotations
@@ -47,11 +43,8 @@ class Chat:
     _template: str
 
     def prompt(self, message: str) -> str:
-        """The text after which the model answers ``message``, its special tokens included.
-
-        Raises:
-            ConfigurationError: the template refuses it.
-        """
+        """The text after which the model answers ``message``, its special tokens included; raises ConfigurationError
+        where the template refuses it."""
         return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
@@ -75,11 +68,8 @@ class Chat:
 
 
 def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
-    """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with.
-
-    Raises:
-        ConfigurationError: there is none, or transformers cannot open the tokenizer.
-    """
+    """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with. Raises
+    ConfigurationError where there is none, or transformers cannot open the tokenizer."""
     opened = open_tokenizer(folder)
     try:
         brought = None if adapter is None else adapter / CHAT_TEMPLATE
@@ -110,11 +100,7 @@ def reason_of(error: Exception) -> str:
 
 def open_tokenizer(folder: Path) -> Any:
     """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is
-    run.
-
-    Raises:
-        ConfigurationError: it needs code that lies in the folder, or transformers cannot open it.
-    """
+    run: one that needs it, or cannot be opened, is a ConfigurationError."""
     from transformers import AutoTokenizer
 
     try:
@@ -139,10 +125,7 @@ def special_after(tokenizer: Tokenizer, text: str) -> int | None:
 @contextmanager
 def bounded() -> Iterator[None]:
     """Bound the process while the block runs: in memory (what it holds and `MAX_BYTES` more), and in CPU time on the
-    main thread, the only one that signals interrupt. The limits are put back afterwards.
-
-    Raises:
-        TimeoutError, MemoryError: a bound was met; with it in words.
+    main thread, the only one that signals interrupt. Raises TimeoutError or MemoryError, with the bound in words.
     """
 
     def expire(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,7 @@
 """What is wrong with a model's folder, its tokenizer or the prompts for it, said before anything large is opened.
 
-A caller that opens a folder with ``transformers`` alone may get random numbers for tensors that no file has, an
-exception of any kind for a value in config.json, and a pickled file unpickled. Here tables of files and a model without
-bytes are enough to know.
+``transformers`` alone may draw random numbers for tensors that no file has, raise anything for a value in config.json,
+and unpickle a file. Here tables of files and a model without bytes are enough to know.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import torch
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.commit import MANIFEST
-from vblackwell.folders.folder import read_config, read_json, read_tokenizer
-from vblackwell.folders.hub import find_folder, is_hub_id
-from vblackwell.folders.meta_model import build_on_meta
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.folder import find_folder, is_hub_id, read_config, read_json, read_tokenizer
+from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,13 +27,10 @@ LIMITS = ("max_position_embeddings", "n_positions")
 def check_request(
     model: str, prompt: str | None = None, prompts: str | None = None, max_new_tokens: int = 0, *, weights: bool = True
 ) -> None:
-    """Look at what ``vb generate`` was asked for.
+    """Look at what ``vb generate`` was asked for; anything but one of ``prompt`` and ``prompts`` is for the command to
+    refuse.
 
-    Args:
-        model: as the command takes it.
-        prompt, prompts: the text, or the file with one a line; anything but one of them is for the command to refuse.
-        max_new_tokens: to be added to each.
-        weights: look at the tables of the folder's files too; False where the caller opens it and does.
+    ``weights``: look at the tables of the folder's files too; False where the caller opens it and does.
 
     Raises:
         ConfigurationError: a prompt, alone or with what is to be added, is longer than the model's limit, with file and
@@ -60,27 +54,16 @@ def check_request(
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the files of ``folder`` hold the tensors of its config.json. What we wrote has hashes that are checked
-    elsewhere, and what is quantised has tensors of its own: neither is looked at.
-
-    Raises:
-        ConfigurationError, FolderMismatch, CorruptData, Unsupported: as `build_on_meta` and `FolderWeights`.
-    """
+    """Whether the files of ``folder`` hold the tensors of its config.json; raises as `build_on_meta` and
+    `FolderWeights`. What we wrote has hashes that are checked elsewhere, and what is quantised has other tensors:
+    neither is looked at."""
     if not (folder / MANIFEST).is_file() and not read_config(folder).get("quantization_config"):
         FolderWeights(build_on_meta(folder, torch.float32), folder).__exit__(None, None, None)
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = None, *, remedy: str = "") -> None:
-    """Whether every token has a row in the model's embedding.
-
-    Args:
-        folder: the model's, whose config.json says how many rows there are.
-        source: file or folder that ``tokenizer`` is from, if not ``folder``.
-        remedy: how another is given, for the error's last words.
-
-    Raises:
-        ConfigurationError: the tokenizer has more.
-    """
+    """Whether every token of ``tokenizer``, from ``source`` if not ``folder``, has a row in the model's embedding;
+    raises ConfigurationError, with ``remedy`` (how another is given) at its end."""
     path = source or folder
     file = path / "tokenizer.json" if path.is_dir() else path
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
@@ -93,12 +76,8 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
 
 
 def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None:
-    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within what config.json allows, if it states a
-    limit.
-
-    Raises:
-        ConfigurationError: they are not; with ``place``.
-    """
+    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within the limit of config.json, if it states
+    one; raises ConfigurationError with ``place``."""
     config = read_config(folder)
     found: list[Any] = [(name, config[name]) for name in LIMITS if isinstance(config.get(name), int)]
     for name, limit in found[:1]:
@@ -115,11 +94,8 @@ def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
-    """(file and line, text) of each prompt in a file that has one a line.
-
-    Raises:
-        ConfigurationError: it cannot be read, is larger than any file of prompts, or holds none.
-    """
+    """(file and line, text) of each prompt in a file that has one a line; raises ConfigurationError where it cannot be
+    read, is larger than any such file, or holds none."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end

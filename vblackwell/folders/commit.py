@@ -43,16 +43,10 @@ class CommitFolder:
     """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception
     abandons.
 
-    A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if it is in a
-    folder of the caller's own. While the block runs the work folder is locked, so that no other process takes it for a
-    leftover.
-
-    Args:
-        parent: made if missing.
-        name: of the folder once committed.
-        needed_bytes: refused at once, before anything is written, if the disk has less.
-        own_parent: no other program writes into ``parent``: a folder there without a manifest is a damaged one, and is
-            replaced.
+    A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if
+    ``own_parent`` says that no other program writes into ``parent`` (one without a manifest is then a damaged one).
+    While the block runs the work folder is locked, so that no other process takes it for a leftover. ``needed_bytes``
+    are refused at once if the disk has less.
 
     Raises:
         ConfigurationError: what has the name holds files and was never committed: it is somebody's own.
@@ -127,7 +121,6 @@ class CommitFolder:
             raise
 
     def add(self, name: str, data: bytes | memoryview) -> None:
-        """Writes a file that is in memory."""
         with self.open(name) as file:
             file.write(data)
 
@@ -161,8 +154,7 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
     """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was
     removed.
 
-    Only those of checkpoints (``step-N``) and of ``name``: users choose where folders go, and others' may end in
-    ``.tmp`` as well.
+    Only those of checkpoints (``step-N``) and of ``name``: others' may end in ``.tmp`` as well.
     """
     removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):
@@ -178,11 +170,8 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
 
 
 def verify_folder(path: Path) -> None:
-    """Checks every file of a committed folder against its manifest.
-
-    Raises:
-        CorruptData: naming the file that is missing, has another size or other bytes, or the manifest itself.
-    """
+    """Checks every file of a committed folder against its manifest; raises CorruptData naming the file that is missing
+    or differs, or the manifest."""
     manifest = path / MANIFEST
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
@@ -215,7 +204,6 @@ def newest_complete(parent: Path, prefix: str = "step-") -> list[Path]:
 
 
 def step_of(path: Path, prefix: str = "step-") -> int:
-    """The number in the name of a folder that `newest_complete` found."""
     return int(path.name.removeprefix(prefix))
 
 
@@ -271,11 +259,7 @@ class HashedFile:
         self._digest, self.size = xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends ``data``.
-
-        Raises:
-            DiskError: the disk refused; with offset, size and free space.
-        """
+        """Appends ``data``; raises DiskError with offset, size and free space."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), WRITE_BYTES):
             piece = view[start : start + WRITE_BYTES]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import CorruptData, Unsupported
-from vblackwell.folders.shards import TensorSpec
+from vblackwell.folders.tensor_file import TensorSpec
 from vblackwell.numerics.formats import FORMATS, Format, format_named
 from vblackwell.numerics.packed import PackedTensor
 
@@ -105,11 +105,8 @@ def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
 
 
 def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
-    """The packed matrix that ``to_entries`` described; also of files that other tools wrote.
-
-    Raises:
-        CorruptData: entries are missing or do not fit each other.
-    """
+    """The packed matrix that ``to_entries`` described; also of files that other tools wrote. Raises CorruptData where
+    entries are missing or do not fit each other."""
     wanted = _check_entries(entries, form, name)
     codes, scales = entries[PACKED], entries[SCALE]
     n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
@@ -130,8 +127,7 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
 
 def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
     """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it
-    is.
-    """
+    is."""
     words = form.name in ("int4", "int8")
     wanted = {PACKED, SCALE} | ({GLOBAL} if form.name == "nvfp4" else set())
     wanted |= {SHAPE} if words or form.name not in _KINDS else set()
@@ -148,8 +144,7 @@ def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> se
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
     """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine
-    part.
-    """
+    part."""
     more = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
     if form.name not in _KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
@@ -176,11 +171,8 @@ def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable
 
 
 def format_of_config(config: Mapping[str, Any]) -> Format:
-    """The format that a ``quantization_config`` names.
-
-    Raises:
-        Unsupported: another method, several groups, activations quantised too, or a format that is not ours.
-    """
+    """The format that a ``quantization_config`` names; raises Unsupported for another method, several groups, quantised
+    activations, or a format that is not ours."""
     method, kind = config.get("quant_method"), config.get("format")
     if method == OWN_METHOD and kind in FORMATS:
         return format_named(str(kind))

@@ -1,26 +1,27 @@
-"""Hugging Face folders, out and in, without holding a model twice.
+"""Hugging Face folders: found by path or hub id, written, and their JSON, tokenizers and tables read.
 
-Out: ``config.json``, ``generation_config.json``, the tokenizer's files and safetensors under the model's own names, so
-that ``transformers`` opens the folder with its Auto classes. In: tensors are read one at a time; what is missing, too
-many or of another shape is found from the tables before the first byte of a weight is touched, so that a wrong folder
-cannot leave a model half loaded. Files of pickled objects (``.bin``, ``.pt``) are refused: opening them runs their
-code.
+Written are config, generation config, the tokenizer's files and safetensors under the model's own names, so that
+``transformers`` opens the folder with its Auto classes. Files of pickled objects (``.bin``, ``.pt``) are refused:
+opening them runs their code. Hub ids go through ``huggingface_hub``: its cache first, then a download of configuration,
+tokenizer and safetensors alone: no pickled weights, and no code.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.shards import DTYPES, SafetensorsShards, TensorSpec
+from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorSpec
 from vblackwell.units import GiB
 
 if TYPE_CHECKING:
@@ -48,16 +49,11 @@ def save_model(
     """Writes a Hugging Face folder.
 
     Args:
-        folder: the commit to write into.
         config: what ``config.json`` says.
         specs: every tensor that will be written.
         tensors: the tensors by name, or an iterator over all of them in the order of ``SafetensorsShards.names``.
         tokenizer: written as files that ``AutoTokenizer`` opens.
-        max_shard_bytes: of one weight file.
         generation: write a generation_config.json from ``config`` too.
-
-    Raises:
-        DiskError: the disk refused.
     """
     specs = list(specs)
     kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
@@ -95,11 +91,8 @@ def save_tokenizer(
 
 
 def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
-    """Adds the tokenizer's files of the model folder ``source``, as they are.
-
-    Raises:
-        ConfigurationError: there are none.
-    """
+    """Adds the tokenizer's files of the model folder ``source``, as they are; raises ConfigurationError where there are
+    none."""
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise ConfigurationError(
@@ -110,11 +103,7 @@ def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in ``path``: a ``tokenizer.json``, or a folder that holds one, as Hugging Face's do.
-
-    Raises:
-        ConfigurationError: there is none, or `tokenizers` cannot read it.
-    """
+    """The tokenizer in ``path``, a ``tokenizer.json`` or a folder that holds one; raises ConfigurationError."""
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -135,12 +124,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder.
-
-    Raises:
-        ConfigurationError: the file is missing.
-        CorruptData: it is no JSON object.
-    """
+    """A JSON object from a model folder; raises ConfigurationError where the file is missing, CorruptData where it is
+    none."""
     if path.exists() and not path.is_file():  # a device may never end
         raise ConfigurationError(f"{path} is no file; give a folder that holds a model")
     try:
@@ -155,16 +140,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a model folder."""
     return read_json(folder / "config.json")
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """What config.json says that the weights are.
-
-    Raises:
-        ConfigurationError: it names no type of torch's.
-    """
+    """What config.json says that the weights are; raises ConfigurationError where it names no type of torch's."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -173,12 +153,8 @@ def stored_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
-    """The safetensors files of ``prefix``: the single one, or those that the index names.
-
-    Raises:
-        ConfigurationError: there are none.
-        CorruptData: the index names a file that is missing, or one outside the folder.
-    """
+    """The safetensors files of ``prefix``: the single one, or those that the index names. Raises ConfigurationError for
+    none, CorruptData where the index names one that is missing or outside the folder."""
     single, index = folder / f"{prefix}.safetensors", folder / f"{prefix}.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -219,12 +195,8 @@ def load_specs(folder: Path, prefix: str = "model") -> dict[str, TensorSpec]:
 def load_state(
     folder: Path, prefix: str = "model", names: Iterable[str] | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of ``prefix``, or those in ``names``, one at a time, on ``device``.
-
-    Raises:
-        ConfigurationError: the folder holds no such files.
-        CorruptData: a file is missing or cannot be read.
-    """
+    """Every tensor of ``prefix``, or those in ``names``, one at a time, on ``device``; raises ConfigurationError for no
+    such files, CorruptData for one that cannot be read."""
     wanted = None if names is None else set(names)
     for path in tensor_files(folder, prefix):
         with _opened(path, device) as file:
@@ -242,47 +214,97 @@ def _opened(path: Path, device: torch.device | str = "cpu") -> Any:
         ) from error
 
 
-def check_names(expected: dict[str, tuple[int, ...]], found: dict[str, TensorSpec], folder: Path) -> None:
-    """Compares the tensors that a model wants with those that a folder has.
-
-    Raises:
-        ConfigurationError: some are missing, too many or of another shape; all three kinds are named.
-    """
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
-    misshapen = [
-        f"{name} {found[name].shape} instead of {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name].shape != shape
-    ]
-    kinds = (("lacks", missing), ("has in excess", extra), ("has in another shape", misshapen))
-    reasons = [f"{word} {some_names(names)}" for word, names in kinds if names]
-    if reasons:
-        raise ConfigurationError(
-            f"{folder} does not fit the model: it {'; it '.join(reasons)}. Give the folder it came from"
-        )
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copies the folder's weights into ``model``, a tensor at a time, cast to the model's types.
-
-    A tied parameter needs to be in the folder under one of its names.
-
-    Raises:
-        ConfigurationError: names or shapes differ; nothing was copied then.
-        CorruptData: a file cannot be read.
-    """
-    targets = dict(model.state_dict(keep_vars=True))
-    found = {name: spec for name, spec in load_specs(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    present = {id(tensor) for name, tensor in targets.items() if name in found}
-    expected = {name: tensor for name, tensor in targets.items() if name in found or id(tensor) not in present}
-    check_names({name: tuple(tensor.shape) for name, tensor in expected.items()}, found, folder)
-    with torch.no_grad():
-        for name, tensor in load_state(folder, names=found):
-            targets[name].copy_(tensor)
-
-
 def some_names(names: list[str]) -> str:
     """The first few of ``names``, and how many there are beyond."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
+
+
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+LEFT_OUT = ["*/*", "consolidated*"]  # the same weights once more in other forms, as large as those that are read
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def find_folder(model: str | Path, revision: str | None = None) -> Path:
+    """The folder that ``model`` means: one of that name, or a hub id ``owner/name``.
+
+    ``revision`` is a branch, tag or commit of a hub id; by default the main branch (as it was when it was cached).
+    Raises ConfigurationError where it is neither, or not in the cache and not to be downloaded, with what to do about
+    it.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if isinstance(model, Path) or not is_hub_id(model):
+        raise ConfigurationError(
+            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id "
+            "owner/name"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise _without_hub(model) from error
+    # Not in the cache: to be downloaded, as what is there in part. An id that cannot be one is told of there.
+    with suppress(LocalEntryNotFoundError, HFValidationError):
+        cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        if _lack(cached) is None:
+            return cached
+    try:
+        found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT))
+        lack = _lack(found)  # without a network, what is in the cache may come back as it is
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+    if lack is not None:
+        raise _not_to_be_had(model, lack)
+    return found
+
+
+def find_config(model: str, revision: str | None = None) -> Path:
+    """The config.json of a hub id; no weights are fetched for it. Raises ConfigurationError as `find_folder`."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as error:
+        raise _without_hub(model) from error
+    with suppress(LocalEntryNotFoundError, HFValidationError):
+        return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
+    try:
+        return Path(hf_hub_download(model, "config.json", revision=revision))
+    except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
+        raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` has the form of a hub id, ``owner/name``."""
+    return _ID.fullmatch(model) is not None
+
+
+def _without_hub(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model}: no such folder, and hub ids need the package huggingface_hub: pip install huggingface_hub"
+    )
+
+
+def _not_to_be_had(model: str, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). Where "
+        f"there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; or check "
+        "the id"
+    )
+
+
+def _lack(folder: Path) -> str | None:
+    """What is missing of a model, a cache may hold any part of a repository; None if nothing is."""
+    if not (folder / "config.json").is_file():
+        return "no config.json"
+    try:
+        tensor_files(folder)
+    except (ConfigurationError, CorruptData) as error:
+        return str(error)
+    return None

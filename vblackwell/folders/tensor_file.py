@@ -1,16 +1,17 @@
-"""Reading safetensors files straight into memory that exists already.
+"""safetensors files, written as a stream of tensors and read straight into memory that exists already.
 
 The format is a table (eight bytes of length, then JSON: names, types, shapes, offsets) in front of the data
-(https://huggingface.co/docs/safetensors). `TensorFile` checks the whole table when it is opened: a file that was cut
-short, or whose table does not describe its bytes, is named before anything is read from it. The data is read with
-``pread`` into the tensor that wants it. A mapping of the file would count as this process' memory, in addition to the
-weights themselves: a second copy.
+(https://huggingface.co/docs/safetensors). Written, the caller first declares what will come; then the table is written,
+the file's size reserved, and each tensor goes to its place, wider types first, so that all are aligned (the library's
+``save_file`` wants all tensors in memory and renames without ``fsync``). Read, the whole table is checked on opening,
+and the data comes by ``pread``: a mapping would count as this process' memory in addition to the weights themselves.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +22,142 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
-from vblackwell.folders.shards import DTYPES
+from vblackwell.folders.commit import CommitFolder, HashedFile
+from vblackwell.units import GiB, align_up
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor will be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+
+
+def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
+    """Tensors by file: wider elements first, otherwise as given; a file ends before it would exceed
+    ``max_shard_bytes``. Raises ConfigurationError for a name twice, or a type that safetensors does not know."""
+    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    names = [spec.name for spec in ordered]
+    if len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"tensor {next(n for n in names if names.count(n) > 1)!r} is declared twice: names must differ"
+        )
+    shards: list[list[TensorSpec]] = [[]]
+    held = 0
+    for spec in ordered:
+        if spec.dtype not in NAMES:
+            raise ConfigurationError(f"tensor {spec.name!r} is {spec.dtype}, which safetensors cannot hold: cast it")
+        if shards[-1] and held + spec.size_bytes > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(spec)
+        held += spec.size_bytes
+    return shards
+
+
+def header(specs: list[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands in front of the data of one file: the table's length, and the table, padded to 8 bytes."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.size_bytes
+        table[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(align_up(len(text), 8))
+    return len(text).to_bytes(8, "little") + text
+
+
+class SafetensorsShards:
+    """Writes declared tensors into ``prefix.safetensors``, or, if they need several files, numbered ones with an index.
+
+    ``with SafetensorsShards(folder, 'model', specs) as shards: for name in shards.names: shards.write(name,
+    tensor)``
+
+    Args:
+        folder: the commit that the files belong to.
+        specs: every tensor that will come.
+        max_shard_bytes: of one file, unless a single tensor is larger.
+        metadata: strings to keep in each file with the tensors.
+
+    Attributes:
+        names: the order in which ``write`` wants the tensors. total_bytes: of all files together, tables included.
+    """
+
+    def __init__(
+        self, folder: CommitFolder, prefix: str, specs: Iterable[TensorSpec], max_shard_bytes: int = 5 * GiB,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._folder, self._prefix, self._metadata = folder, prefix, metadata
+        self._shards = plan_shards(specs, max_shard_bytes)
+        self._coming = self._files()
+        self.names = [spec.name for shard in self._shards for spec in shard]
+        heads = (len(header(shard, metadata)) for shard in self._shards)
+        self.total_bytes = sum(heads) + sum(spec.size_bytes for shard in self._shards for spec in shard)
+
+    def __enter__(self) -> SafetensorsShards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._coming.close()
+            return
+        missing = next(self._coming, None)
+        assert missing is None, f"{missing[0].name} was declared but not written"
+        if len(self._shards) > 1:
+            self._write_index()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Appends the next tensor of ``names``; any device, any strides. Raises DiskError."""
+        spec, file = next(self._coming)
+        assert spec == spec_of(name, tensor), f"expected {spec}, got {spec_of(name, tensor)}"
+        flat = tensor.detach().reshape(-1)
+        step = max(1, PART_BYTES // spec.dtype.itemsize)
+        for start in range(0, flat.numel(), step):  # a tensor on a GPU needs no whole copy of itself on the host
+            file.write(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data)
+
+    def _files(self) -> Generator[tuple[TensorSpec, HashedFile], None, None]:
+        """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
+        for number, specs in enumerate(self._shards, 1):
+            with self._folder.open(self._file_name(number)) as file:
+                head = header(specs, self._metadata)
+                file.reserve(len(head) + sum(spec.size_bytes for spec in specs))
+                file.write(head)
+                for spec in specs:
+                    yield spec, file
+
+    def _file_name(self, number: int) -> str:
+        count = len(self._shards)
+        part = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
+        return f"{self._prefix}{part}.safetensors"
+
+    def _write_index(self) -> None:
+        places = {spec.name: self._file_name(number) for number, specs in enumerate(self._shards, 1) for spec in specs}
+        size = sum(spec.size_bytes for specs in self._shards for spec in specs)
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        self._folder.add_json(f"{self._prefix}.safetensors.index.json", index)
+
 
 MAX_TABLE_BYTES = 100_000_000  # what the reference implementation takes
 CONVERSION_BYTES = 8 << 20  # of one piece on its way to another type
@@ -30,11 +166,7 @@ _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        begin: offset of its first byte in the file.
-    """
+    """A tensor in a file; ``begin`` is the offset of its first byte there."""
 
     name: str
     file: TensorFile
@@ -44,17 +176,12 @@ class StoredTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     @torch.no_grad()
     def read_into(self, out: Tensor) -> None:
-        """Fill ``out`` (this shape, on the CPU, any strides and type) with the file's values, cast to its type.
-
-        Raises:
-            DiskError: the disk failed.
-            CorruptData: the file became shorter since it was opened.
-        """
+        """Fill ``out`` (this shape, on the CPU, any strides and type) with the file's values, cast to its type; raises
+        DiskError, or CorruptData where the file became shorter."""
         assert tuple(out.shape) == self.shape and out.device.type == "cpu"
         if out.is_contiguous() and out.dtype == self.dtype:
             self.file.read(_bytes_of(out), self.begin)
@@ -91,10 +218,8 @@ class StoredTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or inf; integers and types that torch does not compare have none.
-
-    A sum, at the speed of memory, unless that is not finite itself: large values may overflow it.
-    """
+    """Whether no element is NaN or inf. A sum, at the speed of memory, unless that is not finite itself: large values
+    may overflow it."""
     if tensor.dtype not in _COMPARED or tensor.numel() == 0 or bool(tensor.sum().isfinite()):
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
@@ -116,10 +241,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """An open safetensors file; a context manager.
-
-    Attributes:
-        tensors: what is in it, by name. metadata: strings that its writer left with them.
+    """An open safetensors file; a context manager. ``metadata``: strings that its writer left with the ``tensors``.
 
     Raises:
         CorruptData: the file is cut short, or its table is none.
@@ -155,12 +277,8 @@ class TensorFile:
             self._descriptor = -1
 
     def read(self, into: memoryview, begin: int) -> None:
-        """Fill ``into`` from the file's byte ``begin`` on.
-
-        Raises:
-            DiskError: the disk failed.
-            CorruptData: the file ends before.
-        """
+        """Fill ``into`` from the file's byte ``begin`` on; raises DiskError, or CorruptData where the file ends
+        before."""
         done = 0
         while done < len(into):
             try:

@@ -1,18 +1,21 @@
-"""The weights of a folder, for a model of transformers: which file tensor fills which parameter, checked before any is
-read.
+"""A folder as a model: built on the meta device from ``config.json``, and its files matched with it before any is read.
 
-Files name and cut tensors as their publishers did: Mixtral's folders have a tensor for each expert's matrix,
-transformers' model one for all experts; a folder may hold the model without its head. transformers knows how the two
-correspond (its conversion mapping), and that knowledge is asked here, with tensors that have shapes and no bytes.
-Experts are then read straight to their places in the parameter; rarer conversions are computed from loaded tensors, one
-parameter at a time.
+`transformers` writes the model's code; nothing of the folder is run. Parameters go to the meta device as each is
+registered; buffers that no file holds are what the constructors compute on the CPU, with the bits of a model built
+there.
+
+Files name and cut tensors as their publishers did: Mixtral's hold a tensor for each expert's matrix, transformers'
+model one for all; a folder may lack the head. transformers knows how the two correspond (its conversion mapping), and
+is asked with tensors that have shapes and no bytes. Experts are read straight to their places in the parameter; rarer
+conversions are computed from loaded tensors, one parameter at a time.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +24,107 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch
-from vblackwell.folders.folder import read_json, some_names, tensor_files
+from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
+from vblackwell.folders.folder import GENERATION, read_config, read_json, some_names, tensor_files
 from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
+
+
+def build_on_meta(
+    folder: Path, dtype: torch.dtype | None, *, attention: str | None = None, trust_remote_code: bool = False,
+    quantized: bool = False,
+) -> nn.Module:  # fmt: skip
+    """The model that ``folder``/config.json describes; no weight file is looked at.
+
+    Args:
+        dtype: of its parameters; None: what config.json says.
+        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in
+            the file, which compiles for every length.
+        trust_remote_code: let transformers run code that lies in the folder, where the architecture is not its own.
+        quantized: take a folder of quantised weights too; the model is the one that they were made of.
+
+    Raises:
+        ConfigurationError: the file is missing, or describes no causal model that can be built.
+        CorruptData: it is not JSON.
+        Unsupported: its weights are quantised, or the architecture is not transformers' and its code is not trusted.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    file, raw = folder / "config.json", read_config(folder)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigurationError(f"{file} names no model_type: give the config.json that the model was published with")
+    if raw.get("quantization_config") and not quantized:
+        raise Unsupported(f"{file}: the weights are quantised; training starts from the folder they were made of")
+    if kind not in CONFIG_MAPPING and not trust_remote_code:
+        remote = "auto_map" in raw
+        raise Unsupported(
+            f"{file}: transformers has no architecture {kind!r}; "
+            + (
+                "the folder brings code for it, which is run with trust_remote_code alone"
+                if remote
+                else "update transformers"
+            )
+        )
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        if attention is None and config._attn_implementation == "flex_attention":
+            options["attn_implementation"] = "sdpa"
+        config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
+        if (chosen := dtype or config.dtype) is not None:
+            options["dtype"] = chosen
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # each architecture raises what it likes at values that it cannot use
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(
+            f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were "
+            "published with"
+        ) from error
+    if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
+        model.generation_config = _generation_config(folder)
+    unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unknown:
+        raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
+    return model.train()
+
+
+def _generation_config(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    read_json(folder / GENERATION)  # says by name what is wrong with it
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{folder / GENERATION}: transformers does not take it ({' '.join(str(error).split())}); mend or remove it"
+        ) from error
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While this lasts, parameters of modules that this thread builds go to the meta device; tensors and buffers stay
+    real."""
+    thread, moved = threading.get_ident(), WeakIdKeyDictionary()
+
+    def send(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta or threading.get_ident() != thread:
+            return None
+        if param not in moved:  # one that a constructor registers under two names stays one
+            moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            moved[param].__dict__.update(param.__dict__)
+        return moved[param]
+
+    hook: Any = send  # typed as if it gave nothing back
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
 
 _COMPUTED = r"rotary_emb\.inv_freq$"  # older folders hold it; every model computes it
 
@@ -33,10 +133,8 @@ _COMPUTED = r"rotary_emb\.inv_freq$"  # older folders hold it; every model compu
 class Recipe:
     """What one parameter, or several that are cut from the same tensors, are filled from.
 
-    Attributes:
-        target: the model's tensor that is filled, the first of several.
-        converter: of transformers; None if one tensor is taken as it is.
-        sources: the tensors by the converter's pattern ('' without one), in the order in which they are joined.
+    ``target`` is the first of them; ``converter`` of transformers, None if one tensor is taken as it is; ``sources``
+    the tensors by the converter's pattern ('' without one), in the order in which they are joined.
     """
 
     target: str
@@ -73,13 +171,11 @@ class Recipe:
 class FolderWeights:
     """The open weight files of a folder, matched with a model on the meta device; a context manager.
 
-    It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it
-    fills that.
+    It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor,
+    it fills it.
 
     Args:
-        model: its parameters on the meta device: one of transformers' (`build_on_meta`), or any module whose names are
-            the files'.
-        folder: with safetensors.
+        model: one of transformers' (`build_on_meta`), or any module whose names are the files'.
         only: names of tensors; the others of the folder are not looked at, nor what else the model wants.
 
     Raises:
@@ -110,13 +206,11 @@ class FolderWeights:
 
     def name_in_files(self, name: str) -> str:
         """The files' name for the model's tensor ``name``; its own where it is computed, of several tensors or a part
-        of one.
-        """
+        of one."""
         recipe = self._recipes[name]
         return name if recipe.converter is not None else next(recipe.tensors()).name
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of the model's tensor ``name``."""
         return tuple(self._targets[name].shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -124,11 +218,7 @@ class FolderWeights:
         return next(self._recipes[name].tensors()).dtype
 
     def load(self, name: str) -> Tensor:
-        """The folder's tensor ``name``, matched or not, as it is stored.
-
-        Raises:
-            DiskError: the disk failed.
-        """
+        """The folder's tensor ``name``, matched or not, as it is stored; raises DiskError."""
         return self._files[name].load()
 
     def __enter__(self) -> FolderWeights:
@@ -141,12 +231,8 @@ class FolderWeights:
         self._ready.clear()
 
     def __call__(self, name: str, out: Tensor) -> None:
-        """Fill ``out`` with the parameter ``name``, cast to ``out``'s type.
-
-        Raises:
-            ConfigurationError: it holds NaN or inf; with the file.
-            DiskError: the disk failed.
-        """
+        """Fill ``out`` with the parameter ``name``, cast to ``out``'s type; raises ConfigurationError, with the file,
+        where it holds NaN or inf, or DiskError."""
         if name not in self._recipes:
             name = next(alias for alias in self._aliases(name) if alias in self._recipes)
         recipe = self._recipes[name]
@@ -181,20 +267,22 @@ class FolderWeights:
     # -- matching -----------------------------------------------------------------------------------------------------
 
     def _match(self) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
-        """Recipes for the model's tensors; the tensors that nothing wants, and (name, why) of those that cannot be
-        used.
-        """
+        """Recipes for the model's tensors; what nothing wants, and (name, why) of what cannot be used."""
+        model: Any = self._model
+        extra, groups = list[StoredTensor](), dict[str, Recipe]()
+        if not hasattr(model, "base_model_prefix"):  # its names are the files', and transformers is not imported for it
+            extra = [stored for name, stored in self._stored.items() if name not in self._targets]
+            groups = {
+                name: Recipe(name, None, {"": [self._stored[name]]}) for name in self._targets if name in self._stored
+            }
+            return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        model: Any = self._model
-        known = hasattr(model, "base_model_prefix")
-        mapping = get_model_conversion_mapping(model) if known else []
+        mapping, prefix = get_model_conversion_mapping(model), model.base_model_prefix
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, extra = model.base_model_prefix if known else None, list[StoredTensor]()
-        groups: dict[str, Recipe] = {}
         for name in sorted(self._stored, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, self._targets)
             if target not in self._targets and name in self._targets:
@@ -204,12 +292,8 @@ class FolderWeights:
                 continue
             recipe = groups.setdefault(target, Recipe(target, None if pattern is None else by_pattern[pattern]))
             recipe.sources.setdefault(pattern or "", []).append(self._stored[name])
-        if known:
-            model._weight_conversions = [
-                entry for entry in mapping if entry.was_used()
-            ]  # saving reverts what loading did
-        misshapen = [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
-        return extra, misshapen
+        model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # saving reverts what loading did
+        return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
 
     def _check_recipe(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """Enter the recipe for what it makes; yield (name, why) of what does not fit."""
@@ -301,11 +385,8 @@ def _join(recipe: Recipe, out: Tensor, dim: int) -> None:
 
 
 def _open_tables(folder: Path, opened: ExitStack) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name, its file open.
-
-    Raises:
-        CorruptData: a name is in two files, or not in the file that the index says.
-    """
+    """Every tensor of the folder by name, its file open; raises CorruptData where a name is in two files, or not in the
+    one that the index says."""
     stored: dict[str, StoredTensor] = {}
     for path in tensor_files(folder):
         file = opened.enter_context(TensorFile(path))

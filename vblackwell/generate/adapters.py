@@ -1,16 +1,13 @@
 """Models with low-rank adapters in a stack: their first bytes, and what is written of them.
 
-Three things come out of such a model. The adapter: a few tensors under peft's names, with peft's configuration. The
-merged model: every linear with its adapter added, as if it had been trained so; over a packed base the packed numbers
-are what is added to, because those are what the adapter was trained with. And checkpoints, which hold the adapter
-alone: nothing else changes.
+Written are the adapter alone, under peft's names with peft's configuration (all that a checkpoint holds), or the merged
+model; over a packed base the packed numbers are what is added to, because those are what the adapter was trained with.
 
 An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: adapters of one rank fit
-every base of the same sizes, one that was trained further among them. The digest is of the first and last numbers of
-every tensor, by name and rounded to bf16: however a folder is cut into files, whatever wrote its config.json, and
-whether its weights are in fp32 or bf16. A copy in fp16 was rounded otherwise, and a quantised one does not tell what it
-was made from. Left out is what only some folders of one model hold: the head, where it is tied, and buffers that are
-computed.
+every base of the same sizes. It is of the first and last numbers of every tensor, by name and rounded to bf16: however
+a folder is cut into files and whether it is in fp32 or bf16. Left out is what only some folders of one model hold: a
+tied head, and buffers that are computed. A copy in fp16 has another, and a quantised one does not tell what it was made
+from.
 """
 
 from __future__ import annotations
@@ -31,10 +28,8 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
-from vblackwell.folders.folder import load_state, read_json, some_names, tensor_files
-from vblackwell.folders.hub import is_hub_id
-from vblackwell.folders.shards import SafetensorsShards, TensorSpec
-from vblackwell.folders.tensor_file import StoredTensor, TensorFile
+from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
+from vblackwell.folders.tensor_file import SafetensorsShards, StoredTensor, TensorFile, TensorSpec
 from vblackwell.nn.convert.linears import HEAD, store_linears
 from vblackwell.nn.convert.lora import (
     Lora,
@@ -71,7 +66,6 @@ class Adapted:
     """What was done to a model.
 
     Attributes:
-        lora: its adapters.
         config: peft's adapter_config.json.
         packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full
             precision.
@@ -99,22 +93,15 @@ def adapt(
     fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0, values: Path | None = None,
     device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
-    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place.
+    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place; what fills it then.
 
     Args:
-        weights: fills the model's own parameters, by the names that they have now.
-        folder: where those come from.
-        lora: the adapters.
+        weights: fills the model's own parameters, by the names that they have now, from ``folder``.
         name: path or hub id of the base, for the reader of the adapter's configuration.
-        fp4: format that the base's linears are packed to; None keeps them as they are.
-        fp4_layers, keep: which, as for `store_linears`.
+        fp4: format that the base's linears are packed to; None keeps them as they are. fp4_layers, keep: which.
         tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
-        seed: of the adapters' first values.
-        values: an adapter's folder that has them instead.
+        seed: of the adapters' first values. values: an adapter's folder that has them instead.
         device: where linears are packed, one at a time; it changes no bit.
-
-    Returns:
-        What fills the adapted model.
 
     Raises:
         ConfigurationError: targets or layers that the model does not have; the adapter was made for another base.
@@ -133,13 +120,8 @@ def adapt(
 
 
 def read_lora(folder: Path) -> Lora:
-    """What the adapter in ``folder``, peft's or ours, is.
-
-    Raises:
-        ConfigurationError: there is none.
-        CorruptData: its adapter_config.json is no JSON.
-        Unsupported: it is more than low-rank matrices around linears.
-    """
+    """What the adapter in ``folder``, peft's or ours, is; raises ConfigurationError where there is none, CorruptData
+    for a damaged adapter_config.json, Unsupported where it is more than low-rank matrices around linears."""
     file = folder / ADAPTER_CONFIG
     found = read_json(file)
     other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
@@ -156,11 +138,8 @@ def read_lora(folder: Path) -> Lora:
 
 
 def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
-    """The adapter's tensors in ``folder``, by parameter name.
-
-    Raises:
-        ConfigurationError: they are not those that ``model`` wants.
-    """
+    """The adapter's tensors in ``folder``, by parameter name; raises ConfigurationError where they are not those that
+    ``model`` wants."""
     wanted = {file_name(name): (name, param.shape) for name, param in model.named_parameters() if is_adapter(name)}
     held = dict(load_state(folder, ADAPTER_FILE))
     lacks = [name for name in wanted if name not in held]
@@ -184,11 +163,8 @@ def pack_frozen(
     model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *,
     tiled: bool = False, device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
-    """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for `adapt`.
-
-    Raises:
-        ConfigurationError: nothing is selected.
-    """
+    """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for
+    `adapt`."""
     model.requires_grad_(False)
     store_linears(model, fp4_layers, keep, format, tiled=tiled)
     return _Filling(model, weights, 0, device)
@@ -233,14 +209,9 @@ class _Filling:
 
 
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
-    """The parameters of ``model`` without its adapters' modules, merged, in the order in which they can be had.
-
-    Returns:
-        Names with tensors of their shapes and types; and what yields names and values, one parameter at a time.
-    """
-    engine = offload_of(model)
-    named = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
-    entries: list[tuple[str, Tensor]] = list(model.named_parameters()) if named is None else list(named)
+    """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, in the order in which
+    they can be had; and what yields names and values, one parameter at a time."""
+    entries = _entries(model)
     if adapted(model) is None:
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
     shown = []
@@ -283,30 +254,32 @@ def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -
     return weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
 
 
-def adapter_specs(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[TensorSpec]:
-    """What an adapter's file holds, in the order of `export_state`.
-
-    Raises:
-        ConfigurationError: the model has no adapters.
-    """
+def adapter_specs(model: nn.Module) -> list[TensorSpec]:
+    """What an adapter's file holds, in the order of `export_state`; raises ConfigurationError where the model has no
+    adapters."""
     if adapted(model) is None:
         raise ConfigurationError(f"{type(model).__name__} has no adapters: load it with lora=Lora(rank)")
+    return [
+        TensorSpec(file_name(name), tuple(param.shape), torch.float32)
+        for name, param in _entries(model)
+        if is_adapter(name)
+    ]
+
+
+def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Names and parameters in the order of `export_state`."""
     engine = offload_of(model)
-    slots = [(slot.name, slot.param) for slot in engine.slots()] if isinstance(engine, Offload) else None
-    named = list(model.named_parameters()) if slots is None else slots
-    return [TensorSpec(file_name(name), tuple(param.shape), dtype) for name, param in named if is_adapter(name)]
+    if isinstance(engine, Offload):
+        return [(slot.name, slot.param) for slot in engine.slots()]
+    return list(model.named_parameters())
 
 
 def write_adapter(
     folder: CommitFolder, model: nn.Module, states: Iterator[tuple[str, dict[str, Tensor]]] | None = None
 ) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, in fp32, into ``folder``.
-
-    Args:
-        states: `export_state` of the adapters, where its reader wants to see them too.
-    """
-    made = adapted(model)
-    specs = adapter_specs(model)
+    """Write adapter_config.json and adapter_model.safetensors, in fp32, into ``folder``. ``states``: `export_state` of
+    the adapters, where its reader wants to see them too."""
+    specs, made = adapter_specs(model), adapted(model)
     assert made is not None
     folder.add_json(ADAPTER_CONFIG, made.config)
     values = export_state(model, only=is_adapter) if states is None else states
@@ -325,7 +298,7 @@ def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | N
 
     Raises:
         ConfigurationError: the model has none, or what has the name holds something else.
-        DiskError: no room, or the disk failed; a folder that was there is as before.
+        DiskError: no space, or the disk failed; a folder that was there is as before.
     """
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)
@@ -344,12 +317,7 @@ def packed_linears(model: nn.Module) -> int:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells the weights in ``folder`` from others; reads 256 numbers of each tensor.
-
-    Raises:
-        CorruptData: a file is cut short, or its table is none.
-        DiskError: a file cannot be read.
-    """
+    """Tells the weights in ``folder`` from others; reads 256 numbers of each tensor. Raises CorruptData, DiskError."""
     digest = xxhash.xxh3_128()
     with ExitStack() as opened:
         files = [opened.enter_context(TensorFile(path)) for path in tensor_files(folder)]
@@ -378,15 +346,9 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     """Whether the adapter in the folder ``adapter`` was made for the model in ``base``, as far as it tells.
 
     One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is
-    compared where it is a folder on this machine; two hub ids that differ are warned of, because copies and quantised
-    versions of a base have ids of their own, and so is a quantised folder other than the one that an adapter of ours
-    was made for.
-
-    Args:
-        base_name: what the user called the base: a path or a hub id.
-
-    Raises:
-        ConfigurationError: it was made for another.
+    compared where it is a folder on this machine. Warned of are two hub ids that differ, because copies and quantised
+    versions of a base have ids of their own, and a quantised folder other than the one that an adapter of ours was made
+    for. ``base_name`` is what the user called the base. Raises ConfigurationError.
     """
     found = fingerprint(base)
     for path in tensor_files(adapter, ADAPTER_FILE):

@@ -1,8 +1,5 @@
-"""Causal models of transformers, from a folder or hub id into a stack, and out again as a folder.
-
-Nothing is held twice: the model is built without bytes, every tensor of the folder is read to where it will live, and
-saving writes one parameter after the other.
-"""
+"""Causal models of transformers, from a folder or hub id into a stack, and out again as a folder; nothing is held
+twice."""
 
 from __future__ import annotations
 
@@ -16,11 +13,9 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.folder import GENERATION, copy_tokenizer, read_config, save_model
-from vblackwell.folders.hub import find_folder
-from vblackwell.folders.meta_model import build_on_meta
-from vblackwell.folders.shards import TensorSpec, spec_of
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, read_config, save_model
+from vblackwell.folders.tensor_file import TensorSpec, spec_of
+from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.generate.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
 from vblackwell.generate.quantized import PackedWeights
 from vblackwell.memory.cache.stack import VGPUStack
@@ -62,9 +57,8 @@ def load_causal_lm(
         lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with
             them merged.
         adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
-        fp4: the format that frozen linears are packed to ('nvfp4'), in the stack like any weight; with ``lora`` or not
-            ``trainable``.
-        fp4_layers, keep: which linears, as for `convert`.
+        fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
+            keep: which linears, as for `convert`.
         seed: of the adapters' first values.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
@@ -124,21 +118,19 @@ def save_causal_lm(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * GiB,
 ) -> Path:
-    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens. One
-    parameter at a time. Adapters are merged.
+    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens.
 
-    Tensors get the names and shapes that the architecture's published folders have. The folder appears whole or not at
-    all; one of ours that has the name is replaced.
+    One parameter at a time, adapters merged, under the names and shapes that the architecture's published folders have.
+    The folder appears whole or not at all; one of ours that has the name is replaced.
 
     Args:
-        folder: its name is the new folder's, its parent must be writable.
         tokenizer: folder, or hub id, whose tokenizer's files are copied.
         dtype: of what is written; by default the masters' (fp32), else the parameters'.
 
     Raises:
         ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not
             ours.
-        DiskError: no room, or the disk failed; a folder that was there is as before.
+        DiskError: no space, or the disk failed; a folder that was there is as before.
         Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
     """
     made: Any = model
@@ -168,15 +160,8 @@ def config_json(model: nn.Module) -> dict[str, Any]:
 
 
 class PublishedTensors:
-    """A model's tensors as its architecture's folders have them.
-
-    Args:
-        model: one of transformers', in a stack or not.
-        dtype: of what is written; by default the masters' (fp32), else the parameters'.
-
-    Attributes:
-        specs: in the order in which `tensors` gives them.
-    """
+    """A model's tensors, ``specs`` in the order of `tensors`, as its architecture's folders have them; ``dtype`` by
+    default the masters' (fp32), else the parameters'."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
         self._model, self._dtype = model, dtype

@@ -1,7 +1,5 @@
-"""``vb generate``: opens what the path means and writes the text to standard output as it comes.
-
-Of many prompts, from a file, each gets a line of JSON.
-"""
+"""``vb generate``: opens what the path means and writes the text to standard output as it comes; of many prompts a line
+of JSON each."""
 
 from __future__ import annotations
 
@@ -18,10 +16,16 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
 from vblackwell.folders.checked import prompt_lines
-from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
-from vblackwell.folders.hub import find_folder, is_hub_id
-from vblackwell.generate.batch import generate_batch
-from vblackwell.generate.generate import Pace, check_chunk, generate
+from vblackwell.folders.folder import (
+    GENERATION,
+    find_folder,
+    is_hub_id,
+    read_config,
+    read_json,
+    read_tokenizer,
+    tensor_files,
+)
+from vblackwell.generate.generate import Pace, check_chunk, generate, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.sampling import Sampling
 from vblackwell.memory.cache.config import GPU_SHARE
@@ -35,8 +39,7 @@ class Places:
     """Where the weights may be; nothing said: all of them on the device.
 
     Attributes:
-        fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'.
-        disk_path: folder of the disk level.
+        fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'. disk_path: folder of the disk level.
         use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
         adapter: folder of an adapter for the model.
         assignment: file with the precision of each linear, for a model all of which is on the device.
@@ -60,8 +63,7 @@ class Places:
 
     def stay_on(self, folder: Path, device: torch.device | str) -> bool:
         """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is
-        packed.
-        """
+        packed."""
         if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
             return False
         config, size = read_config(folder), sum(path.stat().st_size for path in tensor_files(folder))
@@ -107,13 +109,13 @@ def generate_command(
     chat: bool = False,
     places: Places | None = None,
 ) -> int:
-    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints that were passed over are named on
-    standard error.
+    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints passed over are named on standard
+    error.
 
     Args:
         model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
-        prompt: text to continue.
-        prompts: a file with one a line instead, for each of which a line of JSON is printed, ``batch_size`` at a time.
+        prompts: a file with one a line instead of ``prompt``, each answered by a line of JSON, ``batch_size`` at a
+            time.
         device: where to compute; the others as in ``generate``.
         chat: a prompt is a user's message, written as the folder's chat template says.
         places: where the weights may be.

@@ -1,16 +1,21 @@
 """Text from a model, token by token, with a KV cache; for our ``Decoder`` and for any causal model of ``transformers``.
 
 The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
-``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward.
+``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward. Tokens
+go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the device
+never waits for it; the price is one token computed in vain where a text ends early.
 
-Tokens go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the
-device never waits for it; the price is one token computed in vain where a text ends early.
+Several prompts are rows of one batch, filled up on the left, so that all end at the same place; a mask hides the
+filling and positions are counted without it. Every row draws with the same seed from its own logits: it is written as
+it would be alone, but for the last bits of sums of other lengths. A model that cannot hide the filling reads its rows
+one by one.
 
-Legend: B batch (1), S sequence, V vocabulary.
+Legend: B batch, S sequence, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -22,10 +27,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.generate.decode_graph import MIN_STEPS, DecodeGraph, may_capture
-from vblackwell.generate.own_state import OwnState, check_one_pass, keeps_own_state
-from vblackwell.generate.room import read_in_chunks, room_for, step_after
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
+from vblackwell.generate.steps import (
+    MIN_STEPS,
+    DecodeGraph,
+    OwnState,
+    check_one_pass,
+    keeps_own_state,
+    may_capture,
+    read_in_chunks,
+    reads_masks,
+    room_for,
+)
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
@@ -56,8 +69,7 @@ def generate(
     """What the model writes after ``prompt``, until its end-of-text token or ``max_new_tokens``.
 
     Args:
-        model: a ``Decoder`` or a causal model of ``transformers``.
-        tokenizer: the one it was trained with.
+        model: a ``Decoder`` or a causal model of ``transformers``; ``tokenizer`` the one it was trained with.
         prompt: text to continue; empty: a document begins.
         max_new_tokens: most tokens to add; ``None``: as many as the model's limit leaves.
         temperature, top_k, top_p, min_p: see ``Sampling``.
@@ -83,12 +95,47 @@ def generate(
     with writing(model), room_for(model, 1, len(numbers) + count) as (cache, chunk):
         step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
         prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
-        for token in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
+        for (token,) in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
             if token in over:
                 break
             pace.tick()
             stream.add(token)
     return stream.finish()
+
+
+def generate_batch(
+    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int, sampling: Sampling, seed: int = 0,
+    prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
+    pace: Pace | None = None,
+) -> list[str]:  # fmt: skip
+    """What the model writes after each prompt, as `generate` would but for all of them in one pass a token."""
+    check_seed(seed)
+    check_chunk(prefill_chunk)
+    check_kind(model)
+    check_one_pass(model, prefill_chunk)
+    if not prompts:
+        return []
+    pace = pace or Pace()
+    pace.begin()
+    numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
+    longest = max(map(len, numbers))
+    count = room(model, longest, max_new_tokens)
+    written: list[list[int]] = [[] for _ in prompts]
+    over, open_rows = end_tokens(model) | set(ends), set(range(len(prompts)))
+    with writing(model), room_for(model, len(prompts), longest + count) as (cache, chunk):
+        for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
+            for row in list(open_rows):
+                if tokens[row] in over:
+                    open_rows.discard(row)
+                else:
+                    written[row].append(tokens[row])
+            pace.tick(len(open_rows))
+            if not open_rows:
+                break
+    return [
+        tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
+        for prompt, new in zip(numbers, written, strict=True)
+    ]
 
 
 @contextmanager
@@ -110,11 +157,10 @@ def check_chunk(prefill_chunk: int | None) -> None:
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
-    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length
-    that it meets.
+    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length.
 
-    Prompts have all lengths, and a prompt in pieces has several: the first token would wait for each. Of what a
-    prompt's pass computes attention is a small part up to some ten thousand positions, less than a plan costs beyond.
+    Prompts have all lengths: the first token would wait for each. Up to some ten thousand positions attention is a
+    small part of a prompt's pass, less than a plan costs beyond.
     """
     if not input_ids_BS.is_cuda:
         return nullcontext()
@@ -122,13 +168,14 @@ def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
 
 
 def draws(
-    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int
-) -> Iterator[int]:
-    """``count`` tokens after the prompt (1, S), one by one.
+    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int, *,
+    first_at_once: bool = False,
+) -> Iterator[list[int]]:  # fmt: skip
+    """``count`` tokens of every row after the prompts (B, S).
 
     Args:
-        step: maps tokens (1, S) that follow what it has seen to the logits (1, V) after the last.
-        ahead: so many steps after a token are begun before it is handed out.
+        step: maps tokens (B, S) that follow what it has seen to the logits (B, V) after the last.
+        ahead: so many steps after a token are begun before it is handed out; none after the first if it comes at once.
 
     Raises:
         CorruptData: logits are not finite.
@@ -138,19 +185,77 @@ def draws(
         token_B = sample(step(tokens_BS), sampling, seed, position)
         tokens_BS = token_B.clamp(min=0)[:, None]  # the host learns of a -1 later, and no embedding must meet it before
         arriving.append(Arrival(token_B))
-        if len(arriving) > ahead:
-            yield arriving.popleft().numbers()[0]
+        if len(arriving) > ahead or (first_at_once and position == 0):
+            yield arriving.popleft().numbers()
     for arrival in arriving:
-        yield arrival.numbers()[0]
+        yield arrival.numbers()
+
+
+def columns(
+    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None,
+    cache: Any = None,
+) -> Iterator[list[int]]:  # fmt: skip
+    """`draws` after prompts, given as tokens, of one length or several; ``chunk`` and ``cache`` as for `stepper`."""
+    device, longest = next(model.parameters()).device, max(map(len, numbers))
+    prompt_BS = torch.tensor([[0] * (longest - len(row)) + row for row in numbers], device=device)
+    # Of rows that are equally long nothing is masked: without a mask attention takes its fast path.
+    masked = any(len(row) < longest for row in numbers)
+    if keeps_own_state(model) or (masked and not reads_masks(model)):
+        rows = [torch.tensor([row], device=device) for row in numbers]
+        step = _one_by_one([stepper(model, longest + count, chunk) for _ in numbers], rows)
+    elif masked:
+        mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
+        step = _masked_step(model, mask_BS, chunk, cache)
+    else:
+        step = stepper(model, longest + count, chunk, cache)
+    yield from draws(step, prompt_BS, count, sampling, seed, int(device.type == "cuda"), first_at_once=True)
+
+
+def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step that reads each row by a step of its own; first ``rows``, which need not be equally long."""
+    waiting = list(rows)
+
+    def step(input_ids_BS: Tensor) -> Tensor:
+        given = waiting or input_ids_BS.split(1)
+        logits_BV = torch.cat([reader(row_1S) for reader, row_1S in zip(readers, given, strict=True)])
+        waiting.clear()
+        return logits_BV
+
+    return step
+
+
+def _masked_step(model: Any, mask_BS: Tensor, chunk: int | None, cache: Any) -> Callable[[Tensor], Tensor]:
+    """As `stepper`, of a model of transformers and prompts whose filling ``mask_BS`` hides."""
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    known, seen = cache, 0
+
+    @torch.no_grad()
+    def step(input_ids_BS: Tensor) -> Tensor:
+        nonlocal mask_BS, seen
+        length, before = input_ids_BS.shape[1], seen
+        seen += length
+        if before:
+            mask_BS = torch.cat((mask_BS, torch.ones_like(input_ids_BS)), 1)
+
+        def read(begin: int, end: int) -> Tensor:
+            nonlocal known
+            options: dict[str, Any] = {"attention_mask": mask_BS[:, : before + end], "past_key_values": known}
+            if takes_positions:
+                counted_BS = options["attention_mask"].cumsum(1) - 1
+                options["position_ids"] = counted_BS.clamp(min=0)[:, begin - end :]
+            with attending(input_ids_BS):
+                output = model(input_ids_BS[:, begin:end], use_cache=True, logits_to_keep=1, **options)
+            known = cache_of(output, model)
+            return output.logits[:, -1]
+
+        return read_in_chunks(read, length, chunk or length, cache)
+
+    return step
 
 
 def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: bool = True) -> list[int]:
     """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins
-    a document.
-
-    Raises:
-        ConfigurationError: the model has no such token.
-    """
+    a document (ConfigurationError where the model has none)."""
     numbers = tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
     if numbers:
         return numbers
@@ -162,11 +267,8 @@ def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: 
 
 
 def room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
-    """How many tokens may be added.
-
-    Raises:
-        ConfigurationError: none, or fewer than were asked for; or the model states no limit and none was given.
-    """
+    """How many tokens may be added; raises ConfigurationError for none, fewer than were asked for, or no limit stated
+    and none given."""
     limit = position_limit(model)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
@@ -194,7 +296,6 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def end_tokens(model: nn.Module) -> set[int]:
-    """Tokens that end a text."""
     source: Any = getattr(model, "generation_config", None) or model.config
     ends = source.eos_token_id
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
@@ -216,11 +317,11 @@ def stepper(
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
     streamed: Callable[[Tensor], Tensor] | None = None
-    looked = False
+    asked = isinstance(model, Decoder) or cache is None  # whether `step_after` was
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
-        nonlocal graph, streamed, looked
+        nonlocal graph, streamed, asked
         rows, length = input_ids_BS.shape
         assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
@@ -228,14 +329,8 @@ def stepper(
                 graph = DecodeGraph(model, known, rows)
             if graph is not None:
                 return graph.step(input_ids_BS)
-        if (
-            length == 1
-            and not looked
-            and not isinstance(model, Decoder)
-            and cache is not None
-            and cache.get_seq_length()
-        ):
-            looked, streamed = True, step_after(model, cache, rows, max_length - cache.get_seq_length())
+        if length == 1 and not asked and cache.get_seq_length():
+            asked, streamed = True, step_after(model, cache, rows, max_length - cache.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
         return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
@@ -253,6 +348,13 @@ def stepper(
     return step
 
 
+def step_after(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
+    """As `streamed_step`."""
+    from vblackwell.generate.streamed_step import streamed_step  # after transformers, which a cache of it has imported
+
+    return streamed_step(model, cache, rows, steps)
+
+
 def check_kind(model: nn.Module) -> None:
     """Raises Unsupported for a model that does not write on what it is given."""
     config: Any = model.config
@@ -261,11 +363,8 @@ def check_kind(model: nn.Module) -> None:
 
 
 def cache_of(output: Any, model: nn.Module) -> Any:
-    """What a model of transformers keeps of what it read.
-
-    Raises:
-        Unsupported: nothing: it is an encoder.
-    """
+    """What a model of transformers keeps of what it read; raises Unsupported where that is nothing, as of an
+    encoder."""
     if getattr(output, "past_key_values", None) is None:
         raise Unsupported(
             f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models "
@@ -277,8 +376,8 @@ def cache_of(output: Any, model: nn.Module) -> Any:
 class _Text:
     """New tokens as text; a character that is not complete yet is held back.
 
-    Decoding looks at `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first
-    token that it is given; not at all of them, or a token would take the longer the more came before.
+    Decoding starts `CONTEXT` tokens before what is new, because a decoder of words drops the space before the first
+    token that it is given; not at the beginning, or a token would take the longer the more came before.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
@@ -315,14 +414,7 @@ class _Text:
 
 class Pace:
     """How fast texts come: counts tokens as they are on the host, and says so in a line. Made before the model is
-    opened.
-
-    Args:
-        clock: of seconds.
-
-    Attributes:
-        tokens: of all texts so far.
-    """
+    opened; ``clock`` is of seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()

@@ -1,14 +1,9 @@
 """Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face
 folder.
 
-A folder that was committed by us is verified first; of a run's checkpoints the newest that is intact is taken, and what
-was wrong with newer ones is handed back for the caller to say.
-
-`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack,
-and each layer is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds
-layers that stay (offload/movement/frozen.py), and on a GPU room.py divides it for each text. A model that fits is
-loaded once, in its first pass. On a GPU what a `Decoder` can compute is written token by token from CUDA graphs over
-the stack's bytes (streamed_step.py).
+A folder that was committed by us is verified first. `open_resident` holds all of a model on one device. `open_streamed`
+reads the weights into the lower levels of a stack, and each layer is loaded before it is needed: what of level 0 is not
+kept free for keys, values and workspace holds layers that stay, and on a GPU `room_for` divides it for each text.
 """
 
 from __future__ import annotations
@@ -24,17 +19,15 @@ from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.checked import check_weights
 from vblackwell.folders.commit import MANIFEST, newest_complete, verify_folder
 from vblackwell.folders.folder import (
-    check_names,
-    load_specs,
     load_state,
-    load_weights,
     read_config,
     read_json,
     stored_dtype,
 )
+from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.causal_lm import load_causal_lm
-from vblackwell.generate.decode_graph import lay_out_for_decoding
 from vblackwell.generate.quantized import load_quantized
+from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
@@ -60,12 +53,8 @@ class ResolvedModel:
 
 
 def resolve_model(path: Path) -> ResolvedModel:
-    """The model folder that ``path`` means: itself, or the newest intact one of a run.
-
-    Raises:
-        ConfigurationError: there is nothing to open.
-        CorruptData: everything that could be opened is damaged.
-    """
+    """The model folder that ``path`` means: itself, or the newest intact one of a run. Raises ConfigurationError where
+    there is nothing to open, CorruptData where all of it is damaged."""
     if not path.is_dir():
         raise ConfigurationError(
             f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
@@ -97,25 +86,41 @@ def _is_model(path: Path) -> bool:
     return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json")
 
 
-def load_decoder(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+def load_decoder(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, fp4: str | None = None,
+    fp4_layers: str = "all", keep: str | None = None,
+) -> Decoder:  # fmt: skip
     """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time.
 
     Args:
-        folder: with ``config.json`` and safetensors.
-        device: where the weights go.
         dtype: of the weights; ``None``: as they are stored.
+        fp4: the format that linears are packed to on ``device``; fp4_layers, keep: which, as for `convert`.
 
     Raises:
         Unsupported: the folder holds another architecture.
-        ConfigurationError: tensors are missing, too many or of another shape.
+        FolderMismatch: tensors are missing, too many or of another shape.
+        ConfigurationError: nothing is selected.
         CorruptData: a file cannot be read.
     """
-    config = DecoderConfig.from_hf(read_config(folder))
-    if dtype is None:
-        head = load_specs(folder).get("lm_head.weight")
-        dtype = head.dtype if head else torch.float32
-    model = Decoder(config, device="meta", dtype=dtype).to_empty(device=device)
-    load_weights(model, folder)
+    model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
+    with FolderWeights(model, folder) as weights:
+        names = set(weights.names)
+        if fp4 is None and dtype is None:
+            dtype = weights.dtype_of("lm_head.weight")
+    chosen = set[str]()
+    if fp4 is not None:
+        linears = find_linears(model, fp4_layers, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+        chosen = {name for name, reason in linears.items() if reason is None}
+        if not chosen:
+            raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
+    for name, tensor in load_state(folder, names=names, device=device):
+        owner, _, leaf = name.rpartition(".")
+        if owner in chosen:
+            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
+            install_packed(model, owner, packed)
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device).copy_(tensor)
+            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=fp4 is None)
     return model
 
 
@@ -127,16 +132,16 @@ def open_resident(
     one input as one product, and other architectures run on fused operators where these compute the same.
 
     Args:
-        fp4: the format that linears are packed to, one at a time, on the device; for architectures that a ``Decoder``
-            computes.
-        fp4_layers, keep: which, as for `convert`.
-        assignment: the precision of each linear instead; they are packed one after the other.
+        fp4: the format that linears are packed to; for architectures that a ``Decoder`` computes. fp4_layers, keep:
+            which.
+        assignment: the precision of each linear instead.
 
     Raises:
         ConfigurationError, CorruptData: as `load_decoder`; nothing is selected; or the assignment is for another model.
         Unsupported: fp4 for another architecture.
     """
-    model = load_model(folder, device) if fp4 is None else _load_packed(folder, device, fp4, fp4_layers, keep)
+    packing: dict[str, Any] = {"fp4": fp4, "fp4_layers": fp4_layers, "keep": keep}
+    model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, **packing)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
             layer = model.get_submodule(name)
@@ -150,32 +155,10 @@ def open_resident(
     return model.eval()
 
 
-def _load_packed(
-    folder: Path, device: torch.device | str, fp4: str, fp4_layers: str, keep: str | None
-) -> Decoder:  # fmt: skip
-    model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
-    linears = find_linears(model, fp4_layers, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
-    chosen = {name for name, reason in linears.items() if reason is None}
-    if not chosen:
-        raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
-    found = {name: spec for name, spec in load_specs(folder).items() if not name.endswith("rotary_emb.inv_freq")}
-    check_names({name: tuple(param.shape) for name, param in model.named_parameters()}, found, folder)
-    for name, tensor in load_state(folder, names=found, device=device):
-        owner, _, leaf = name.rpartition(".")
-        if owner in chosen:
-            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
-            install_packed(model, owner, packed)
-        else:
-            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    return model
-
-
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
     """The model in a Hugging Face folder: a ``Decoder`` where that computes it, else what ``transformers`` makes of it.
 
-    Raises:
-        ConfigurationError, CorruptData: as ``load_decoder``; or ``transformers`` cannot open it.
-        FolderMismatch, Unsupported: what no file has, ``transformers`` would draw at random; or as `check_weights`.
+    Raises as `load_decoder` and `check_weights`: what no file has, ``transformers`` would draw at random.
     """
     config = read_config(folder)
     if config.get("quantization_config"):
@@ -200,14 +183,8 @@ def open_streamed(
 ) -> nn.Module:  # fmt: skip
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears of a folder stay packed.
 
-    Args:
-        rows, tokens: sequences at once and the longest, prompt and new tokens: what room for keys and values is kept
-            for on a GPU.
-        adapter: folder of an adapter for it.
-        fp4: format that its linears are packed to; fp4_layers, keep: which, as for `convert`.
-
-    Raises:
-        ConfigurationError, FolderMismatch, CorruptData, Unsupported, InsufficientMemory: as `load_causal_lm`.
+    ``rows`` sequences of ``tokens``, prompt and new ones, are what bytes for keys and values are kept free for on a
+    GPU; the others, and what is raised, as for `load_causal_lm`.
     """
     config = read_config(folder)
     placement: dict[str, Any] = {"placement": "streamed"}
@@ -225,8 +202,7 @@ def open_streamed(
 
 def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
     """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among
-    them.
-    """
+    them."""
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     heads = config.get("num_attention_heads") or config.get("n_head")
     if not heads:

@@ -1,8 +1,8 @@
 """Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
 
-The packed bytes go straight into layers that compute from them, and nothing is decompressed. `load_quantized` makes a
-model that is all on one device: `FusedFP4Linear` layers, and `VBOptimizedLinear` for linears in two parts.
-`PackedWeights` fills a model that streams through a stack, whose packed bytes are parameters (nn/linear/stored_fp4.py).
+The packed bytes go straight into layers that compute from them: `load_quantized` makes a model that is all on one
+device, `PackedWeights` fills one that streams through a stack, whose packed bytes are parameters
+(nn/linear/stored_fp4.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.compressed_tensors import FINE, PACKED, TWO_PARTS, entry_specs, format_of_config, from_entries
 from vblackwell.folders.folder import load_specs, load_state, read_config, stored_dtype
-from vblackwell.folders.meta_model import build_on_meta
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.nn.convert.linears import install_packed, linear_of, replace_modules
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
@@ -34,12 +33,8 @@ class PackedTables:
     """What a quantised folder holds, from its config.json and the tables of its files.
 
     Attributes:
-        config: of config.json.
-        form: of the packed linears.
-        specs: of all tensors, by name.
-        linears: names of the packed linears.
-        fine: those of them that have a fine part.
-        entries: names of the tensors that stand for packed linears.
+        form: of the packed linears. specs: of all tensors, by name. linears: names of the packed ones, ``fine`` those
+            of them that have a fine part. entries: names of the tensors that stand for them.
 
     Raises:
         Unsupported: a quantisation that is not read here.
@@ -64,13 +59,8 @@ class PackedTables:
 
 
 def build_resident(folder: Path) -> nn.Module:
-    """The model that ``folder``/config.json describes: a ``Decoder`` where that computes it, else one of transformers'.
-
-    In eval mode, its parameters on the meta device; a quantised folder gives the model that it was made of.
-
-    Raises:
-        ConfigurationError, CorruptData, Unsupported: as `build_on_meta`.
-    """
+    """The model that ``folder``/config.json describes, quantised or not, on the meta device in eval mode: a ``Decoder``
+    where that computes it, else one of transformers'."""
     config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
     if not not_supported_reasons(config):
         return Decoder(DecoderConfig.from_hf(config), device="meta").eval()
@@ -79,19 +69,14 @@ def build_resident(folder: Path) -> nn.Module:
 
 def stays_fp32(model: Any, name: str) -> bool:
     """Whether transformers keeps the half-precision model's tensor ``name`` in fp32, in which its code computes with
-    it.
-    """
+    it."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
 
 
 def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """The model in a quantised Hugging Face folder, in eval mode.
-
-    Args:
-        folder: with ``config.json``, its ``quantization_config``, and safetensors.
-        device: where the model goes.
-        dtype: of the weights that are not packed; ``None``: as they are stored.
+    """The model in a quantised Hugging Face folder, in eval mode; ``dtype`` of the weights that are not packed, or as
+    stored.
 
     Raises:
         Unsupported: a quantisation that is not read here.
@@ -101,7 +86,8 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
     tables = PackedTables(folder)
     stored = dtype or stored_dtype(tables.config)
     model, waiting = build_resident(folder), defaultdict[str, dict[str, Tensor]](dict)
-    elsewhere = _named_otherwise(model, tables.specs.keys() - tables.entries)
+    plain = tables.specs.keys() - tables.entries  # transformers may have some under other names: stacked experts
+    elsewhere = plain - model.state_dict().keys() if hasattr(model, "base_model_prefix") else set[str]()
     for name, tensor in load_state(folder, names=tables.specs.keys() - elsewhere, device=device):
         linear, _, entry = name.rpartition(".")
         if name not in tables.entries:
@@ -109,12 +95,18 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
             continue
         waiting[linear][entry] = tensor
         if waiting[linear].keys() == tables.kinds_of(linear):
-            _install(model, linear, _packed_of(waiting.pop(linear), tables.form, stored, linear))
+            packed = _packed_of(waiting.pop(linear), tables.form, stored, linear)
+            try:
+                install_packed(model, linear, packed)
+            except CorruptData as error:
+                raise CorruptData(f"{linear}.{FINE}: {error}") from error
     for linear, entries in waiting.items():
         from_entries(entries, tables.form, stored, linear)  # raises: an entry is missing
     if elsewhere:
         _convert(model, folder, elsewhere, dtype)
-    _tie(model)
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing:
         raise ConfigurationError(f"{folder} does not fit the model: it lacks {', '.join(missing[:5])}")
@@ -123,17 +115,10 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
 
 class PackedWeights(FolderWeights):
     """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of
-    each, in its own type.
+    each.
 
-    Args:
-        model: one of transformers', its parameters on the meta device.
-        folder: with safetensors and a ``quantization_config``.
-        device: level 0's: where a GPU reads packed bytes they are laid out for its kernels, a linear at a time.
-
-    Raises:
-        FolderMismatch, ConfigurationError, CorruptData: as `FolderWeights`, of the tensors that are not packed; or as
-            `load_quantized`.
-        Unsupported: a quantisation that is not read here.
+    Where ``device``, level 0's, is a GPU, packed bytes are laid out for its kernels, a linear at a time. Raises as
+    `FolderWeights`, of the tensors that are not packed, and as `load_quantized`.
     """
 
     def __init__(self, model: nn.Module, folder: Path, device: torch.device | str = "cpu") -> None:
@@ -156,24 +141,15 @@ class PackedWeights(FolderWeights):
                 f"{name} is {linear}, its packed weight {found} instead of {wanted[PACKED].shape}: the file belongs to "
                 "another model"
             )
+        fine, dtype = name in self._packed.fine, linear.weight.dtype
         stored = StoredFP4Linear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias,
-            form,
-            tiled=tiled,
-            fine=name in self._packed.fine,
-            dtype=linear.weight.dtype,
+            linear.in_features, linear.out_features, linear.bias, form, tiled=tiled, fine=fine, dtype=dtype
         )
         replace_modules(model, {linear: stored.train(linear.training)})
 
     def __call__(self, name: str, out: Tensor) -> None:
-        """As `FolderWeights`; a part of a packed linear gets its bytes.
-
-        Raises:
-            CorruptData: a linear's entries do not fit each other.
-            Unsupported: values that the layout of the GPU's kernels cannot hold.
-        """
+        """As `FolderWeights`; a part of a packed linear gets its bytes. Raises CorruptData where a linear's entries do
+        not fit each other, Unsupported for values that the layout of the GPU's kernels cannot hold."""
         stored = stored_part(self._model, name)
         if stored is None:
             super().__call__(name, out)
@@ -206,24 +182,9 @@ def _packed_of(
     return separated
 
 
-def _install(model: nn.Module, linear: str, packed: PackedTensor | SeparatedTensor) -> None:
-    try:
-        install_packed(model, linear, packed)
-    except CorruptData as error:
-        raise CorruptData(f"{linear}.{FINE}: {error}") from error
-
-
-def _named_otherwise(model: nn.Module, names: set[str]) -> set[str]:
-    """Those of ``names`` that a model of transformers has under others: experts that it stacks, for example."""
-    return names - model.state_dict().keys() if hasattr(model, "base_model_prefix") else set()
-
-
 def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:
-    """Fills what transformers makes of the tensors ``names``, in RAM.
-
-    Raises:
-        FolderMismatch: they are not those of the model.
-    """
+    """Fills what transformers makes of the tensors ``names``, in RAM; raises FolderMismatch where they are not those of
+    the model."""
     with FolderWeights(model, folder, names) as weights:
         targets, tensors = model.state_dict(), {}
         for name in weights.names:
@@ -256,10 +217,3 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
     else:
         module._buffers[leaf] = tensor
-
-
-def _tie(model: nn.Module) -> None:
-    """Lets a model of ``transformers`` share the weights that its configuration ties."""
-    tie: Any = getattr(model, "tie_weights", None)
-    if tie is not None:
-        tie()

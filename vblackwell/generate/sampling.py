@@ -1,9 +1,8 @@
 """How the next token is chosen, and reading it without holding the device up.
 
-The draw is kernels/pointwise/sampling.py's: it stays on the logits' device, and the seed, the number of the draw and
-the logits alone decide it. So a
-request writes the same text in any batch, and on every device whose logits agree (but for two tokens within the last
-bits of a logarithm).
+The draw (kernels/pointwise/sampling.py) stays on the logits' device; the seed, the number of the draw and the logits
+alone decide it. So a request writes the same text in any batch, and on every device whose logits agree (but for two
+tokens within the last bits of a logarithm).
 
 Legend: B rows, V vocabulary.
 """
@@ -59,13 +58,8 @@ def check_seed(seed: int) -> None:
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, seeds_B: Tensor | int, positions_B: Tensor | int) -> Tensor:
-    """The next tokens (B,) int64 on the logits' device, which is not waited for; -1 for a row without a token to draw.
-
-    Args:
-        logits_BV: -inf for tokens that must not be drawn; fp64 is rounded to fp32.
-        seeds_B: of each request.
-        positions_B: how many tokens each request has drawn before.
-    """
+    """The next tokens (B,) int64 on the device, which is not waited for, after ``positions_B`` draws of each request;
+    -1 for a row without a token to draw. -inf in ``logits_BV`` is never drawn."""
     logits_BV = logits_BV.float() if logits_BV.dtype == torch.float64 else logits_BV
     return sample_tokens(
         logits_BV, seeds_B, positions_B, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
@@ -86,11 +80,7 @@ class Arrival:
             self._event.record(torch.cuda.current_stream(tokens_B.device))
 
     def numbers(self) -> list[int]:
-        """The tokens, once they are here.
-
-        Raises:
-            CorruptData: a row's logits were not finite.
-        """
+        """The tokens, once they are here; raises CorruptData where a row's logits were not finite."""
         if self._event is not None:
             self._event.synchronize()
         numbers = self._tokens_B.tolist()

@@ -1,12 +1,10 @@
-"""Keys and values in levels: those of some layers live on level 0, those of the others in RAM, and come up ahead of
-their layer.
+"""Keys and values in levels: those of some layers live on level 0, the others' in RAM, and come up ahead of their
+layer.
 
 A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read so far is a prefix of it, so
-it crosses the link as one copy, and new positions are appended with another. Two places on level 0 take turns: while
-one layer attends, the next one's cache arrives. Layers that live on level 0 have the same layout, so that attention
-gets the same strides and writes the same bits wherever the cache is.
-
-It is a ``Cache`` of transformers, made for one batch and a greatest length, for models whose every layer attends to all
+it crosses the link as one copy, and new positions are appended with another. Two places on level 0 take turns. Layers
+that live on level 0 have the same layout: attention gets the same strides and writes the same bits wherever the cache
+is. It is a ``Cache`` of transformers, for one batch and a greatest length, for models whose layers attend to all
 positions.
 
 Legend: B rows, K key-value heads, S new positions, T positions, H head width.
@@ -34,11 +32,8 @@ _serial = itertools.count()
 class StackedCache(Cache):
     """A cache of ``shape`` in ``stack``; call `close` when the text is written.
 
-    Args:
-        on_level0: so many layers live on level 0, spread evenly; the others in the first level that is RAM.
-
-    Raises:
-        InsufficientMemory: a level has no room; nothing is kept.
+    ``on_level0`` layers live there, spread evenly; the others in the first level that is RAM. Raises InsufficientMemory
+    where a level cannot hold them; nothing is kept.
     """
 
     def __init__(self, stack: LevelPool, shape: CacheShape, on_level0: int) -> None:
@@ -83,7 +78,7 @@ class StackedCache(Cache):
         for layer in made:
             layer._length = min(layer._length, length)
 
-    def room(self, layer: int) -> tuple[Tensor, Tensor]:
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
         made: Any = self.layers[layer]
         assert type(made) is _Layer, "it passes through"
@@ -190,12 +185,10 @@ class _Passing:
     def __init__(self, stack: LevelPool, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
         self._stack, self._level, self._places, self._storage = stack, level, places, storage
         self.lengths: list[Callable[[], int]] = []
-        self._held: dict[
-            int, int
-        ] = {}  # layer: the place where its cache is, or to which it is on its way; the latest used last
+        self._held: dict[int, int] = {}  # layer: the place where its cache is or will be; the latest used last
         self._arrived: dict[int, Any] = {}
         self._left: dict[int, Any] = {}  # place: when its new positions are written back
-        self._at_home: dict[int, Any] = {}  # the same by layer
+        self._stored: dict[int, Any] = {}  # the same by layer
         self._device = stack.level0_device
         self._cuda = self._device.type == "cuda"
 
@@ -227,7 +220,7 @@ class _Passing:
             return
         stream = copy_streams(self._device).h2d
         stream.wait_stream(torch.cuda.current_stream(self._device))  # the last user of the place
-        for stored in (self._left.get(place), self._at_home.get(order)):
+        for stored in (self._left.get(place), self._stored.get(order)):
             if stored is not None:
                 stream.wait_event(stored)
         with torch.cuda.stream(stream):
@@ -246,4 +239,4 @@ class _Passing:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            self._at_home[order] = self._left[self._held[order]] = stream.record_event()
+            self._stored[order] = self._left[self._held[order]] = stream.record_event()

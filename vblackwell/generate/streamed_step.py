@@ -1,13 +1,10 @@
-"""The step of a streamed model as CUDA graphs: a launch for each stretch of layers that stay, and for each layer that
+"""The step of a streamed model as CUDA graphs: one for each stretch of layers that stay, and for each layer that
 passes.
 
-Called layer by layer through its hooks, a packed 6.7B took 80 ms of the host a token on an H200, whatever of it was on
-the GPU. Here the layers are those of a `Decoder` over the very bytes that the stack holds: groups that stay keep their
-place while the text is written, and the others take turns in a few places at fixed addresses, so that what is captured
-once holds for every token. A token then costs the host a launch and a copy a layer that passes, and one launch for
-everything where all stay.
-
-A place is loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a
+Called through its hooks, a packed 6.7B took 80 ms of the host a token on an H200. Here the layers are those of a
+`Decoder` over the very bytes that the stack holds: groups that stay keep their place while the text is written, the
+others take turns in a few places at fixed addresses, so that what is captured once holds for every token. A place is
+loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a
 `StackedCache`'s.
 
 Legend: B rows, V vocabulary.
@@ -26,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
-from vblackwell.generate.decode_graph import MIN_STEPS, ONE_CAPTURES, capturing
 from vblackwell.generate.stacked_cache import StackedCache
+from vblackwell.generate.steps import MIN_STEPS, ONE_CAPTURES, capturing
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.nn.decoder.block import SteadyCache
@@ -65,12 +62,8 @@ def reasons_against(model: Any, cache: Any) -> list[str]:
 def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
     """What computes the logits (B, V) after one more token a row (B, 1); None where the model has to be called.
 
-    That is so too where there is no room for the places or the graphs, with a warning: the model's own passes do with
-    less.
-
-    Args:
-        cache: what the model has read; it is given back with the places when that is closed.
-        steps: how many there will be, at most.
+    That is so too where the places or the graphs do not fit, with a warning: the model's own passes do with less.
+    ``cache`` is what the model has read, given back with the places; ``steps`` how many there will be, at most.
     """
     if not isinstance(cache, StackedCache) or steps < MIN_STEPS:
         return None
@@ -79,9 +72,7 @@ def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callab
     try:
         return StreamedStep(model, cache, rows).step
     except (InsufficientMemory, torch.OutOfMemoryError) as error:
-        slower = (
-            "no room for a step in CUDA graphs, so that each token goes through the model's modules, which is slower"
-        )
+        slower = "no room for a step in CUDA graphs: each token goes through the model's modules, which is slower"
         warnings.warn(f"{slower}: {error}"[:400], stacklevel=2)
         return None
 
@@ -95,23 +86,16 @@ class _Stretch:
     graph: Any = None
 
 
-class _Rooms:
+class _Filled:
     """What `SteadyCache` wants of a cache."""
 
     def __init__(self, cache: StackedCache) -> None:
-        self.length, self.max_length, self.room = cache.get_seq_length(), cache.shape.positions, cache.room
+        self.length, self.max_length, self.tensors = cache.get_seq_length(), cache.shape.positions, cache.tensors
 
 
 class StreamedStep:
-    """Steps after what ``cache`` holds; see `reasons_against`.
-
-    Args:
-        rows: B.
-
-    Raises:
-        InsufficientMemory, OutOfMemoryError: level 0 has no room for the places, or the GPU for the graphs; nothing is
-            kept.
-    """
+    """Steps of B ``rows`` after what ``cache`` holds; see `reasons_against`. Raises InsufficientMemory or
+    OutOfMemoryError where the places or graphs do not fit; nothing is kept."""
 
     @torch.no_grad()
     def __init__(self, model: Any, cache: StackedCache, rows: int) -> None:
@@ -145,9 +129,9 @@ class StreamedStep:
         twin = Decoder(config, device="meta")
         for group in engine.groups:
             _fill(twin, model, group, self._weights.buffer(group) if group in held else self._place_of(group))
-        rooms: Any = _Rooms(cache)
-        self._left, self._max_length = rooms.max_length - rooms.length, rooms.max_length
-        self._steady = SteadyCache(rooms, config)
+        filled: Any = _Filled(cache)
+        self._left, self._max_length = filled.max_length - filled.length, filled.max_length
+        self._steady = SteadyCache(filled, config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
         self._value: Any = self._ids_B1
         self._stretches = self._cut(twin)
@@ -203,11 +187,8 @@ class StreamedStep:
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) after one more token a row; on CUDA they are overwritten by the next call.
-
-        Raises:
-            ConfigurationError: the cache is full.
-        """
+        """Logits (B, V) after one more token a row, on CUDA overwritten by the next call; raises ConfigurationError
+        where the cache is full."""
         if not self._left:
             raise ConfigurationError(f"the cache's {self._max_length} positions are taken: ask for fewer tokens")
         self._left -= 1
@@ -280,8 +261,7 @@ def _in_order(groups: list[Group]) -> list[Group]:
 
 def _places(cycle: list[Group]) -> dict[int, int]:
     """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have
-    different ones.
-    """
+    different ones."""
     slots = {group.index: number % WEIGHT_PLACES for number, group in enumerate(cycle)}
     if len(cycle) > WEIGHT_PLACES and len(cycle) % WEIGHT_PLACES == 1:
         slots[cycle[-1].index] = 1

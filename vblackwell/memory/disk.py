@@ -2,8 +2,8 @@
 
 Threads read and write pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a
 buffer of the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted
-in part is read and checked whole. A write that failed poisons the file: nothing is written to it any more, and bytes that
-were there before are read with their checksums. Nothing is synced: the file dies with the process.
+in part is read and checked whole. A write that failed poisons the file: nothing is written to it any more, and bytes
+that were there before are read with their checksums. Nothing is synced: the file dies with the process.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ScratchFile:
     """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
 
     Attributes:
-        direct: whether it is open with ``O_DIRECT``, as where a probe shows that it works (the page cache would hold a second
-            copy): then addresses, offsets and lengths must be multiples of 4 KiB.
+        direct: whether it is open with ``O_DIRECT``, as where a probe shows that it works (the page cache would hold a
+            second copy): then addresses, offsets and lengths must be multiples of 4 KiB.
         poison: why nothing may be written any more; None while all is well.
 
     Raises:

@@ -46,9 +46,9 @@ class _Mapping(mmap.mmap):
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
     """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones).
 
-    Private anonymous memory in huge pages, touched by several threads on the cores of ``numa_node``, so that first-touch puts
-    it there, and registered with CUDA (``pin``; where the system refuses, one warning, and it stays pageable). The mapping
-    lives as long as any tensor that views it. Raises InsufficientMemory.
+    Private anonymous memory in huge pages, touched by several threads on the cores of ``numa_node``, so that
+    first-touch puts it there, and registered with CUDA (``pin``; where the system refuses, one warning, and it stays
+    pageable). The mapping lives as long as any tensor that views it. Raises InsufficientMemory.
     """
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0

@@ -31,8 +31,8 @@ class Extent:
     """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level.
 
     Attributes:
-        offset: start in the level's own address space. num_bytes: what was asked for. held_bytes: that rounded up to the
-            level's alignment, which it accounts. handle: the level's own bookkeeping (a slab, a tensor).
+        offset: start in the level's own address space. num_bytes: what was asked for. held_bytes: that rounded up to
+            the level's alignment, which it accounts. handle: the level's own bookkeeping (a slab, a tensor).
     """
 
     offset: int
@@ -44,8 +44,9 @@ class Extent:
 class Level(ABC):
     """A place for bytes. Thread-safe.
 
-    This class counts, checks and locks. A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what
-    memory stands for it (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`).
+    This class counts, checks and locks. A level says how a range is taken and given back (`_take`, `_give`, `_retake`),
+    what memory stands for it (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`,
+    `write`).
 
     Attributes:
         name: as shown to users, ``'cuda:0'``, ``'arena'``, ``'cpu'``, ``'ssd'``.
@@ -122,7 +123,8 @@ class Level(ABC):
             return extent
 
     def materialise(self, extent: Extent) -> None:  # noqa: B027 (a level without memory of its own has nothing to do)
-        """The second half of `allocate`: make memory stand for a placed extent. Idempotent; raises InsufficientMemory."""
+        """The second half of `allocate`: make memory stand for a placed extent. Idempotent; raises
+        InsufficientMemory."""
 
     def displace(self, extent: Extent) -> None:
         """The first half of `free`: the range may be placed again, its bytes stay readable until then. Raises KeyError
@@ -224,7 +226,8 @@ class NullLevel(Level):
 class RangeAllocator:
     """Free ranges of ``[0, size)``: best fit by (size, offset), coalescing, exact undo.
 
-    Not thread-safe, knows no alignment. Searches bisect a sorted list, which here is cheaper than a tree of Python objects.
+    Not thread-safe, knows no alignment. Searches bisect a sorted list, which here is cheaper than a tree of Python
+    objects.
     """
 
     def __init__(self, size: int) -> None:
@@ -310,9 +313,9 @@ class _Block:
 class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
 
-    Each extent is an allocation of torch's: its storage's use count tells whether a tensor of it is still held, and freeing
-    it gives the memory back to the rest of the process. It is taken when the extent is materialised, from the pool of the
-    device's default stream whatever stream is current; copies start after what is queued on both.
+    Each extent is an allocation of torch's: its storage's use count tells whether a tensor of it is still held, and
+    freeing it gives the memory back to the rest of the process. It is taken when the extent is materialised, from the
+    pool of the device's default stream whatever stream is current; copies start after what is queued on both.
     """
 
     device: torch.device

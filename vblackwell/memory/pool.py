@@ -2,7 +2,8 @@
 
 An offload engine knows when it needs which bytes, so it reserves ranges and moves them itself. The keyed stack is built
 on top: a reservation is in the same levels as its keys, makes them give way, and is never evicted. Seconds of an
-asynchronous copy are only known later: clocks wait in a queue, and every question first collects those that have stopped.
+asynchronous copy are only known later: clocks wait in a queue, and every question first collects those that have
+stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Place = int | str  # a level's number, or the name of a device that belongs to n
 
 
 class Statistics:
-    """Counters of one stack, called under its lock: integers in lists, so that counting costs less than a microsecond."""
+    """Counters of one stack, called under its lock: integers in lists, so that counting costs less than a
+    microsecond."""
 
     def __init__(self, levels: Sequence[Level]) -> None:
         self._levels = levels
@@ -304,12 +306,12 @@ class LevelPool:
             self._statistics.stall_seconds += seconds
 
     def get_stats(self) -> dict[str, Any]:
-        """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions', 'promotions',
-        'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
+        """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
+        'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
 
         A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
-        ``demotions``: that sank from it, ``evictions`` of them for other bytes. ``seconds`` of an asynchronous copy count once
-        it is done.
+        ``demotions``: that sank from it, ``evictions`` of them for other bytes. ``seconds`` of an asynchronous copy
+        count once it is done.
         """
         with self._lock:
             return self._statistics.report()

@@ -1,7 +1,7 @@
 """Copies between bytes: how one is under way, and how those between addressable bytes are started.
 
-A transfer keeps the tensors that it copies alive until it has been waited for on the host, so keep it that long.
-RAM to RAM is `memmove` without the GIL, in pieces over a few threads (`Tensor.copy_` would bring an OpenMP team for each,
+A transfer keeps the tensors that it copies alive until it has been waited for on the host, so keep it that long. RAM to
+RAM is `memmove` without the GIL, in pieces over a few threads (`Tensor.copy_` would bring an OpenMP team for each,
 which fights with the compute threads for the cores). A device has one copy stream per direction, made once: torch's
 allocator keeps a memory pool for every stream that it has seen.
 """
@@ -30,7 +30,8 @@ _delay: Callable[[str], None] | None = None
 def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
     """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests only.
 
-    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` where that CUDA copy stream is the current one.
+    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` where that CUDA copy stream is the
+    current one.
     """
     global _delay
     _delay = delay
@@ -47,16 +48,16 @@ def delayed() -> bool:
     return _delay is not None
 
 
-# How long a transfer took, None while it is under way: its begin by `time.perf_counter`, or None where transfers of a link
-# never overlap, and seconds. Holds nothing that the transfer copies, so it may be kept for as long as one likes.
+# How long a transfer took, None while it is under way: when it began (None where transfers of a link never overlap), and
+# seconds. Holds nothing that the transfer copies, so it may be kept for as long as one likes.
 Clock = Callable[[], tuple[float | None, float] | None]
 
 
 class Transfer(ABC):
     """An asynchronous copy that has been started; ``clock`` tells how long it took, None where that is not measured.
 
-    It raises its error on every wait: two waiters must both hear of it. One of several parts waits for all of them before it
-    raises, because the caller will touch the memory once `wait` has returned or raised.
+    It raises its error on every wait: two waiters must both hear of it. One of several parts waits for all of them
+    before it raises, because the caller will touch the memory once `wait` has returned or raised.
     """
 
     clock: Clock | None = None

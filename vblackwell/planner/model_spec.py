@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, VBError, nearest
-from vblackwell.folders.folder import read_json
-from vblackwell.folders.hub import find_config, is_hub_id
+from vblackwell.folders.folder import find_config, is_hub_id, read_json
 from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
 from vblackwell.folders.checked import check_weights
-from vblackwell.folders.folder import read_config
-from vblackwell.folders.hub import find_folder, is_hub_id
+from vblackwell.folders.folder import find_folder, is_hub_id, read_config
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16

@@ -33,7 +33,7 @@ from vblackwell.folders.compressed_tensors import (
     to_entries,
 )  # fmt: skip
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
-from vblackwell.folders.shards import SafetensorsShards, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.load import load_model
 from vblackwell.generate.quantized import build_resident, stays_fp32

@@ -34,7 +34,7 @@ from vblackwell.folders.commit import (
     verify_folder,
 )
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
-from vblackwell.folders.shards import SafetensorsShards, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter

@@ -21,10 +21,8 @@ from vblackwell.data.dataset import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
-from vblackwell.folders.folder import read_config, read_tokenizer
-from vblackwell.folders.hub import find_folder
-from vblackwell.folders.meta_model import build_on_meta
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
+from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.generate.adapters import adapt, adapted, packed_linears
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.machine.device import Precision

@@ -27,10 +27,9 @@ import torch
 from benchmarks.lib.child_process import say
 from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point
 from vblackwell.errors import VBError
-from vblackwell.generate.batch import columns
-from vblackwell.generate.generate import stepper
-from vblackwell.generate.room import room_for
+from vblackwell.generate.generate import columns, stepper
 from vblackwell.generate.sampling import Arrival, Sampling, sample
+from vblackwell.generate.steps import room_for
 from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)

@@ -9,7 +9,7 @@ from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import save_model
-from vblackwell.folders.shards import spec_of
+from vblackwell.folders.tensor_file import spec_of
 from vblackwell.generate.load import load_decoder
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig

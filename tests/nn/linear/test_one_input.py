@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from vblackwell.generate.decode_graph import lay_out_for_decoding
+from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.nn.decoder import decoder as decoder_module
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear import one_input as module

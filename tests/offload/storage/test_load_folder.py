@@ -16,11 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.offload.test_round_trip_models import CONFIGS, tokens, written  # noqa: F401 (a fixture)
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
-from vblackwell.folders.folder import read_config, tensor_files
-from vblackwell.folders.hub import find_folder
-from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.folder import find_folder, read_config, tensor_files
 from vblackwell.folders.tensor_file import TensorFile, all_finite
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.generate.generate import end_tokens
 from vblackwell.generate.load import load_model

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from vblackwell.folders.meta_model import build_on_meta
+from vblackwell.folders.weights import build_on_meta
 
 MIB = 1 << 20
 FAST_MIB = 32

@@ -1,8 +1,9 @@
 """From what users write, or the machine has, to levels.
 
-``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``, fastest first. ``cpu`` as the first
-level is the arena, because level 0 allocates tensors one by one. Keys that are not supported are refused. Where sizes
-are not given, a GPU keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
+``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``, fastest first. ``cpu`` as the
+first level is the arena, because level 0 allocates tensors one by one. Keys that are not supported are refused. Where
+sizes are not given, a GPU keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they
+are used.
 """
 
 from __future__ import annotations

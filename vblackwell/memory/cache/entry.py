@@ -1,8 +1,9 @@
 """What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
 
-The bytes of a key are one extent of row-major parts, each at a multiple of 64 bytes: one for a tensor, one per component
-for a packed tensor. While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access` hands out
-aliases of them, and the storage's use count tells whether any are still held: by a variable, a view, or autograd.
+The bytes of a key are one extent of row-major parts, each at a multiple of 64 bytes: one for a tensor, one per
+component for a packed tensor. While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access`
+hands out aliases of them, and the storage's use count tells whether any are still held: by a variable, a view, or
+autograd.
 """
 
 from __future__ import annotations

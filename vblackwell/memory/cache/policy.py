@@ -4,12 +4,12 @@ Entries sit in an order for each (level, priority), from least to most recently 
 one that sinks to another level walks in from the recent end to its place.
 
 `next_use` is Belady's policy on a trace that repeats, as the accesses of training do. Knuth, Morris and Pratt's prefix
-function finds the shortest period at O(1) amortised an access: ``n`` recorded keys with longest border ``b`` have period
-``n - b``, which is taken to repeat once two whole periods are there; with three, recording stops and a pointer walks
-round the cycle. The first unexpected access ends the forecast. Recording starts over where no period shows within 16
-times the number of different keys, so an irregular start does not hide the rhythm after it. (The last distance between
-two accesses of a key is no forecast: forward and backward give every key two alternating ones.) Victims come from a heap
-per (level, priority) with lazy deletion: O(log n).
+function finds the shortest period at O(1) amortised an access: ``n`` recorded keys with longest border ``b`` have
+period ``n - b``, which is taken to repeat once two whole periods are there; with three, recording stops and a pointer
+walks round the cycle. The first unexpected access ends the forecast. Recording starts over where no period shows within
+16 times the number of different keys, so an irregular start does not hide the rhythm after it. (The last distance
+between two accesses of a key is no forecast: forward and backward give every key two alternating ones.) Victims come
+from a heap per (level, priority) with lazy deletion: O(log n).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
-A key's bytes live on exactly one level. What `access` returned stays valid while it is held: the entry is no victim while
-its storage has other users, and `update` or `remove` then leave the old bytes to their holder. Accessing a resident key
-takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
+A key's bytes live on exactly one level. What `access` returned stays valid while it is held: the entry is no victim
+while its storage has other users, and `update` or `remove` then leave the old bytes to their holder. Accessing a
+resident key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class VGPUStack(LevelPool):
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
         Args:
-            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or further
-                down where full. By default by what the name says (`default_priority`).
+            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
+                further down where full. By default by what the name says (`default_priority`).
             owner: of the key, such as a model's name. Only the same owner may replace the key.
             take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
 
@@ -196,7 +196,8 @@ class VGPUStack(LevelPool):
     def prefetch(self, keys: Iterable[Any]) -> None:
         """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order.
 
-        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by that key's next `access`.
+        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by that key's next
+        `access`.
         """
         self._check_open()
         keys = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
@@ -348,8 +349,8 @@ def create_vgpu_stack(
 
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
-        disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary, the
-            cache and the current directory that is on a disk.
+        disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
+            the cache and the current directory that is on a disk.
         device: level 0's; by default the first GPU. ``'cpu'`` makes level 0 an arena in RAM.
         policy, promotion: as `VGPUStack`.
 

@@ -13,9 +13,9 @@ from torch import nn
 from tests.nn.decoder.test_decoder_equality import config
 from vblackwell.errors import ConfigurationError
 from vblackwell.generate import generate as module
-from vblackwell.generate.decode_graph import lay_out_for_decoding, may_capture
 from vblackwell.generate.generate import draws, stepper
 from vblackwell.generate.sampling import Sampling
+from vblackwell.generate.steps import lay_out_for_decoding, may_capture
 from vblackwell.nn.convert.model import convert
 from vblackwell.nn.decoder.block import KVCache, SteadyCache
 from vblackwell.nn.decoder.decoder import Decoder
@@ -109,7 +109,7 @@ def test_a_replayed_step_writes_the_same_tokens(dtype, fp4, monkeypatch):
         monkeypatch.setattr(module, "MIN_STEPS", fewest)
         return stepper(model, 140)
 
-    def written(fewest: int, sampling: Sampling) -> list[int]:
+    def written(fewest: int, sampling: Sampling) -> list[list[int]]:
         return list(draws(stepping(fewest), prompt, count, sampling, 5, ahead=1))
 
     if dtype is torch.float32:

@@ -1,0 +1,222 @@
+"""How a model reads tokens: in chunks, as one CUDA graph, or by its own state; and a text's share of level 0 meanwhile.
+
+A resident decoder's step is one graph: a decoded token's kernels take a few microseconds each, less than the host needs
+to launch them. The position is a number on the device that each replay raises (`SteadyCache`), so one graph serves
+every length up to the cache's. Models of transformers that take no ``past_key_values`` (state-space and recurrent ones)
+keep something under a name of their own, and are read as transformers' ``generate`` reads them.
+
+Legend: B rows, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vblackwell.errors import ConfigurationError
+from vblackwell.nn.decoder.block import KVCache, SteadyCache
+from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
+from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
+from vblackwell.offload.api import offload_of
+from vblackwell.offload.engine import Offload
+from vblackwell.offload.layout.generation import cache_shape, level0_budget, token_bytes, workspace_bytes
+
+if TYPE_CHECKING:
+    from vblackwell.generate.stacked_cache import StackedCache
+
+_NAMES = ("cache_params", "state", "mems", "past_key_values")  # of what is kept, in outputs
+# Take past_key_values, and either give none back, because their modules keep what they read, or want more than that.
+_ODD = ("cpmant", "recurrent_gemma")
+_ALIBI = ("bloom", "mpt")  # their positions follow from the mask
+# Filling is not hidden by a mask where keys are selected by an index, or compressed in fours, counted from the row's
+# begin; and positions that we count from 0 are wrong where a model counts from its padding token's number on.
+_COUNTING = ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "camembert", "data2vec-text", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")  # fmt: skip
+
+
+def keeps_own_state(model: Any) -> bool:
+    """Whether ``model``, one of transformers' or a decoder of ours, is read by `OwnState`."""
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        return False
+    takes = inspect.signature(type(model).forward).parameters
+    return "past_key_values" not in takes or model.config.model_type in _ODD
+
+
+def reads_masks(model: Any) -> bool:
+    """Whether a mask hides the filling in front of a row, and positions can be given or follow from the mask."""
+    kind, takes = model.config.model_type, inspect.signature(type(model).forward).parameters
+    return ("position_ids" in takes or kind in _ALIBI) and kind not in _COUNTING
+
+
+def check_one_pass(model: Any, prefill_chunk: int | None) -> None:
+    """Raises ConfigurationError for a chunk of a prompt that `OwnState` reads in one pass."""
+    if prefill_chunk is not None and keeps_own_state(model):
+        raise ConfigurationError(
+            f"prefill chunk {prefill_chunk}: {type(model).__name__} reads a prompt in one pass; leave it out"
+        )
+
+
+class OwnState:
+    """Reads more tokens (1, S) a call and returns the logits (1, V) after the last; a model that keeps nothing (GPT-1,
+    XLM) reads the whole text again. One row: RWKV mixes several up, and most of these look at no mask."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._ids_1S = model, torch.empty(0)
+        self._kept: dict[str, Any] = {"use_cache": True}
+        self._remembers = False
+
+    @torch.no_grad()
+    def __call__(self, input_ids_1S: Tensor) -> Tensor:
+        first = not self._ids_1S.numel()
+        self._ids_1S = input_ids_1S if first else torch.cat((self._ids_1S, input_ids_1S), 1)
+        inputs = self._model.prepare_inputs_for_generation(
+            self._ids_1S,
+            next_sequence_length=input_ids_1S.shape[1] if self._remembers else None,
+            is_first_iteration=first,
+            **self._kept,
+        )
+        output = self._model(**inputs, return_dict=True)
+        self._kept = self._model._update_model_kwargs_for_generation(output, self._kept)
+        self._remembers = any(output.get(name) is not None for name in _NAMES)
+        return output.logits[:, -1]
+
+
+MIN_STEPS = 8  # for which a graph is captured: that takes about as long as so many steps without it
+
+
+def lay_out_for_decoding(model: Decoder) -> None:
+    """Queries, keys and values of a layer, and gate and up, as one product each. The model is used without gradients
+    from now on."""
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        gate_up = (mlp.gate_proj, mlp.up_proj)  # type: ignore[union-attr]
+        for linears in ((attention.q_proj, attention.k_proj, attention.v_proj), gate_up):  # type: ignore[union-attr]
+            lay_together(*linears) or lay_packed_together(*linears)  # type: ignore[arg-type]
+
+
+def may_capture(model: nn.Module) -> bool:
+    """Whether ``model`` is a decoder whose parameters lie on a GPU and stay there."""
+    return isinstance(model, Decoder) and all(
+        param.is_cuda and "_vb_binding" not in param.__dict__ for param in model.parameters()
+    )
+
+
+ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
+
+
+@cache
+def capturing(index: int) -> torch.cuda.Stream:
+    """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool
+    for each it sees."""
+    return torch.cuda.Stream(index)
+
+
+class DecodeGraph:
+    """A captured step of ``model`` (see `may_capture`) after what ``cache`` holds; what follows goes through `step`
+    alone."""
+
+    @torch.no_grad()
+    def __init__(self, model: Decoder, cache: KVCache, rows: int) -> None:
+        device = cache.tensors(0)[0].device
+        self._left, self._max_length = cache.max_length - cache.length, cache.max_length
+        self._steady = SteadyCache(cache, model.config)
+        self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        side = capturing(torch.cuda.current_device() if device.index is None else device.index)
+        with ONE_CAPTURES:
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):  # kernels are compiled and chosen before; what this stores is overwritten
+                model.next_logits(self._ids_B1, self._steady)
+                self._steady.restart()
+            torch.cuda.current_stream(device).wait_stream(side)
+            # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would
+            # end a capture of all.
+            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+                self._logits_BV = model.next_logits(self._ids_B1, self._steady)
+
+    @torch.no_grad()
+    def step(self, input_ids_B1: Tensor) -> Tensor:
+        """Logits (B, V) after one more token a row, overwritten by the next call; raises ConfigurationError where the
+        cache is full."""
+        if not self._left:
+            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: make a longer KVCache")
+        self._left -= 1
+        self._ids_B1.copy_(input_ids_B1)
+        self._graph.replay()
+        return self._logits_BV
+
+
+def unpacked_bytes(model: nn.Module) -> int:
+    """The largest packed linear's weight while many rows are multiplied by it."""
+    packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
+    return max((linear.in_features * linear.out_features * linear.dtype.itemsize for linear in packed), default=0)
+
+
+def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
+    """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time: what the last one gave.
+
+    The pieces are about as long as one another: a short rest would cost a pass over the weights. Where the GPU cannot
+    hold a pass, and ``cache`` (of ours) can forget what was read of it, it is read again in halves; else
+    OutOfMemoryError goes on.
+    """
+    begin, found = 0, None
+    size = -(-length // -(-length // size))
+    while begin < length:
+        end, found = min(length, begin + size), None
+        try:
+            found = read(begin, end)
+        except torch.OutOfMemoryError:
+            if size == 1 or not hasattr(cache, "rewind"):
+                raise
+        if found is None:  # the error, and what its frames held, is gone
+            cache.rewind(begin)
+            torch.cuda.empty_cache()
+            size = (end - begin + 1) // 2
+            continue
+        begin = end
+    assert found is not None, "a prompt has a token"
+    return found
+
+
+@contextmanager
+def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
+    """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``.
+
+    Yields:
+        The cache to write with, and positions that one pass may read; None each: transformers' own, and all.
+
+    Raises:
+        InsufficientMemory: level 0, or RAM, cannot hold so many rows.
+    """
+    engine = offload_of(model)
+    cache, chunk = None, None
+    if isinstance(engine, Offload) and engine.weights.frozen and engine.device.type == "cuda":
+        dtype = next(param.dtype for param in model.parameters() if param.is_floating_point())
+        shape = cache_shape(model.config, rows, positions, dtype)
+        level = engine.stack.levels[0]
+        workspace = workspace_bytes(level.capacity_bytes)
+        free = level.capacity_bytes - (level.used_bytes - engine.weights.loaded_bytes) - workspace
+        if shape is not None:
+            from vblackwell.generate.stacked_cache import StackedCache
+
+            if torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device) > workspace // 2:
+                torch.cuda.empty_cache()  # in pieces as large as another request's keys and values were
+            sizes = [group.num_bytes for group in engine.groups if not engine.is_sliced(group)]
+            budget = level0_budget(
+                free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked_bytes(model)
+            )
+            engine.weights.rebudget(budget.weight_bytes)
+            cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
+    try:
+        yield cache, chunk
+    finally:
+        if cache is not None:
+            cache.close()
