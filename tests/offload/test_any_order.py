@@ -19,9 +19,9 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.movement import worker as module
+from vblackwell.offload.movement import state as module
+from vblackwell.offload.movement.state import Worker, set_worker_delay
 from vblackwell.offload.movement.weights import WeightStreamer
-from vblackwell.offload.movement.worker import Worker, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.step import Loading
 

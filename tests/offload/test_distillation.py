@@ -81,7 +81,7 @@ def test_distilling_is_what_it_is_in_plain_torch(in_backward, written, make_stac
 
     engines = offload_of(streamed), offload_of(student)
     assert all(isinstance(engine, Offload) for engine in engines)
-    held = engines[0].storage.bytes_by_level()
+    held = engines[0].storage.plan.bytes_by_level()
     assert held["weight"][0] == 0 and sum(held["weight"][1:]) >= weight_bytes(teacher)
     assert not any(sum(row) for kind, row in held.items() if kind not in ("weight", "staging")), (
         "states of what is frozen"

@@ -23,8 +23,7 @@ from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.movement import sliced
-from vblackwell.offload.movement.group_state import GradientBuffer
-from vblackwell.offload.movement.worker import set_worker_delay
+from vblackwell.offload.movement.state import GradientBuffer, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.parameters import UsedParameters
 from vblackwell.offload.state import export_state

@@ -19,7 +19,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
-from vblackwell.offload.movement.worker import set_worker_delay
+from vblackwell.offload.movement.state import set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 
 pytestmark = pytest.mark.gpu

@@ -102,7 +102,7 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
     model = load_causal_lm(folder, stack, lora=LORA, fp4="nvfp4", placement=placement, seed=5)
     packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
     assert len(packed) == 6 * 7 and not any(name.endswith("base_layer.weight") for name, _ in model.named_parameters())
-    held = offload_of(model).storage.bytes_by_level()["weight"]
+    held = offload_of(model).storage.plan.bytes_by_level()["weight"]
     assert (held[0] == 0) == (placement == "streamed") and sum(
         held
     ) < 0.75 * weight_bytes  # every small tensor takes 512
@@ -118,7 +118,7 @@ def test_a_packed_base_is_in_the_stack(placement, written, make_stack, tmp_path)
     if placement == "streamed":
         stats = stack.get_stats()["levels"]
         assert stats[0]["peak_bytes"] <= LEVEL0 < sum(held), "level 0 held it all"
-        moments = offload_of(model).storage.bytes_by_level()["exp_avg"]
+        moments = offload_of(model).storage.plan.bytes_by_level()["exp_avg"]
         assert sum(moments) < sum(held) / 2, "moments of a frozen base are kept"
 
     merged = AutoModelForCausalLM.from_pretrained(save_causal_lm(model, tmp_path / "merged")).eval()

@@ -22,8 +22,7 @@ from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions
-from vblackwell.offload.movement.group_state import Phase
-from vblackwell.offload.movement.worker import set_worker_delay
+from vblackwell.offload.movement.state import Phase, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
 
 MLP, DECODER, GPT2, T5, VIT = CASES

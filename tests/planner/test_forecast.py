@@ -161,8 +161,7 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
 
         before = moved()  # with the states' first bytes
         real = [now - then for now, then in zip(moved(), before, strict=True)]
-        # Pyright: ignore[reportOptionalMemberAccess]
-        assert offload_of(model).storage.bytes_by_level()["gradient"][2] > 0
+        assert offload_of(model).storage.plan.bytes_by_level()["gradient"][2] > 0
     assert told == pytest.approx(real, rel=2e-3)  # a group's share is rounded, its ranges begin at multiples of 512
     assert found[1].disk_written == told[1]
 

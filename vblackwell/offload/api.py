@@ -23,11 +23,10 @@ from vblackwell.offload.layout.groups import EXACT, Formats, compute_dtype_of, r
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
 from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
-from vblackwell.offload.movement.room import drop_idle_weights
+from vblackwell.offload.movement.state import drop_idle_weights
 from vblackwell.offload.resident import Resident
-from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers
+from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers, refuse_shared_memory
 from vblackwell.offload.storage.masters import refuse_untrainable
-from vblackwell.offload.storage.shared_memory import refuse_shared_memory
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")

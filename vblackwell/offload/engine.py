@@ -28,15 +28,12 @@ from vblackwell.offload.layout.placement import (
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore
-from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.group_state import GroupStates
-from vblackwell.offload.movement.host_updates import HostUpdates
 from vblackwell.offload.movement.lane_cuda import make_lane
-from vblackwell.offload.movement.room import Level0Room
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
+from vblackwell.offload.movement.state import GroupStates, Level0Room, Worker
+from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
-from vblackwell.offload.movement.worker import Worker
 from vblackwell.offload.parameters import (
     SiteHook,
     UsedParameters,
@@ -59,8 +56,7 @@ from vblackwell.offload.storage.masters import (
     write_masters,
     write_parameter,
 )
-from vblackwell.offload.storage.shadows import Shadows
-from vblackwell.offload.storage.storage import Storage, spaces_of
+from vblackwell.offload.storage.storage import Shadows, Storage, spaces_of
 
 _top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 
@@ -490,7 +486,7 @@ class Offload:
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
             "weights_budget_bytes": self.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
-            "bytes_by_level": self.storage.bytes_by_level(),
+            "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": of_all(group.formats for group in self.groups).summary(),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0],
             "activations": None if self.activations is None else self.activations.summary(),

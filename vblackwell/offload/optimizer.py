@@ -20,8 +20,8 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
-from vblackwell.offload.movement.group_state import Hyper
-from vblackwell.offload.movement.host_gradients import norm_of_norms
+from vblackwell.offload.movement.gradients import norm_of_norms
+from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.parameters import engine_and_slot
 from vblackwell.offload.resident import (
     Resident,

@@ -19,20 +19,22 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.groups import MOMENTS, Formats, Group, Slot, find_groups, moment_ranges, of_all
 from vblackwell.offload.layout.storage_plan import StoragePlan
-from vblackwell.offload.movement.group_state import Hyper
-from vblackwell.offload.movement.host_gradients import gradient_norm
-from vblackwell.offload.movement.host_updates import update_master
+from vblackwell.offload.movement.gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
+from vblackwell.offload.movement.state import Hyper
+from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook, attributes
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     Opened,
     in_memory_order,
+    moment_parts,
+    read_moments,
     read_truth,
     refuse_unprepared,
+    write_moments,
     write_truth,
 )
-from vblackwell.offload.storage.moments import moment_parts, read_moments, write_moments
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 

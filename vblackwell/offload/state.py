@@ -17,8 +17,15 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.offload.engine import Offload, offload_of
 from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.resident import plain_state, truth_of, updates_here, write_param, write_state
-from vblackwell.offload.storage.masters import close_weights, open_weights, read_truth, write_truth
-from vblackwell.offload.storage.moments import moment_parts, read_moments, write_moments
+from vblackwell.offload.storage.masters import (
+    close_weights,
+    moment_parts,
+    open_weights,
+    read_moments,
+    read_truth,
+    write_moments,
+    write_truth,
+)
 
 ParameterState = dict[str, torch.Tensor]
 

@@ -21,19 +21,19 @@ from vblackwell.errors import InsufficientMemory, StepAbandoned
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, Group, Slot
-from vblackwell.offload.movement.device_updates import DeviceUpdates
 from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
-from vblackwell.offload.movement.group_state import (
+from vblackwell.offload.movement.state import (
     EarlyUpdate,
     GradientBuffer,
     GroupStates,
     Job,
     Phase,
+    Worker,
+    defer_sigint,
     same_jobs,
 )
-from vblackwell.offload.movement.host_updates import HostUpdates
+from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
-from vblackwell.offload.movement.worker import Worker, defer_sigint
 from vblackwell.offload.storage.storage import Storage
 
 # Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and

@@ -19,7 +19,7 @@ import torch
 
 from vblackwell.memory.level import Extent, Level, RangeAllocator
 from vblackwell.memory.transfer import EventTransfer, Transfer, flat_bytes
-from vblackwell.offload.movement.lane_queues import Copied, HostQueue, Pairs, Queues
+from vblackwell.offload.movement.lane import Copied, HostQueue, Pairs, Queues
 from vblackwell.offload.storage.staging import Continuations
 
 PAGE = 4096

@@ -22,10 +22,9 @@ from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import EXACT, Formats, Group, Piece, moment_ranges, num_elements, smallest_buffer
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
-from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.shadows import Shadows
+from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage
-from vblackwell.offload.storage.storage import Ranges, Storage, spaces_of
+from vblackwell.offload.storage.storage import Ranges, Shadows, Storage, spaces_of
 
 GARBAGE = 0x7F
 Bytes = dict[str, torch.Tensor]

@@ -595,7 +595,8 @@ def test_a_full_host_level_is_refused_with_numbers(make_stack: MakeStack):
     stack = make_stack(1 << 20, host_bytes=16 << 10)
     model = Chain(depth=40)
     with contextlib.closing(ActivationStore(stack, "acts", smallest_bytes=1)) as store:
-        with pytest.raises(InsufficientMemory, match=r"'acts' holds 16.*needs 4.*raise host_memory") as caught:  # noqa: SIM117
+        words = r"'acts' holds 16.*needs 4.*raise host_memory"
+        with pytest.raises(InsufficientMemory, match=words) as caught:  # noqa: SIM117
             with store.forward_of(model):
                 model(batch())
         assert caught.value.needed_bytes == 4096 and caught.value.available_bytes == 0

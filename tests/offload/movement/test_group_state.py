@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vblackwell.offload.movement.group_state import GroupState, Phase
+from vblackwell.offload.movement.state import GroupState, Phase
 
 
 @pytest.mark.parametrize(

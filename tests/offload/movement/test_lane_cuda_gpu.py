@@ -34,7 +34,7 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
         addresses = targets[0].data_ptr(), sources[0].data_ptr(), PIECE
         pieces = [queues.copy_at(queue, [addresses]) for _ in range(COUNT)]
     torch.cuda.synchronize()
-    assert torch.equal(targets[0].cpu(), sources[0].cpu())  # the first bytes, which went beside, too
+    assert torch.equal(targets[0].cpu(), sources[0].cpu())  # the first bytes, which went elsewhere, too
     # Left to itself the engine takes the copy last (docs/journal/offload.md).
     end = pieces[COUNT * 3 // 4].end
     assert isinstance(end, torch.cuda.Event)
@@ -44,8 +44,9 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_the_end_of_a_copy_is_behind_its_first_bytes(way: str):
     device = torch.device("cuda", 0)
-    queues, streams = CudaQueues(device), lane_streams(device)
-    queue, other = (streams.states_in, streams.yield_in) if way == "in" else (streams.states_out, streams.yield_out)
+    queues = CudaQueues(device)
+    states_in, _, states_out, yield_in, yield_out = lane_streams(device)
+    queue, other = (states_in, yield_in) if way == "in" else (states_out, yield_out)
     there, here = (
         torch.arange(PIECE, dtype=torch.uint8).pin_memory(),
         torch.full((PIECE,), 7, dtype=torch.uint8, device=device),

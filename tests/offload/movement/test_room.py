@@ -11,7 +11,7 @@ import pytest
 from tests.offload.conftest import MakeStack
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
-from vblackwell.offload.movement.room import InFlightQueue, Level0Room, reserve
+from vblackwell.offload.movement.state import InFlightQueue, Level0Room, reserve
 
 
 def test_the_oldest_is_freed_first_and_once():

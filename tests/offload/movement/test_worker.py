@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vblackwell.memory.level import Transfer
-from vblackwell.offload.movement.worker import Worker
+from vblackwell.offload.movement.state import Worker
 
 
 class Arriving(Transfer):

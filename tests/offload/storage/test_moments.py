@@ -32,7 +32,7 @@ from vblackwell.offload.layout.groups import PACKED_MOMENTS
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.state import export_state, import_state
-from vblackwell.offload.storage.moments import moment_parts, quantised
+from vblackwell.offload.storage.masters import moment_parts, quantised
 
 
 def raw_moments(model: nn.Module, optimizer: VGPUAdamW) -> dict[str, list[torch.Tensor]]:

@@ -22,9 +22,9 @@ from vblackwell.offload.layout.groups import EXACT, Formats
 from vblackwell.offload.movement import lane_cuda
 from vblackwell.offload.movement.lane import Lane
 from vblackwell.offload.movement.lane_cuda import CudaLane
-from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ledger import Ledger
-from vblackwell.offload.storage.staging import Ranges, Stage, Staged
+from vblackwell.offload.movement.state import Worker
+from vblackwell.offload.storage.staging import Stage, Staged
+from vblackwell.offload.storage.storage import Ledger, Ranges
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,19 @@
 """Boundary activations in host memory: what a checkpointed layer keeps for backward leaves level 0 and is back in time.
 
-With checkpointing each layer keeps its input, so n layers keep n boundaries on level 0 for most of a step. Here a
-boundary's bytes leave as soon as its layer has it, and return while the layers after it run backward::
+A boundary's bytes leave as soon as its layer has it, and return while the layers after it run backward::
 
     store = ActivationStore(stack, "activations")
     with store.forward_of(model):
         loss = model(...)
     loss.backward()
 
-*How it sees them.* Around each checkpoint `saved_tensors_hooks` catch the inputs (`nn.checkpoint`). Hooks that were
-active before are asked first and keep what they want. A recompute is left alone.
-
-*Leaving.* The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on level 0; the others are
-let go after the computing stream was made to wait for their copies. So the memory is reused in stream order, and its
-peak does not depend on how far the host runs ahead, as it would if the host polled for the end of each copy. What the
-last forward let turn around without leaving is not copied at all in the next one.
-
-*Coming back.* Autograd asks in the reverse order. Each answer starts the loads of the boundaries before it into
-fresh buffers from the computing stream's pool; a load begins after what that stream has queued.
-
-*Ownership.* Autograd holds the only strong reference to what it will ask for: a graph that dies, after backward or
-because the forward was interrupted, gives its buffers back by reference counts. With ``retain_graph`` they are read
-again.
-
-*Host memory.* Buffers are taken from the stack once and used again and again (`HostBuffers`).
+`saved_tensors_hooks` around each checkpoint catch its inputs (`nn.checkpoint`); hooks that were active before are asked
+first, and a recompute is left alone. The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on
+level 0, and what stayed in the last forward is not even copied in the next. The others are let go after the computing
+stream was made to wait for their copies, so the peak of memory does not depend on how far the host runs ahead. Autograd
+asks in the reverse order: each answer starts the loads of the boundaries before it into fresh buffers of the computing
+stream's pool. It holds the only strong reference to what it will ask for, so a graph that dies, after backward or by an
+interrupt, gives its buffers back by reference counts; with ``retain_graph`` they are read again.
 """
 
 from __future__ import annotations
@@ -47,33 +37,25 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
-from vblackwell.offload.movement.room import Stalls
+from vblackwell.offload.movement.state import Stalls, current_stream
 from vblackwell.offload.movement.weights import SavedTensor
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
 
+@dataclass(eq=False)
 class HostBuffer:
-    """A reserved range of host memory.
+    """A range of host memory; ``pending`` are the last copies into and out of it, which may still be under way."""
 
-    Attributes:
-        reservation: the range. num_bytes: its size.
-        pending: the last copy into it and the last one out of it; they may still be under way.
-    """
+    reservation: Reservation
+    pending: list[Transfer] = field(default_factory=list)
 
-    __slots__ = ("num_bytes", "pending", "reservation")
-
-    def __init__(self, reservation: Reservation) -> None:
-        self.reservation = reservation
-        self.num_bytes = reservation.num_bytes
-        self.pending: list[Transfer] = []
+    @property
+    def num_bytes(self) -> int:
+        return self.reservation.num_bytes
 
 
 class HostBuffers:
-    """The buffers of one owner. Not thread-safe: the owner has a lock.
-
-    Args:
-        stack: level 0 is where the bytes come from; the buffers are on its first level in RAM below that.
-        name: of their reservations.
+    """Ranges of the first level in RAM below level 0, taken once and used again. The owner has a lock.
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.
@@ -81,10 +63,8 @@ class HostBuffers:
     """
 
     def __init__(self, stack: VGPUStack, name: str) -> None:
-        in_ram = (
-            i for i, level in enumerate(stack.levels) if i and level.device is not None and level.device.type == "cpu"
-        )
-        level = next(in_ram, None)
+        devices = list(enumerate(level.device for level in stack.levels))[1:]
+        level = next((i for i, device in devices if device is not None and device.type == "cpu"), None)
         if level is None:
             raise ConfigurationError(
                 f"{name!r} needs host memory, and the stack has no level in RAM below level 0: add a 'cpu' level"
@@ -95,6 +75,8 @@ class HostBuffers:
         self._all: dict[HostBuffer, None] = {}
         self._free: list[HostBuffer] = []
         self._serial = itertools.count()
+        device = stack.level0_device
+        self._outward = copy_streams(device).d2h if device.type == "cuda" else None  # where level 0's bytes leave
         # The first range of a level may start CUDA, to pin it. That must not happen in the middle of a checkpoint,
         # which has saved the state of the generators that existed when it began.
         stack.unreserve(stack.reserve(f"{name}#first", 1, level))
@@ -110,7 +92,8 @@ class HostBuffers:
         Raises:
             InsufficientMemory: none is free, and the level has no room for another one.
         """
-        wanted = _rounded(num_bytes)
+        # In steps of an eighth of the power of two below it, at least of a page.
+        wanted = align_up(num_bytes, max(4 * KiB, 1 << max(0, num_bytes.bit_length() - 4)))
         fitting = [buffer for buffer in self._free if buffer.num_bytes >= wanted]
         if not fitting:
             if self._free:
@@ -121,7 +104,7 @@ class HostBuffers:
         buffer = min(fitting, key=lambda buffer: buffer.num_bytes)  # of equal ones the first: it has been free longest
         self._free.remove(buffer)
         for transfer in buffer.pending:
-            transfer.wait_on(self._outward_stream())
+            transfer.wait_on(self._outward)
         buffer.pending.clear()
         return buffer
 
@@ -143,11 +126,9 @@ class HostBuffers:
             free = level.capacity_bytes - level.used_bytes
             raise InsufficientMemory(
                 f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs "
-                f"{format_bytes(num_bytes)} more, but "
-                f"{level.name} has {format_bytes(free)} free: raise host_memory (the capacity of "
-                "the level), keep more of it on level 0, use a smaller batch, or, where a model's states spill to a "
-                "disk, keep RAM free of "
-                "them with activation_bytes=",
+                f"{format_bytes(num_bytes)} more, but {level.name} has {format_bytes(free)} free: raise host_memory "
+                "(the capacity of the level), keep more of it on level 0, use a smaller batch, or, where a model's "
+                "states spill to a disk, keep RAM free of them with activation_bytes=",
                 needed_bytes=num_bytes,
                 available_bytes=free,
             ) from error
@@ -159,16 +140,6 @@ class HostBuffers:
         del self._all[buffer]
         if buffer in self._free:
             self._free.remove(buffer)
-
-    def _outward_stream(self) -> Any:
-        """The stream on which level 0's bytes leave; None on the CPU."""
-        device = self._stack.level0_device
-        return copy_streams(device).d2h if device.type == "cuda" else None
-
-
-def _rounded(num_bytes: int) -> int:
-    """``num_bytes`` in steps of an eighth of the power of two below it, at least of a page."""
-    return align_up(num_bytes, max(4 * KiB, 1 << max(0, num_bytes.bit_length() - 4)))
 
 
 class Load(NamedTuple):
@@ -183,11 +154,7 @@ Departed = deque[tuple[HostBuffer, Load | None]]
 
 
 class Boundary:
-    """One tensor that left level 0, or may leave. Only tickets refer to it strongly.
-
-    Args:
-        tensor: strided, with a storage.
-        departed: where a note goes when nobody wants the tensor any more.
+    """One tensor that left level 0, or may leave. Only tickets refer to it strongly; ``departed`` notes its death.
 
     Attributes:
         resident: the tensor while it is on level 0, without its graph. version: autograd's count of in-place writes to
@@ -204,7 +171,7 @@ class Boundary:
         self.resident: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
         self.spoiled = False
-        self.lead_bytes = tensor.data_ptr() % _alignment(tensor.device)
+        self.lead_bytes = tensor.data_ptr() % (512 if tensor.device.type == "cuda" else 64)  # torch's allocators align
         self.span_bytes = span_bytes(tensor)
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.buffer: HostBuffer | None = None
@@ -233,11 +200,7 @@ class Boundary:
 
 
 class Ticket:
-    """What autograd holds instead of a tensor: one for each time that it was saved.
-
-    Attributes:
-        call: the number of the checkpoint that saved it; later ones have larger numbers.
-    """
+    """What autograd holds instead of a tensor, each time that it was saved; ``call`` numbers the checkpoints."""
 
     def __init__(self, boundary: Boundary, call: int, tape: list[weakref.ref[Ticket]]) -> None:
         self.boundary = boundary
@@ -247,9 +210,7 @@ class Ticket:
         tape.append(weakref.ref(self))
 
     def before(self, calls: int) -> list[Ticket]:
-        """What the last ``calls`` checkpoints before this one saved in the same forward, if somebody still holds it;
-        last first.
-        """
+        """What the last ``calls`` checkpoints before this one saved in the same forward and is held; last first."""
         found: list[Ticket] = []
         call = self.call
         for position in range(self._position - 1, -1, -1):
@@ -268,11 +229,6 @@ def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element in memory; 0 without elements."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + reach) * tensor.element_size() if tensor.numel() else 0
-
-
-def _alignment(device: torch.device) -> int:
-    """To what torch's allocator aligns a block on ``device``, bytes."""
-    return 512 if device.type == "cuda" else 64
 
 
 SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's output) is alive anyway
@@ -312,12 +268,10 @@ class ActivationStore:
 
     Args:
         stack: its level 0 is where the model computes; the bytes go to its first level in RAM below.
-        name: of its reservations in the stack.
         keep_bytes: what may stay on level 0 because backward needs it first.
         smallest_bytes: smaller tensors stay.
         is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held
             weakly: what closes a store when its model has died must not keep the model alive.
-        ahead: of how many checkpoints the inputs are loaded before backward asks for them.
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.
@@ -326,14 +280,13 @@ class ActivationStore:
 
     def __init__(
         self, stack: VGPUStack, name: str = "activations", *, keep_bytes: int = 0, smallest_bytes: int = SMALLEST_BYTES,
-        is_weight: Callable[[torch.Tensor], bool] | None = None, ahead: int = AHEAD,
+        is_weight: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:  # fmt: skip
         self.keep_bytes = keep_bytes
         self._stack = stack
         self._device = stack.level0_device
         self._smallest_bytes = smallest_bytes
         self.is_weight = is_weight
-        self._ahead = ahead
         self._buffers = HostBuffers(stack, name)
         self._stalls = Stalls(stack)
         self._lock = threading.RLock()  # collecting garbage inside it may close the store
@@ -388,9 +341,7 @@ class ActivationStore:
 
         def pack(tensor: torch.Tensor) -> Any:
             packed = outer_pack(tensor)
-            if packed is tensor or isinstance(
-                packed, SavedTensor
-            ):  # it stays where it is, as far as the outer hooks are concerned
+            if packed is tensor or isinstance(packed, SavedTensor):  # the outer hooks leave it where it is
                 ours = self.pack(tensor)
                 if ours is not tensor:
                     return ours
@@ -501,8 +452,7 @@ class ActivationStore:
         if boundary.spoiled or (resident is not None and resident._version != boundary.version):
             raise StaleTensor(
                 f"the input of a checkpointed layer, shape {tuple(boundary.shape)}, was written to in place after the "
-                "layer had "
-                "read it, and backward needs it as it was: write into a copy of it"
+                "layer had read it, and backward needs it as it was: write into a copy of it"
             )
         if resident is not None:
             if boundary.sent is not None:  # its end would otherwise hold the memory
@@ -514,7 +464,7 @@ class ActivationStore:
                 "backward needs an activation of a store that is closed: close it after the last backward"
             )
         load = boundary.load
-        if load is None or load.stream != self._stalls.stream():  # another stream's memory is not for this one
+        if load is None or load.stream != current_stream(self._device):  # another stream's memory is not for this one
             self._cancel(boundary)
             load = self._load(boundary)
         self._stalls.wait_for(load.transfer)
@@ -527,7 +477,7 @@ class ActivationStore:
 
     def _prefetch(self, asked: Ticket) -> None:
         """Start to load what the checkpoints before this one saved."""
-        wanted = asked.before(self._ahead)
+        wanted = asked.before(AHEAD)
         coming = []
         for boundary in _alive(self._coming):
             if wanted and wanted[-1].call <= boundary.last_call <= asked.call:
@@ -546,7 +496,7 @@ class ActivationStore:
         boundary.sent.wait_on(copy_streams(self._device).h2d if self._device.type == "cuda" else None)
         transfer = self._stack.read(boundary.buffer.reservation, flat[boundary.lead_bytes :])
         boundary.buffer.pending = [boundary.sent, transfer]
-        return Load(transfer, flat, self._stalls.stream())
+        return Load(transfer, flat, current_stream(self._device))
 
     def _cancel(self, boundary: Boundary) -> None:
         """Forget a load that is under way; its memory is free when the copy is over."""

@@ -2,8 +2,8 @@
 
 autograd accumulates into ``p.grad`` as always; a hook then copies it into the group's flat buffer and clears it. When
 the last trainable parameter of the group has arrived (or backward ends without it) the buffer leaves level 0. The first
-arrival since `zero_grad` lands in its range directly; later ones are added in fp32, in the order in which PyTorch would
-have added them. What the worker does to them there is in `host_gradients`.
+arrival since `zero_grad` lies in the ``gradient`` range in compute type; when more come, all are added in fp32, in the
+order in which PyTorch would have added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,195 @@ from dataclasses import dataclass
 import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.movement.group_state import GradientBuffer, GradientState, GroupStates
-from vblackwell.offload.movement.host_gradients import HostGradients, gradient_norm
-from vblackwell.offload.movement.room import InFlightQueue, Level0Room, current_stream, reserve
-from vblackwell.offload.movement.worker import Outcome, Worker
+from vblackwell.offload.movement.state import (
+    GradientBuffer,
+    GradientState,
+    GroupStates,
+    InFlightQueue,
+    Level0Room,
+    Outcome,
+    Worker,
+    current_stream,
+    reserve,
+)
+from vblackwell.offload.movement.update_loop import SumLoop
 from vblackwell.offload.storage.storage import Storage
 
+LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 # Buffers on their way out next to the one that fills: more would only wait for the link on level 0 instead of in host
 # memory.
 MAX_LEAVING = 3
+
+
+class HostGradients:
+    """What the worker thread does to gradients in host memory; every method runs there."""
+
+    def __init__(self, stack: VGPUStack, storage: Storage, states: GroupStates) -> None:
+        self._stack = stack
+        self._storage = storage
+        self._states = states
+        self._wide = torch.empty(0)
+        self._sums = SumLoop()
+
+    def land(self, group: Group, slots: list[Slot], transfer: Transfer, kind: str) -> None:
+        """A group's first gradient arrives in its range of ``kind``."""
+        transfer.wait()
+        state = self._states[group].gradient
+        state.landed = dict.fromkeys(slots)
+        state.kind = kind
+        state.norms.clear()
+
+    def add(
+        self, group: Group, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...], owned: bool
+    ) -> None:
+        """Add what lies in ``incoming`` to the sum after ``before``: its arrival, and readers of the sum.
+
+        ``incoming`` is given back if it is ``owned``; on the arena it is the collector's buffer on level 0.
+        """
+        for transfer in before:
+            transfer.wait()
+        state = self._states[group].gradient
+        fresh = incoming.view()
+        assert fresh is not None
+        self._sum(group, {slot: slot.flat(fresh) for slot in slots})
+        if owned:
+            self._storage.give(incoming)
+        state.landed.update(dict.fromkeys(slots))
+        state.norms.clear()
+
+    def land_slice(
+        self, slot: Slot, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
+    ) -> None:
+        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the gradient."""
+        if transfer is not None:
+            transfer.wait()
+        group = slot.group
+        state = self._states[group].gradient
+        if adding:
+            self._widen(group)
+        kind = state.kind if adding else "gradient"
+        view = source.view()
+        assert view is not None
+        rows = view[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
+        total = self._storage.open(group, kind)
+        target = (slot.view_fp32(total) if kind == "accumulated" else slot.view(total))[start : start + num_rows]
+        target.add_(rows) if adding else target.copy_(rows)
+        self._storage.close_range(group, kind, total, store=True)
+        if transfer is not None:
+            self._storage.give(source)
+
+    def note_landed(self, slot: Slot, adding: bool) -> None:
+        """All slices have landed."""
+        state = self._states[slot.group].gradient
+        state.landed[slot] = None
+        state.norms.clear()
+        if not adding:
+            state.kind = "gradient"
+
+    def _widen(self, group: Group) -> None:
+        """Move a narrow gradient to the fp32 range, where sums are kept."""
+        if self._is_narrow(group):
+            self._sum(group, {})
+
+    def _is_narrow(self, group: Group) -> bool:
+        return self._states[group].gradient.kind != "accumulated" and not group.is_fp32
+
+    def _sum(self, group: Group, fresh: dict[Slot, torch.Tensor]) -> None:
+        """Add ``fresh`` to what is in host memory, in one pass; a narrow gradient moves to the fp32 range with it."""
+        state, moves = self._states[group].gradient, self._is_narrow(group)
+        narrow = self._storage.open(group, "gradient") if moves else None
+        kind = "accumulated" if moves else state.kind
+        summed = self._storage.open(group, kind, load=narrow is None)
+        for slot in state.landed | dict.fromkeys(fresh):
+            target = slot.flat_fp32(summed) if kind == "accumulated" else slot.flat(summed)
+            addend = fresh.get(slot)
+            if slot not in state.landed:
+                self._sums.add(target, addend, None)
+            elif narrow is not None or addend is not None:
+                self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
+        self._sums.run()
+        self._storage.close_range(group, kind, summed, store=True)
+        if narrow is not None:
+            self._storage.close_range(group, "gradient", narrow, store=False)
+        state.kind = kind
+
+    def measure(self, group: Group) -> None:
+        """Take the norms that are missing."""
+        state = self._states[group].gradient
+        missing = [slot for slot in state.landed if slot not in state.norms]
+        if missing:
+            flat = self._storage.open(group, state.kind)
+            for slot in missing:
+                state.norms[slot] = self._norm(_values(slot, flat, state.kind))
+            self._storage.close_range(group, state.kind, flat, store=False)
+
+    def read(self, slot: Slot) -> torch.Tensor:
+        """A copy of ``slot``'s gradient in its compute type."""
+        state = self._states[slot.group].gradient
+        flat = self._storage.open(slot.group, state.kind)
+        values = slot.view_fp32(flat) if state.kind == "accumulated" else slot.view(flat)
+        values = values.to(slot.dtype, copy=True)
+        self._storage.close_range(slot.group, state.kind, flat, store=False)
+        return values
+
+    def _norm(self, values: torch.Tensor) -> torch.Tensor:
+        """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
+        if self._stack.level0_device.type == "cuda":
+            return gradient_norm(values)
+        if values.dtype != torch.float32 and values.numel() <= LONGEST_WIDENED:
+            # In memory that is made once; torch reduces narrow types twenty times slower.
+            if self._wide.numel() < values.numel():
+                self._wide = torch.empty(values.numel())
+            values = self._wide[: values.numel()].copy_(values)
+        return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+    def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
+        """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
+        if factor is not None:
+            self._widen(group)  # zero is zero in any type
+        state = self._states[group].gradient
+        flat = self._storage.open(group, state.kind)
+        for slot in slots:
+            values = _values(slot, flat, state.kind)
+            values.zero_() if factor is None else values.mul_(factor)
+            state.norms.pop(slot, None)
+        self._storage.close_range(group, state.kind, flat, store=True)
+
+    def forget(self, group: Group, slots: list[Slot]) -> None:
+        """``slots`` have no gradient any more."""
+        state = self._states[group].gradient
+        for slot in slots:
+            state.landed.pop(slot, None)
+            state.norms.pop(slot, None)
+        if not state.landed:
+            state.kind = "gradient"
+
+
+def _values(slot: Slot, flat: torch.Tensor, kind: str) -> torch.Tensor:
+    return slot.flat_fp32(flat) if kind == "accumulated" else slot.flat(flat)
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of a flat bf16, fp16 or fp32 ``gradient``, an fp32 scalar where it is; no synchronisation."""
+    sums = torch.empty(-(-gradient.numel() // BLOCK), dtype=torch.float32, device=gradient.device)
+    square_sums(gradient, sums)
+    return norm_of([sums])
+
+
+def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The 2-norm of scalar ``norms`` in their order, summed on ``device``: CPU and GPU add in different orders."""
+    on_gpu = device.type == "cuda"
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=on_gpu) for norm in norms]))
+
+
+def sum_kind(group: Group) -> str:
+    """Which range holds a sum of gradients."""
+    return "gradient" if group.is_fp32 else "accumulated"
 
 
 @dataclass(frozen=True)
@@ -78,7 +254,7 @@ class GradientCollector:
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
 
-    # -- in backward -------------------------------------------------------------------------------------------------
+    # -- in backward ---------------------------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> None:
         """Copy ``slot``'s fresh gradient into its group's buffer and clear it."""
@@ -122,9 +298,7 @@ class GradientCollector:
         return GradientBuffer(group, reservation, view, len(group.trainable()))
 
     def _leave(self, buffer: GradientBuffer, *, early: bool = False) -> None:
-        """Send what fills on its way; ``early``: before it is known whether more comes, so that no update begins after
-        it.
-        """
+        """Send what fills on its way; ``early``: before it is known whether more comes, so that no update follows."""
         group, buffer.leaving = buffer.group, True
         state = self._state(group)
         adding = bool(state.slots)
@@ -215,7 +389,7 @@ class GradientCollector:
         """Free what has left, without waiting."""
         self._leaving.sweep()
 
-    # -- host memory -------------------------------------------------------------------------------------------------
+    # -- host memory ---------------------------------------------------------------------------------------------------
 
     def _reserve_range(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
@@ -223,8 +397,7 @@ class GradientCollector:
             return
         while self._summing.free_oldest():  # what is taken for a moment must not push it to a disk for good
             pass
-        # The other sums will follow: where they spill, the host memory that they pass through is taken before they fill
-        # it.
+        # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
         try:
             self._storage.reserve([(group, kind) for kind in kinds], later)
@@ -244,19 +417,13 @@ class GradientCollector:
         )
 
     def wait_idle(self, group: Group) -> None:
-        """Return when the worker is done with the group's range in storage: a copy into it goes past the worker's
-        order.
-        """
+        """Return when the worker is done with the group's range: a copy into it goes past the worker's order."""
         state = self._state(group)
         task = state.task
         if task is not None:
             task.exception()  # an interrupt leaves it to be waited for by the next copy
             state.task = None
             task.settle()
-
-    def occupy(self, group: Group, task: Outcome) -> None:
-        """``task`` of the worker reads or writes the group's range in storage."""
-        self._state(group).task = task
 
     # -- in slices of rows (`SlicedLeaf`) ------------------------------------------------------------------------------
 
@@ -296,7 +463,7 @@ class GradientCollector:
                 if transfer is not None:
                     ends.callback(transfer.wait)
             raise
-        self.occupy(slot.group, task)
+        self._state(slot.group).task = task
         if transfer is not None:
             self._summing.add((task,))
         self._free_after((task if transfer is None else transfer,), reservation)
@@ -309,7 +476,7 @@ class GradientCollector:
         self._worker.submit(self.host.note_landed, slot, adding, group=slot.group.index)
         self._arrived(slot.group)
 
-    # -- between backward and step -----------------------------------------------------------------------------------
+    # -- between backward and step -------------------------------------------------------------------------------------
 
     def has(self, slot: Slot) -> bool:
         """Whether ``slot`` has a gradient, in host memory, on its way, or on level 0."""
@@ -364,17 +531,13 @@ class GradientCollector:
 
     def scale_later(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
+        state = self._state(group)
         for slot in slots:
-            self._state(group).level0_norms.pop(slot, None)
+            state.level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_range(group, adding=True)
-            self._state(group).kind_queued = sum_kind(group)
-        self.occupy(group, self._worker.submit(self.host.scale, group, slots, factor, group=group.index))
-
-
-def sum_kind(group: Group) -> str:
-    """Which range holds a sum of gradients."""
-    return "gradient" if group.is_fp32 else "accumulated"
+            state.kind_queued = sum_kind(group)
+        state.task = self._worker.submit(self.host.scale, group, slots, factor, group=group.index)
 
 
 def _by_group(slots: list[Slot]) -> dict[Group, list[Slot]]:

@@ -1,28 +1,29 @@
 """Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes back to storage.
 
-Weights and gradient are on level 0 already when the update runs after the group's backward; then only what AdamW keeps
-next to them passes through: for bf16 weights with split masters 10 bytes a parameter in and 12 out (an update on the
-CPU is what makes offloaded training slow). An update that comes later brings weights and gradient the same way.
+After the group's backward, weights and gradient are on level 0 already, and only what AdamW keeps next to them passes
+through: for bf16 weights with split masters 10 bytes a parameter in and 12 out. A later update brings weights and
+gradient the same way. Groups with 8-bit moments are always updated here: `adamw8_piece` has the same bits on a CPU.
 
-Groups with 8-bit moments (`Formats`) are updated here with and without a GPU: `adamw8_piece` gives both the same bits.
+States pass in pieces through a ring of buffers that is taken once, in the order of three queues joined by marks: a
+buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it next waits, on the
+device, for the mark after its emptying. So the host queues a whole group at once, and the ring runs ahead of backward
+by as much as it holds: a piece is brought up before its gradient exists (`pump`) if the last step tells what comes
+next. Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`).
 
-States pass in pieces through a ring of buffers that is taken once. The order is that of three queues (`lane_queues`),
-joined by marks: a buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it
-next waits, on the device, for the mark after its emptying. So the host queues a whole group at once and goes on
-launching the model's kernels, and the ring runs ahead of backward by as much as it holds. A piece is brought up before
-its gradient exists (`pump`) if the last step tells which group comes next.
-
-Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`). Where they are not there
-in time the host waits for the disk, which then is what the step waits for anyway.
+On a GPU queues are CUDA streams (`lane_cuda`). Without one they are the model's worker thread, whose order is stricter
+than any that is asked for. Tests have a third kind, whose work runs as late, as early and as interleaved as the
+declared order allows: on a GPU such orders are rare, and silent.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, transfer_delay
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
     MIN_BUFFER_BYTES,
@@ -46,13 +48,148 @@ from vblackwell.offload.layout.groups import (
     parts_of,
     pieces_of,
 )
-from vblackwell.offload.movement.lane_queues import Copied, Mark, Queues
-from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.ledger import Stamp
-from vblackwell.offload.storage.staging import Ranges, Stage, Staged, on_disk
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.movement.state import Worker
+from vblackwell.offload.storage.staging import Stage, Staged, on_disk
+from vblackwell.offload.storage.storage import Ranges, Stamp, Storage
 
 ALIGNMENT = 512
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
+Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize`
+Mark = Any  # a point in a queue, as a recorded `torch.cuda.Event`: `query`, `synchronize`
+
+
+# -- queues ------------------------------------------------------------------------------------------------------------
+
+
+class Copied(NamedTuple):
+    """Copies that were queued: a mark after them, and a transfer without memory whose clock tells their time."""
+
+    end: Mark
+    transfer: Transfer
+
+
+class Queues(ABC):
+    """The queues of one device's updates: copies to level 0, arithmetic there, copies back."""
+
+    states_in: Queue
+    update: Queue
+    states_out: Queue
+
+    @property
+    def all(self) -> tuple[Queue, Queue, Queue]:
+        return self.states_in, self.update, self.states_out
+
+    @abstractmethod
+    def computing(self) -> Queue:
+        """Where the model is computed now, in the caller's thread."""
+
+    @abstractmethod
+    def leaving(self) -> Queue:
+        """Where gradients leave level 0."""
+
+    @abstractmethod
+    def loading(self) -> Sequence[Queue]:
+        """Where compute weights are loaded."""
+
+    @abstractmethod
+    def mark(self, queue: Queue) -> Mark:
+        """A point after everything that ``queue`` has now."""
+
+    def waiting_mark(self, queue: Queue) -> Mark:
+        """`mark` for a thread that will wait for long."""
+        return self.mark(queue)
+
+    @abstractmethod
+    def transfer(self, end: Mark) -> Transfer:
+        """Everything before ``end`` as a transfer, which holds no memory."""
+
+    @abstractmethod
+    def run(self, queue: Queue, work: Callable[[], None]) -> None:
+        """Queue what ``work`` launches. It may be called at once, or when its turn has come."""
+
+    @abstractmethod
+    def copy(self, queue: Queue, pairs: Callable[[], Pairs]) -> Copied:
+        """Queue copies; what is to be copied is asked for as `run` calls its work."""
+
+    def follow(self, queue: Queue, other: Queue) -> None:
+        """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
+        queue.wait_event(self.mark(other))
+
+
+class HostQueue:
+    """What the calling thread does itself, or has waited for: over when it is queued."""
+
+    def wait_event(self, event: Mark) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        return
+
+
+class _WorkerMark:
+    """After a task of the worker, and so after all before it; None: passed."""
+
+    def __init__(self, task: Future[Any] | None) -> None:
+        self.task = task
+
+    def query(self) -> bool:
+        return self.task is None or self.task.done()
+
+    def synchronize(self) -> None:
+        if self.task is not None:
+            self.task.result()
+
+
+class WorkerQueue:
+    """One of the names for the worker's order. Whatever it is to wait for has been queued there before, or is over."""
+
+    last: Future[Any] | None = None
+
+    def wait_event(self, event: Mark) -> None:
+        assert isinstance(event, _WorkerMark), "all queues are the worker's"
+
+    def synchronize(self) -> None:
+        if self.last is not None:
+            self.last.result()
+
+
+class WorkerQueues(Queues):
+    """Level 0 is RAM: everything runs in the model's worker thread, in the order of its other tasks."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.states_in, self.update, self.states_out = WorkerQueue(), WorkerQueue(), WorkerQueue()
+        self._worker, self._host = worker, HostQueue()
+
+    def computing(self) -> HostQueue:
+        return self._host
+
+    def leaving(self) -> HostQueue:
+        return self._host  # gradients in host memory are landed by earlier tasks of the worker
+
+    def loading(self) -> Sequence[HostQueue]:
+        return (self._host,)
+
+    def mark(self, queue: Queue) -> _WorkerMark:
+        return _WorkerMark(None if queue is self._host else queue.last)
+
+    def transfer(self, end: _WorkerMark) -> Transfer:
+        return DoneTransfer() if end.task is None else FutureTransfer([end.task])
+
+    def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
+        queue.last = self._worker.submit(work)
+
+    def copy(self, queue: WorkerQueue, pairs: Callable[[], Pairs]) -> Copied:
+        def work() -> None:
+            transfer_delay("thread")
+            for target, source in pairs():
+                target.copy_(source)
+
+        self.run(queue, work)
+        end = self.mark(queue)
+        return Copied(end, self.transfer(end))
+
+
+# -- one update --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -67,16 +204,16 @@ class LaneJob:
         gradient_kind: which range holds it then, or, next to a ``gradient`` on level 0, the sum of earlier
             micro-batches; None: no range does.
         factor: fp32 scalar that gradients are multiplied by; None for 1.
-        sources, targets: ranges that are read and written, by kind; the targets are the group's own, or take their
-            place at the step.
+        sources, targets: ranges that are read and written, by kind; the targets are the group's, or take their place
+            at the step.
         last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is
             over.
     """
 
     group: Group
     numbers: dict[Slot, AdamWStep]
-    sources: dict[str, Reservation]
-    targets: dict[str, Reservation]
+    sources: Ranges
+    targets: Ranges
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     gradient_kind: str | None = None
@@ -86,29 +223,31 @@ class LaneJob:
 
 @dataclass(eq=False)
 class LaneEnd:
-    """When an update is over.
-
-    Attributes:
-        computed: on level 0. stored: in storage, too. weights: the compute weights are in storage, which loads of them
-            wait for; states may be on their way to a disk for long.
-    """
+    """When an update is ``computed`` on level 0, ``stored``, and when its ``weights`` are in storage for loads."""
 
     computed: Transfer
     stored: Transfer
     weights: Transfer
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A piece that comes up, the kinds of it, and their places in a buffer."""
+
+    group: Group
+    piece: Piece
+    kinds: tuple[str, ...]
+    places: dict[str, slice] = field(compare=False, repr=False)
+
+
 @dataclass(eq=False)
-class Buffer:
-    """One place of the ring, and how what is in it is laid out."""
+class Filled:
+    """A buffer of the ring that is being filled from ranges as ``stamps`` tell; ``arrived`` is after the copies."""
 
-    memory: torch.Tensor
-    places: Mapping[str, slice] = field(default_factory=dict)
-
-    @property
-    def views(self) -> dict[str, torch.Tensor]:
-        """What is in it, by kind."""
-        return {kind: self.memory[place] for kind, place in self.places.items()}
+    wanted: Wanted
+    buffer: torch.Tensor
+    stamps: tuple[Stamp, ...]
+    arrived: Mark
 
 
 def cut(flat: torch.Tensor, group: Group, kind: str, piece: Piece) -> torch.Tensor:
@@ -124,6 +263,11 @@ def typed(flat: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
 def stretch(values: torch.Tensor, kind: str, start: int, stop: int) -> torch.Tensor:
     """Elements ``start`` (a multiple of 256) to ``stop`` of `typed` bytes; of scales, those that they share."""
     return values[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)] if kind in SCALES else values[start:stop]
+
+
+def views_in(buffer: torch.Tensor, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """What ``wanted`` is in a buffer, by kind."""
+    return {kind: buffer[place] for kind, place in wanted.places.items()}
 
 
 def update_part(
@@ -151,26 +295,6 @@ def update_part(
     else:
         exp_avg, exp_avg_sq = (part[kind] for kind in MOMENTS)
         adamw_piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous=previous, factor=factor)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A piece that comes up, and the kinds of it."""
-
-    group: Group
-    piece: Piece
-    kinds: tuple[str, ...]
-    places: dict[str, slice] = field(compare=False, repr=False)  # in a buffer
-
-
-@dataclass(eq=False)
-class Filled:
-    """A buffer that is being filled from ranges as ``stamps`` tell; ``arrived`` is after the copies."""
-
-    wanted: Wanted
-    buffer: Buffer
-    stamps: tuple[Stamp, ...]
-    arrived: Mark
 
 
 class _Idle(Transfer):
@@ -203,15 +327,15 @@ class Lane:
         self, stack: VGPUStack, storage: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
         worker: Worker,
     ) -> None:  # fmt: skip
-        size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
+        self._buffer_bytes = size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
         self._stack = stack
         self._storage = storage
-        self._ring = [Buffer(memory[index * size : (index + 1) * size]) for index in range(num_buffers)]
+        self._ring = [memory[index * size : (index + 1) * size] for index in range(num_buffers)]
         self._queues = queues
         self._stage = stage
         self._worker = worker
-        self._free: deque[tuple[Buffer, Mark | None]] = deque((buffer, None) for buffer in self._ring)
+        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque((buffer, None) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Mark] = {}
@@ -226,41 +350,35 @@ class Lane:
 
     def expect(self, groups: Iterable[Group]) -> None:
         """The groups whose updates come next, in order; their stored states do not change before. Only a prediction."""
-        self._drop_ahead()
+        self._free.extend((filled.buffer, filled.arrived) for filled in self._ahead)
+        self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, tuple(self.states_of(group))))
+            self._expected.extend(self._pieces(group, tuple(self._states_below(group))))
 
-    def states_of(self, group: Group) -> list[str]:
+    def _states_below(self, group: Group) -> list[str]:
         """What AdamW keeps of ``group`` next to the compute weight, and not on level 0."""
         return [] if self._is_here(group) else self._storage.states_of(group)
 
     def _is_here(self, group: Group) -> bool:
         return self._storage.range(group, "weight").level == 0
 
-    def loads_of(self, job: LaneJob) -> list[str]:
-        """The kinds that come from storage."""
-        found = self.states_of(job.group)
-        if job.weight is None:
-            found.append("weight")
-        if job.gradient_kind is not None:
-            found.append(job.gradient_kind)
-        return found
-
-    def most_elements(self, group: Group, kinds: Sequence[str]) -> int:
-        """Elements of which all ``kinds`` fit one buffer."""
-        room = self._ring[0].memory.numel() - ALIGNMENT * len(kinds)
-        elements = room // sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds) * SCALE_BLOCK
-        return elements - elements % group.formats.cut
-
-    @staticmethod
-    def layout(group: Group, kinds: Sequence[str], piece: Piece) -> dict[str, slice]:
-        """The part of a buffer that each kind gets, in bytes."""
-        start, found = 0, {}
-        for kind in kinds:
-            num_bytes = bytes_of(group, kind, len(piece))
-            found[kind] = slice(start, start + num_bytes)
-            start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
+        """The pieces in which all ``kinds`` of the group fit one buffer."""
+        found = self._cut.get((group.index, kinds))
+        if found is None:
+            found = []
+            if kinds:
+                fit = self._buffer_bytes - ALIGNMENT * len(kinds)
+                most = fit // sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds) * SCALE_BLOCK
+                for piece in pieces_of(group, most - most % group.formats.cut):
+                    start, places = 0, {}
+                    for kind in kinds:
+                        num_bytes = bytes_of(group, kind, len(piece))
+                        places[kind] = slice(start, start + num_bytes)
+                        start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                    found.append(Wanted(group, piece, kinds, places))
+            self._cut[group.index, kinds] = found
         return found
 
     @staticmethod
@@ -286,14 +404,6 @@ class Lane:
             )  # fmt: skip
         return found
 
-    def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
-        found = self._cut.get((group.index, kinds))
-        if found is None:
-            pieces = pieces_of(group, self.most_elements(group, kinds)) if kinds else []
-            found = [Wanted(group, piece, kinds, self.layout(group, kinds, piece)) for piece in pieces]
-            self._cut[group.index, kinds] = found
-        return found
-
     def pump(self) -> None:
         """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
         while self._free and self._expected:
@@ -312,10 +422,11 @@ class Lane:
         The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
         """
         self._sweep()
-        sources = {kind: job.sources[kind] for kind in self.loads_of(job)}
-        staged = self._stage.take(
-            job.group, {kind: source for kind, source in sources.items() if kind not in GRADIENTS}, job.targets
-        )
+        states = self._states_below(job.group) + (["weight"] if job.weight is None else [])
+        sources = {kind: job.sources[kind] for kind in states}
+        staged = self._stage.take(job.group, sources, job.targets)
+        if job.gradient_kind is not None:
+            sources[job.gradient_kind] = job.sources[job.gradient_kind]
         try:
             return self._submit(job, sources, staged)
         except BaseException:
@@ -338,26 +449,18 @@ class Lane:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
         if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, to storage
-            everything = Piece(0, num_elements(group))
-            self._send(
-                group, everything, targets, far, *self._compute(job, everything, self._views_here(job, everything))
-            )
+            self._update(job, Piece(0, num_elements(group)), {}, targets, far)
         for wanted in pieces:
             filled = self._take(wanted, sources, memory)
             queues.update.wait_event(filled.arrived)
             self._free.append((filled.buffer, self._pass(job, filled, targets, far)))
             self.pump()
-        if on_disk({kind: source for kind, source in sources.items() if kind in GRADIENTS}):
+        if job.gradient_kind is not None and job.gradient_kind in memory:
             queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
-        return self._end(job, staged)
-
-    def _end(self, job: LaneJob, staged: Staged | None) -> LaneEnd:
-        """All of ``job`` is queued."""
-        queues = self._queues
         for target in job.targets.values():
             self._storage.ledger.changed(target)
         copied = queues.mark(queues.states_out)
-        self._stored[job.group.index] = copied
+        self._stored[group.index] = copied
         self._in_use.append((copied, job.factor))
         computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
         if staged is None:
@@ -385,22 +488,6 @@ class Lane:
         start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
         return far[kind][start:stop] if kind in far else reservation.part(start, stop)
 
-    def _compute(
-        self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], Mark]:
-        """Queue the arithmetic on one piece; what it gives when it has run, and the mark after it."""
-        queues = self._queues
-        found: dict[str, torch.Tensor] = {}
-        queues.run(queues.update, lambda: found.update(self.arithmetic(job, piece, arrived)))
-        return found, queues.mark(queues.update)
-
-    def _views_here(self, job: LaneJob, piece: Piece) -> dict[str, torch.Tensor]:
-        """The states of a group that lives on level 0, where they are."""
-        return {
-            kind: self._part(job.sources[kind], {}, job.group, kind, piece)
-            for kind in self._storage.states_of(job.group)
-        }
-
     def _sweep(self) -> None:
         while self._in_use and self._in_use[0][0].query():
             self._in_use.popleft()
@@ -420,19 +507,10 @@ class Lane:
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
         return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.kinds)
 
-    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
-        """Queue the update of what a buffer was filled with, and its way to storage; the mark after that."""
-        piece = filled.wanted.piece
-        arrived = filled.buffer.views
-        if self._is_here(job.group):
-            arrived |= self._views_here(job, piece)
-        return self._send(job.group, piece, targets, far, *self._compute(job, piece, arrived))
-
     def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
         """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
-        buffer.places = wanted.places
         queue = self._queues.states_in
         if emptied is not None:
             queue.wait_event(emptied)
@@ -443,29 +521,37 @@ class Lane:
         except BaseException:
             self._start_over()
             raise
-        self._count(
-            copied,
-            [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()],
-        )
+        moved = [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()]
+        self._count(copied, moved)
         return Filled(wanted, buffer, stamps, copied.end)
 
-    def _fill(self, wanted: Wanted, buffer: Buffer, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
+    def _fill(self, wanted: Wanted, buffer: torch.Tensor, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
         """The copies of `_bring`."""
-        views, group, piece = buffer.views, wanted.group, wanted.piece
+        views, group, piece = views_in(buffer, wanted), wanted.group, wanted.piece
         pairs = [(views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
         return self._queues.copy(self._queues.states_in, lambda: pairs)
 
-    def _send(
-        self, group: Group, piece: Piece, targets: Ranges, far: Mapping[str, torch.Tensor],
-        found: Mapping[str, torch.Tensor], computed: Mark,
+    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
+        """`_update` of what a buffer was filled with."""
+        return self._update(job, filled.wanted.piece, views_in(filled.buffer, filled.wanted), targets, far)
+
+    def _update(
+        self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor], targets: Ranges,
+        far: Mapping[str, torch.Tensor],
     ) -> Mark:  # fmt: skip
-        """Start copying what was computed to storage; the mark after the copies. ``far`` is the memory of targets on a
-        disk.
+        """Queue the update of a piece and its copies to storage; the mark after them.
+
+        ``arrived`` has its bytes but for what lives on level 0; ``far`` is the memory of targets on a disk.
         """
-        queue = self._queues.states_out
-        queue.wait_event(computed)
+        group, queues = job.group, self._queues
+        if self._is_here(group):
+            for kind in self._storage.states_of(group):
+                arrived[kind] = self._part(job.sources[kind], {}, group, kind, piece)
+        found: dict[str, torch.Tensor] = {}
+        queues.run(queues.update, lambda: found.update(self.arithmetic(job, piece, arrived)))
+        queues.states_out.wait_event(queues.mark(queues.update))
         parts = {kind: self._part(target, far, group, kind, piece) for kind, target in targets.items()}
-        copied = self._queues.copy(queue, lambda: [(part, found[kind]) for kind, part in parts.items()])
+        copied = queues.copy(queues.states_out, lambda: [(part, found[kind]) for kind, part in parts.items()])
         self._count(copied, [(0, self._level_of(targets[kind]), part.numel()) for kind, part in parts.items()])
         return copied.end
 
@@ -485,20 +571,13 @@ class Lane:
                 self._stack.count_link(*link, num_bytes)
 
     def _start_over(self) -> None:
-        """Something could not be queued: let the rest of it end, whose memory callers are about to give away, and empty
-        the ring.
-        """
+        """Something could not be queued: let the rest end, whose memory callers will give away, and empty the ring."""
         self._ahead.clear()
         self._expected.clear()
         try:
             self.synchronize()
         finally:
             self._free = deque((buffer, None) for buffer in self._ring)
-
-    def _drop_ahead(self) -> None:
-        for ahead in self._ahead:
-            self._free.append((ahead.buffer, ahead.arrived))
-        self._ahead.clear()
 
     def order_loads(self, end: LaneEnd) -> None:
         """Let weights that are loaded from now on be those that ``end`` stores."""

@@ -1,12 +1,10 @@
-"""Updates on a GPU: queues that are CUDA streams, each in its own order, joined by events; and a lane that fills them
-by address.
-"""
+"""Updates on a GPU: queues that are CUDA streams, joined by events, and a lane that fills them by address."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,29 +15,30 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer, copy_streams, delayed, transfer_delay
 from vblackwell.offload.layout.groups import element_type, parts_of
 from vblackwell.offload.layout.placement import num_buffers
-from vblackwell.offload.movement.lane import Buffer, Filled, Lane, LaneEnd, LaneJob, Wanted, bytes_of
-from vblackwell.offload.movement.lane_queues import Copied, Mark, Pairs, Queues, WorkerQueues
-from vblackwell.offload.movement.worker import Worker
-from vblackwell.offload.storage.staging import Ranges, Stage
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.movement.lane import (
+    Copied,
+    Filled,
+    Lane,
+    LaneEnd,
+    LaneJob,
+    Mark,
+    Pairs,
+    Queues,
+    Wanted,
+    WorkerQueues,
+    bytes_of,
+)
+from vblackwell.offload.movement.state import Worker
+from vblackwell.offload.storage.staging import Stage
+from vblackwell.offload.storage.storage import Ranges, Storage
 
 TURN_BYTES = 256  # the first of a piece, copied by another stream
 
 
-class LaneStreams(NamedTuple):
-    """The queues of one device's updates."""
-
-    states_in: torch.cuda.Stream
-    update: torch.cuda.Stream
-    states_out: torch.cuda.Stream
-    yield_in: torch.cuda.Stream
-    yield_out: torch.cuda.Stream
-
-
 @cache
-def lane_streams(device: torch.device) -> LaneStreams:
-    """Made once a device: the allocator keeps a pool for every stream that it has seen."""
-    return LaneStreams(*(torch.cuda.Stream(device) for _ in range(5)))
+def lane_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """Three queues and the two that yield, once a device: the allocator keeps a pool for every stream it has seen."""
+    return tuple(torch.cuda.Stream(device) for _ in range(5))
 
 
 def _recorded(stream: torch.cuda.Stream, **options: bool) -> torch.cuda.Event:
@@ -89,8 +88,7 @@ class CudaQueues(Queues):
         return Copied(end, EventTransfer(start, end, ()))
 
     def copy_at(self, queue: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]]) -> Copied:
-        """`copy` by ``(target, source, bytes)``, after copies that other streams have ready; the device must be the
-        current one.
+        """`copy` on the current device by ``(target, source, bytes)``, after copies that other streams have ready.
 
         The transfer's clock starts when it has its turn.
         """
@@ -109,7 +107,7 @@ class CudaQueues(Queues):
         return Copied(end, EventTransfer(start, end, ()))
 
     def _copy_yielding(self, queue: torch.cuda.Stream, target: int, source: int, num_bytes: int) -> None:
-        """Copy in a stream of its own, before what ``queue`` gets next, so that copies of other streams get their turn.
+        """Copy in a separate stream, before what ``queue`` gets next, so that copies of other streams get their turn.
 
         A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,
         of however many streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy
@@ -125,11 +123,7 @@ class CudaQueues(Queues):
 
 
 class CudaLane(Lane):
-    """`Lane` on streams, without a tensor for every piece.
-
-    A group is dozens of copies and launches, and what they cost the host is missing where the model's kernels are
-    launched.
-    """
+    """`Lane` on streams, without a tensor for every piece: a group is dozens of copies and launches on the host."""
 
     _queues: CudaQueues
 
@@ -141,8 +135,8 @@ class CudaLane(Lane):
         with torch.cuda.device(self._queues.device):
             super().pump()
 
-    def _fill(self, wanted: Wanted, buffer: Buffer, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
-        address = buffer.memory.data_ptr()
+    def _fill(self, wanted: Wanted, buffer: torch.Tensor, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
+        address = buffer.data_ptr()
         copies = [
             (address + place.start, self._address(sources[kind], far, wanted, kind), place.stop - place.start)
             for kind, place in wanted.places.items()
@@ -178,7 +172,7 @@ class CudaLane(Lane):
     @staticmethod
     def _held(job: LaneJob, filled: Filled) -> dict[str, int]:
         """The addresses on level 0 of a piece's bytes, by kind; ``fresh`` is the gradient that never left."""
-        group, start, base = job.group, filled.wanted.piece.start, filled.buffer.memory.data_ptr()
+        group, start, base = job.group, filled.wanted.piece.start, filled.buffer.data_ptr()
         held = {kind: base + place.start for kind, place in filled.wanted.places.items()}
         if job.weight is not None:
             held["weight"] = job.weight.data_ptr() + bytes_of(group, "weight", start)

@@ -1,13 +1,10 @@
 """Embeddings and heads that are larger than level 0: computed in slices of rows, never whole.
 
-The weight (rows, columns) stays in storage in one range, so norms, updates and checkpoints do not know of slices. Only
-what level 0 sees is cut: forward and backward load a few rows at a time, the next ones while these are used, and the
-gradient of each slice leaves as soon as it exists. An embedding gives the same bits as the whole. A linear layer's
-input gradient becomes a sum over slices, in order: the same mathematics, other last bits; so a leaf is sliced only if
-it must be.
-
-The module's class is switched (as `torch.nn.utils.parametrize` does) to one whose forward is sliced; it stays an
-`nn.Embedding` or `nn.Linear` with the same parameter.
+The weight (rows, columns) stays in storage in one range, so norms, updates and checkpoints do not know of slices.
+Forward and backward load a few rows at a time, the next ones while these are used, and the gradient of each slice
+leaves as soon as it exists. An embedding gives the same bits as the whole; a linear layer's input gradient becomes a
+sum over slices, with other last bits: so a leaf is sliced only if it must be. The module's class is switched (as
+`torch.nn.utils.parametrize` does) to one whose forward is sliced; it stays an `nn.Embedding` or `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_pool, start_copy
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.group_state import GroupStates
-from vblackwell.offload.movement.room import Level0Room
+from vblackwell.offload.movement.state import GroupStates, Level0Room
 from vblackwell.offload.movement.weights import WeightStreamer, changed_since_forward
 from vblackwell.offload.storage.storage import Storage
 
@@ -136,7 +132,7 @@ class SlicedLeaf:
 
 
 class SlicedLinear(nn.Linear):
-    """See the module's text; never constructed."""
+    """Never constructed."""
 
     _vb_leaf: SlicedLeaf | None
 
@@ -147,7 +143,7 @@ class SlicedLinear(nn.Linear):
 
 
 class SlicedEmbedding(nn.Embedding):
-    """See the module's text; never constructed."""
+    """Never constructed."""
 
     _vb_leaf: SlicedLeaf | None
 
@@ -170,9 +166,7 @@ def swap_class(module: nn.Module, leaf: SlicedLeaf | None) -> None:
 
 
 def _anchor(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """autograd does not see the weight; this scalar makes the function part of the graph when the weight wants a
-    gradient.
-    """
+    """A scalar that makes the function part of the graph where the weight, which autograd does not see, is trained."""
     return torch.zeros((), device=input.device, requires_grad=weight.requires_grad)
 
 

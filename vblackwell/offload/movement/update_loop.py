@@ -1,25 +1,33 @@
-"""AdamW with a bf16 compute weight and a whole fp32 master on the CPU: many threads, each chunk by chunk in its own
-cache.
+"""AdamW on a group's ranges on the CPU.
 
-A chunk takes three or four torch calls. From Python each of them takes the interpreter's lock back in turn with the
-thread that launches the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the loop over chunks with
-the lock released. (It is deprecated: where it is gone, the same function runs as Python, slower, with the same bits.)
-torch's own threads would meet after every call, and wait there for whichever of them shares its core with a busy thread
-of the model; here every thread has its own chunks, and takes the next when it is done (docs/journal/offload.md).
+An fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a group, with
+the bits of `torch.optim.AdamW(fused=True)` on single tensors. A bf16 one has a whole fp32 master, which many threads
+update chunk by chunk, each in its own cache. A chunk takes three or four torch calls. From Python each of them takes
+the interpreter's lock back in turn with the thread that launches the model's kernels, 0.2 ms a time on a busy machine,
+so TorchScript runs the loop over chunks with the lock released. (Where it is gone, the same function runs as Python,
+slower, with the same bits.) torch's own threads would meet after every call, and wait there for whichever shares its
+core with a busy thread; here every thread takes the next chunks when it is done (docs/journal/offload.md).
 """
 
 from __future__ import annotations
 
+# ruff: noqa: UP006, UP035 (TorchScript reads the annotations)
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any, List  # noqa: UP035 (TorchScript)
+from typing import Any, List
 
 import torch
+
+from vblackwell.memory.cache.stack import Reservation
+from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.movement.state import Hyper, Job
+from vblackwell.offload.storage.masters import round_from_fp32
+from vblackwell.offload.storage.storage import Storage
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for
 # the next: 1.4 MiB.
@@ -34,26 +42,26 @@ OTHER_THREADS = 3  # that are busy while updates run: two that launch the model'
 # outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
 # dead.
 def _loop(
-    masters: List[torch.Tensor],  # noqa: UP006
-    master_bits: List[torch.Tensor],  # noqa: UP006
-    weight_bits: List[torch.Tensor],  # noqa: UP006
-    gradients: List[torch.Tensor],  # noqa: UP006
-    exp_avgs: List[torch.Tensor],  # noqa: UP006
-    exp_avg_sqs: List[torch.Tensor],  # noqa: UP006
-    factors: List[torch.Tensor],  # noqa: UP006
-    steps: List[torch.Tensor],  # noqa: UP006
-    numbers: List[List[float]],  # noqa: UP006
+    masters: List[torch.Tensor],
+    master_bits: List[torch.Tensor],
+    weight_bits: List[torch.Tensor],
+    gradients: List[torch.Tensor],
+    exp_avgs: List[torch.Tensor],
+    exp_avg_sqs: List[torch.Tensor],
+    factors: List[torch.Tensor],
+    steps: List[torch.Tensor],
+    numbers: List[List[float]],
     half: torch.Tensor,
     wide: torch.Tensor,
     bits: torch.Tensor,
     high_bits: torch.Tensor,
-    master: List[torch.Tensor],  # noqa: UP006
-    gradient: List[torch.Tensor],  # noqa: UP006
-    exp_avg: List[torch.Tensor],  # noqa: UP006
-    exp_avg_sq: List[torch.Tensor],  # noqa: UP006
-    step: List[torch.Tensor],  # noqa: UP006
+    master: List[torch.Tensor],
+    gradient: List[torch.Tensor],
+    exp_avg: List[torch.Tensor],
+    exp_avg_sq: List[torch.Tensor],
+    step: List[torch.Tensor],
 ) -> None:
-    none: List[torch.Tensor] = []  # noqa: UP006
+    none: List[torch.Tensor] = []
     for index in range(len(masters)):
         total, most = masters[index].numel(), wide.numel()
         scaled = factors[index].numel() > 0
@@ -77,16 +85,8 @@ def _loop(
             torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
             weight_bits[index].narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
             wrong = master[0].isnan()
-            if bool(
-                wrong.any()
-            ):  # a full low half has wrapped to a zero; a payload in the low half alone gives an infinity
+            if bool(wrong.any()):  # a full low half has wrapped to a zero; a payload there alone gives an infinity
                 weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
-
-
-@cache
-def compiled_loop() -> Callable[..., Any]:
-    """The loop as TorchScript, or as it is, with a warning, where there is none."""
-    return compiled(_loop, "update")
 
 
 def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -105,6 +105,16 @@ def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
             stacklevel=3,
         )
         return loop
+
+
+@cache
+def compiled_loop() -> Callable[..., Any]:
+    return compiled(_loop, "update")
+
+
+@cache
+def compiled_sums() -> Callable[..., Any]:
+    return compiled(_sum_loop, "sums of gradients")
 
 
 _one_at_a_time = threading.Lock()
@@ -169,57 +179,56 @@ def _update(stretches: list[Stretch], own: Scratch) -> None:
     compiled_loop()(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
 
 
-class MasterLoop:
-    """Updates parameters with whole masters. For one thread, in which `run` returns when all is done."""
+_NONE = torch.empty(0)
+
+
+class Loop:
+    """Work that is added first and then run by the threads of the process. For one thread.
+
+    ``run`` returns, or raises what an operation raised or an interrupt, when no thread is at work any more; after a
+    failure some of what was added is done and the rest not.
+    """
 
     def __init__(self) -> None:
         self._added: list[Stretch] = []
         self._scratch = Scratch()
+
+    def _run(self, work: Callable[[list[Stretch]], None]) -> None:
+        try:
+            run_parts(self._added, work)
+        finally:
+            self._added.clear()
+
+
+class MasterLoop(Loop):
+    """Updates parameters with whole masters."""
 
     def add(
         self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
-        """One AdamW step in place on ``master``, ``exp_avg`` and ``exp_avg_sq``; ``weight`` becomes the master, rounded
-        with ties away.
+        """One AdamW step in place; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
 
-        A bf16 is the high half of its fp32, so rounding is a sum of integers and a strided copy of the 16-bit halves. A
-        NaN stays one.
+        A bf16 is the high half of its fp32: rounding is a sum of integers and a strided copy of 16-bit halves.
 
         Args:
             master, exp_avg, exp_avg_sq: (n,) fp32, on the CPU as everything here.
-            weight: (n,) bf16; ``gradient`` may be the same memory.
-            gradient: (n,) bf16 or fp32.
+            weight: (n,) bf16; ``gradient``, (n,) bf16 or fp32, may be the same memory.
             step: fp32 scalar, counted up.
             factor: fp32 scalar that gradients are multiplied by; None for 1.
         """
         tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
-        none = torch.empty(0)
-        self._added.append((tensors, none if factor is None else factor, step, [lr, beta1, beta2, weight_decay, eps]))
+        scale = _NONE if factor is None else factor
+        self._added.append((tensors, scale, step, [lr, beta1, beta2, weight_decay, eps]))
 
     def run(self) -> None:
-        """Do what was added.
-
-        Raises:
-            BaseException: what an operation raised, or an interrupt, when no thread is at work any more; some
-                parameters are then updated and others not.
-        """
-        try:
-            compiled_loop()  # once, before threads ask for it together
-            run_parts(self._added, lambda part: _update(part, self._scratch))
-        finally:
-            self._added.clear()
+        compiled_loop()  # once, before threads ask for it together
+        self._run(lambda part: _update(part, self._scratch))
 
 
 def run_parts(stretches: list[Stretch], work: Callable[[list[Stretch]], None]) -> None:
-    """Do ``work`` on all of ``stretches``, in parts, by the threads of the process; each takes the next when it is
-    done.
-
-    Raises:
-        BaseException: what ``work`` raised, or an interrupt, when no thread is at work any more; some parts are then
-            done and others not.
-    """
+    """Do ``work`` on all of ``stretches``, in parts; each thread takes the next when it is done."""
     total = sum(tensors[0].numel() for tensors, *_ in stretches)
     if total == 0:
         return
@@ -265,9 +274,9 @@ def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
 
 
 def _sum_loop(
-    sums: List[torch.Tensor],  # noqa: UP006
-    firsts: List[torch.Tensor],  # noqa: UP006
-    addends: List[torch.Tensor],  # noqa: UP006
+    sums: List[torch.Tensor],
+    firsts: List[torch.Tensor],
+    addends: List[torch.Tensor],
     wide: torch.Tensor,
 ) -> None:
     for index in range(len(sums)):
@@ -288,43 +297,164 @@ def _sum_loop(
                     target.add_(addend)
 
 
-@cache
-def compiled_sums() -> Callable[..., Any]:
-    """The loop as TorchScript, or as it is, with a warning, where there is none."""
-    return compiled(_sum_loop, "sums of gradients")
-
-
-class SumLoop:
-    """Adds gradients up. For one thread, in which `run` returns when all is done."""
-
-    def __init__(self) -> None:
-        self._added: list[Stretch] = []
-        self._scratch = Scratch()
-        self._none = torch.empty(0)
+class SumLoop(Loop):
+    """Adds gradients up."""
 
     def add(self, total: torch.Tensor, first: torch.Tensor | None, addend: torch.Tensor | None) -> None:
-        """``total`` becomes ``first`` plus ``addend``; without ``first`` it is added to, without ``addend`` it is a
-        copy.
+        """``total``, (n,) fp32 where the others are narrower, becomes ``first`` plus ``addend``.
 
-        Args:
-            total: (n,) on the CPU, fp32 where the others are narrower. first, addend: (n,).
+        Without ``first`` it is added to, without ``addend`` it is a copy.
         """
-        tensors = [total, *(self._none if each is None else each for each in (first, addend))]
-        self._added.append((tensors, self._none, self._none, []))
+        tensors = [total, *(_NONE if each is None else each for each in (first, addend))]
+        self._added.append((tensors, _NONE, _NONE, []))
 
     def run(self) -> None:
-        """Do what was added.
-
-        Raises:
-            BaseException: as `run_parts`.
-        """
-        try:
-            compiled_sums()  # once, before threads ask for it together
-            with torch.profiler.record_function("sum on the host"):  # its threads are not in the trace
-                run_parts(self._added, self._sum)
-        finally:
-            self._added.clear()
+        compiled_sums()  # once, before threads ask for it together
+        with torch.profiler.record_function("sum on the host"):  # its threads are not in the trace
+            self._run(self._sum)
 
     @torch.no_grad()
     def _sum(self, part: list[Stretch]) -> None:
         compiled_sums()(*map(list, zip(*(tensors for tensors, *_ in part), strict=True)), self._scratch.wide)
+
+
+# -- a group ----------------------------------------------------------------------------------------------------------
+
+# Elements: a multiple of 16, or torch's vectorised AdamW rounds differently. The calls do not show, and what one
+# operation wrote is in cache for the next.
+WIDE_CHUNK = 1 << 20
+
+
+def fused_adamw(
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    hyper: Hyper,
+) -> None:
+    """torch's fused AdamW, in place, on tensors of one device; ``steps`` are already counted up."""
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+        list(weights), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
+        lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def update_master(
+    master: torch.Tensor, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor,
+    step: torch.Tensor, hyper: Hyper,
+) -> None:  # fmt: skip
+    """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
+    fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
+    round_from_fp32(master, weight)
+
+
+class UndoLog:
+    """Copies of the ranges that an update is about to overwrite, in host memory that was reserved for them."""
+
+    def __init__(self, jobs: Sequence[Job], memory: Reservation) -> None:
+        self.memory = memory
+        self._jobs = list(jobs)
+        self._steps: list[torch.Tensor] = []
+        self._ranges: dict[str, torch.Tensor] = {}
+
+    def keep(self, opened: dict[str, torch.Tensor]) -> None:
+        """Copy what is there now."""
+        kept = self.memory.view()
+        assert kept is not None
+        self._steps = [job.step.clone() for job in self._jobs]
+        used = 0
+        for kind, flat in opened.items():
+            self._ranges[kind] = kept[used : used + flat.numel()].copy_(flat)
+            used += flat.numel()
+
+    def restore(self, group: Group, storage: Storage) -> None:
+        """Make the ranges and step counts what they were; nothing where the update failed before it kept them."""
+        if not self._steps:
+            return
+        for kind, kept in self._ranges.items():
+            flat = storage.open(group, kind, load=False)
+            flat.copy_(kept)
+            storage.close_range(group, kind, flat, store=True)
+        for job, step in zip(self._jobs, self._steps, strict=True):
+            job.step.copy_(step)
+
+
+def updated_kinds(group: Group, storage: Storage) -> list[str]:
+    """The ranges that an update of ``group`` on the host writes."""
+    master = ["master"] if (group, "master") in storage else []
+    return [*master, "weight", "exp_avg", "exp_avg_sq"]
+
+
+class Updater:
+    """The arithmetic of `HostUpdates`; every method runs in the worker thread."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._wide = torch.empty(0)  # made once: memory that is new at every step costs a page fault every 4 KiB
+        self._loop = MasterLoop()
+
+    def update(
+        self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: torch.Tensor | None, undo: UndoLog | None
+    ) -> None:
+        """One AdamW step for ``jobs`` of ``group``, with gradients times the fp32 scalar ``factor``.
+
+        fp32 gradients are multiplied where they are, as torch's clipping does.
+        """
+        kinds = updated_kinds(group, self._storage)
+        opened = {kind: self._storage.open(group, kind) for kind in kinds}
+        gradient = self._storage.open(group, gradient_kind)
+        if undo is not None:
+            undo.keep(opened)
+        for job in jobs:
+            job.step.add_(1)
+        if "master" not in opened and gradient_kind == "gradient":
+            self._update_whole(jobs, opened, gradient, factor)
+        else:
+            for job in jobs:
+                wide = gradient_kind == "accumulated"
+                source = job.slot.flat_fp32(gradient) if wide else job.slot.flat(gradient)
+                self._update_chunked(job, opened, source, factor)
+            with torch.profiler.record_function("AdamW on the host"):  # its threads are not in the trace
+                self._loop.run()
+        for kind in kinds:
+            self._storage.close_range(group, kind, opened[kind], store=True)
+        self._storage.close_range(group, gradient_kind, gradient, store=factor is not None)
+
+    def _update_whole(
+        self, jobs: Sequence[Job], opened: dict[str, torch.Tensor], gradient: torch.Tensor, factor: torch.Tensor | None
+    ) -> None:
+        """All fp32: one call for all parameters that share their numbers."""
+        for hyper in dict.fromkeys(job.hyper for job in jobs):
+            same = [job for job in jobs if job.hyper == hyper]
+            gradients = [job.slot.flat(gradient) for job in same]
+            if factor is not None:
+                torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            weights = [job.slot.flat(opened["weight"]) for job in same]
+            exp_avgs, exp_avg_sqs = (
+                [job.slot.flat_fp32(opened[kind]) for job in same] for kind in ("exp_avg", "exp_avg_sq")
+            )
+            fused_adamw(weights, gradients, exp_avgs, exp_avg_sqs, [job.step for job in same], hyper)
+
+    def _update_chunked(
+        self, job: Job, opened: dict[str, torch.Tensor], source: torch.Tensor, factor: torch.Tensor | None
+    ) -> None:
+        """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""
+        slot, hyper = job.slot, job.hyper
+        weight = slot.flat(opened["weight"])
+        states = slot.flat_fp32(opened["exp_avg"]), slot.flat_fp32(opened["exp_avg_sq"])
+        if "master" in opened and weight.dtype == torch.bfloat16:
+            self._loop.add(slot.flat_fp32(opened["master"]), weight, source, *states, job.step, factor, **vars(hyper))
+            return
+        master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
+        if not self._wide.numel():
+            self._wide = torch.empty(WIDE_CHUNK)
+        for start in range(0, slot.num_elements, WIDE_CHUNK):
+            part = slice(start, start + WIDE_CHUNK)
+            values = self._wide[: len(source[part])].copy_(source[part])
+            if factor is not None:
+                values.mul_(factor)
+            fused_adamw([master[part]], [values], [states[0][part]], [states[1][part]], [job.step], hyper)
+            if master is not weight:
+                weight[part].copy_(master[part])

@@ -1,18 +1,14 @@
 """Compute weights on level 0: loaded before they are needed, dropped when something else needs the room.
 
-Every load gets a buffer of its own from level 0; a buffer is never overwritten. Whatever still holds a view of a
-dropped one (autograd, a caller) keeps its memory alive by torch's own reference counts, so "a slot is reused only when
-nobody else holds its storage" holds by construction. On CUDA the buffers come from the stream that computes, and a load
-starts after what that stream had queued: memory freed by one group is safe to load another into without an event.
+Every load gets a separate buffer, which is never overwritten: what still holds a view of a dropped one (autograd, a
+caller) keeps its memory alive by torch's reference counts. On CUDA buffers come from the stream that computes, and a
+load starts after what that had queued: memory freed by one group takes another without an event.
 
-What is dropped: the loaded group whose next use is farthest, by the recorded trace (Belady); never one in use. So the
-last groups of the forward stay for the turnaround without a rule of their own.
+Dropped is the idle group whose next use is farthest, by the recorded trace (Belady), so the last groups of the forward
+stay for the turnaround. A model that nothing trains runs the same order pass after pass: there Belady's rule would keep
+the groups that come next, and the link would rest while they are computed. So the groups that stay are spread evenly.
 
-A model that nothing trains is used in the same order pass after pass. There Belady's rule would keep the groups that
-come next, the copies of a pass would come one after the other, and the link would rest while the groups that stayed are
-computed. So the groups that stay are spread evenly (`groups_that_stay`), and between any two of them something arrives.
-
-A load knows nothing of updates: the caller orders it after them (`use.Loading`).
+Loads know nothing of updates: the caller orders them after those (`use.Loading`).
 """
 
 from __future__ import annotations
@@ -30,24 +26,19 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import AccessTrace, Group
-from vblackwell.offload.movement.group_state import GroupStates, LoadedWeights, Phase
-from vblackwell.offload.movement.room import Level0Room, Stalls
+from vblackwell.offload.movement.state import GroupStates, Level0Room, LoadedWeights, Phase, Stalls
 from vblackwell.offload.storage.storage import Storage
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps of a tensor that stays where it is, and its version: hooks have torch leave out its check of
-    in-place writes.
-    """
+    """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it."""
 
     tensor: torch.Tensor
     version: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> SavedTensor:
-        """Detached: an operator may save its own output, whose graph would hold itself for ever where no backward
-        comes.
-        """
+        """Detached: the graph of an operator that saves its output would hold itself where no backward comes."""
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def unchanged(self) -> torch.Tensor:
@@ -59,10 +50,8 @@ class SavedTensor(NamedTuple):
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "tensor of "
-                f"{self.tensor.dtype} and shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; "
-                "expected version "
-                f"{self.version}"
+                f"tensor of {self.tensor.dtype} and shape {tuple(self.tensor.shape)} is at version "
+                f"{self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
 
@@ -102,10 +91,10 @@ class WeightStreamer:
         self._storage = storage
         self.budget_bytes = budget_bytes
         self._room = room
-        self._stalls = Stalls(stack)
         self._loaded: dict[int, LoadedWeights] = {}
         self._by_storage: dict[int, LoadedWeights] = {}
         self.trace = AccessTrace()
+        self.wait_for = Stalls(stack).wait_for
         self._latest: Group | None = None
         self.frozen = not any(group.trainable() for group in groups)
         self.staying: frozenset[int] = frozenset()
@@ -113,7 +102,7 @@ class WeightStreamer:
             self.trace.expect([group.index for group in groups])  # until a pass has shown another order
             self.rebudget(budget_bytes)
 
-    # -- use ---------------------------------------------------------------------------------------------------------
+    # -- use -----------------------------------------------------------------------------------------------------------
 
     def begin_use(self, group: Group) -> bool:
         """``group`` is used now; whether it was the last one used, too."""
@@ -169,11 +158,7 @@ class WeightStreamer:
         if loaded.own_count is None:
             loaded.own_count = USE_COUNT(loaded.storage_key)
 
-    def wait_for(self, transfer: Transfer) -> None:
-        """Let what computes next on level 0 see the transfer's bytes; what that costs is counted as stall."""
-        self._stalls.wait_for(transfer)
-
-    # -- loads -------------------------------------------------------------------------------------------------------
+    # -- loads ---------------------------------------------------------------------------------------------------------
 
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, with the bytes that are in storage by then.
@@ -208,23 +193,21 @@ class WeightStreamer:
 
     def make_room_for_later(self, group: Group) -> bool:
         """Drop what is needed after ``group``; whether level 0 has room for it then. Never blocks."""
-        distance = self.trace.next_use(group.index)
+        distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
         self._room.sweep_updates()
-        while self.loaded_bytes + group.num_bytes > self.budget_bytes or not self._fits(group):
+        while self.loaded_bytes + group.num_bytes > self.budget_bytes or not level0.can_allocate(group.num_bytes):
             victim = self._farthest(beyond=distance)
             if victim is None:
                 return False
             self._drop(victim)
         return True
 
-    def _fits(self, group: Group) -> bool:
-        return self._stack.levels[0].can_allocate(group.num_bytes)
-
     @property
     def loaded_bytes(self) -> int:
-        """What the budget counts. Groups locked by an update are outside it: how many there are is bounded by the
-        gradients under way, and on a GPU the host, which counts, is so far ahead that it would see them for most of the
-        next forward.
+        """What the budget counts, without groups that an update has locked.
+
+        Those are bounded by the gradients under way; the host, which counts, is so far ahead of a GPU that it would see
+        them for most of the next forward.
         """
         return sum(loaded.group.num_bytes for loaded in self._loaded.values() if not loaded.locked)
 
@@ -239,9 +222,7 @@ class WeightStreamer:
         return best if best is not None and self._distance(best) > beyond else None
 
     def _distance(self, loaded: LoadedWeights) -> int:
-        """Uses until this group's next one. The group used last is still in use: its backward reads it weight by
-        weight.
-        """
+        """Uses until this group's next one; 0 for the latest, which its backward reads weight by weight."""
         return 0 if loaded.group is self._latest else self.trace.next_use(loaded.group.index)
 
     def drop_one(self) -> bool:
@@ -282,12 +263,10 @@ class WeightStreamer:
         loaded.buffer = torch.empty(0)
         self._storage.give(loaded.reservation)
 
-    # -- models that nothing trains ----------------------------------------------------------------------------------
+    # -- models that nothing trains ------------------------------------------------------------------------------------
 
     def rebudget(self, budget_bytes: int) -> None:
-        """Let a frozen model's weights take this much of level 0 from now on, at least the largest group's; choose anew
-        which stay.
-        """
+        """Let a frozen model's weights take so much of level 0, at least its largest group's; choose which stay."""
         largest = max((group.num_bytes for group in self._groups), default=0)
         self.budget_bytes = max(budget_bytes, min(largest, self.budget_bytes))
         able = [group for group in self._groups if group.num_bytes <= self.budget_bytes]
@@ -296,8 +275,7 @@ class WeightStreamer:
             pass
 
     def hold(self) -> list[Group]:
-        """Load the groups of a frozen model that stay and keep their bytes where they are until `let_go`; idle others
-        are dropped.
+        """Load the groups of a frozen model that stay, keep their bytes in place until `let_go`, and drop idle others.
 
         Returns:
             Those that are held; `buffer` has their bytes.
@@ -326,7 +304,7 @@ class WeightStreamer:
         for group in held:
             self.unpin(group)
 
-    # -- change ------------------------------------------------------------------------------------------------------
+    # -- change --------------------------------------------------------------------------------------------------------
 
     def invalidate(self, group: Group) -> None:
         """The stored bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
@@ -346,11 +324,9 @@ class WeightStreamer:
         self._states[group].version += 1
 
     def lock(self, group: Group, *, arriving: bool = False) -> LoadedWeights | None:
-        """The group's loaded bytes, to be changed in place by an update until `unlock`; None if they are not there or
-        not ours alone.
+        """The group's loaded bytes, for an update in place until `unlock`; None: not there, or others hold them too.
 
-        Args:
-            arriving: they may still be on their way.
+        ``arriving``: they may still be on their way.
         """
         loaded = self._loaded.get(group.index)
         if loaded is None or loaded.pins:
@@ -385,7 +361,7 @@ class WeightStreamer:
         transfer.let_go()
         self._storage.in_flight.discard(transfer)
 
-    # -- what backward reads ---------------------------------------------------------------------------------------
+    # -- what backward reads -------------------------------------------------------------------------------------------
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in a loaded buffer."""
@@ -397,9 +373,7 @@ class WeightStreamer:
         return self._by_storage.get(tensor.untyped_storage()._cdata)
 
     def stamp(self, group: Group, start: int, stop: int) -> tuple[int, int]:
-        """Changes of the weights, and in-place writes, as autograd counts them, to the parameters in bytes ``start`` to
-        ``stop``.
-        """
+        """Changes of the weights, and in-place writes that autograd counts to parameters in bytes start to stop."""
         found, slots = 0, group.slots
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(bisect_right(slots, start, key=lambda slot: slot.offset) - 1, len(slots)):
@@ -413,18 +387,13 @@ class WeightStreamer:
         loaded = self._find(tensor)
         if loaded is None:
             return None
+        group, size, stride = loaded.group, tensor.shape, tensor.stride()
         offset = int(tensor.storage_offset()) * tensor.element_size() - int(loaded.buffer.storage_offset())
-        size, stride = tensor.shape, tensor.stride()
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
-        return PackedView(
-            loaded.group, self.stamp(loaded.group, offset, stop), tensor.dtype, offset, stop, size, stride
-        )  # fmt: skip
+        return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
     def check_unchanged(self, packed: PackedView) -> None:
-        """
-        Raises:
-            StaleTensor: the weights were updated since the forward.
-        """
+        """Raise StaleTensor if the weights were updated since the forward."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
 
@@ -448,8 +417,8 @@ def changed_since_forward(group: Group) -> StaleTensor:
 def groups_that_stay(groups: Sequence[Group], budget_bytes: int) -> list[Group]:
     """Which of ``groups``, in the order of use, stay in ``budget_bytes`` so that the others come evenly between them.
 
-    Everything, if it fits. Otherwise room for `WEIGHT_PLACES` of the largest is left; groups smaller than the largest, whose
-    copies are the least efficient, stay first.
+    Everything, if it fits. Otherwise `WEIGHT_PLACES` of the largest are left free; groups smaller than the largest,
+    whose copies are the least efficient, stay first.
     """
     if sum(group.num_bytes for group in groups) <= budget_bytes:
         return list(groups)

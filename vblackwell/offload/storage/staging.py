@@ -1,18 +1,15 @@
 """Ranges on a disk on their way to updates and back: read ahead into host memory, written from there afterwards.
 
-A group that is updated on level 0 comes up from host memory, where most groups are stored. The ranges of the others are
-on a disk, and pass through a few *sets* of host memory: while one group is at work, the next is read and the last is
-written. The order of the groups is learned from the last step. Reads begin when a set falls free, in any thread, so the
-disk does not wait for the model.
+Groups that are updated on level 0 come up from host memory. Ranges on a disk pass through a few *sets* of it: while one
+group is at work, the next is read and the last is written, in the order of the last step. Reads begin when a set falls
+free, in any thread, so the disk does not wait for the model.
 
 Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what
 a step that has not come yet may replace). What was read ahead is used only if the range has not changed since. A set is
 filled again only when everything that uses it is over: copies to level 0, copies back, the write to the disk. When all
 sets are busy the caller waits for the oldest write; when all hold groups that it did not ask for, it takes one of them:
-so something can always go on.
-
-A read that fails raises where its bytes are asked for. A write that fails raises at the next update of any group, at
-every wait for the group's own, and whenever its range is read (`Ledger`).
+so something can always go on. A read that fails raises where its bytes are asked for; a write that fails at the next
+update of any group, at every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
 from __future__ import annotations
@@ -31,11 +28,9 @@ from vblackwell.memory.pool import Reservation
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
-from vblackwell.offload.storage.ledger import Stamp
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.storage.storage import Ranges, Stamp, Storage
 from vblackwell.units import align_up
 
-Ranges = Mapping[str, Reservation]
 MAX_SKIPPED = 4 * MAX_SETS  # updates of other groups, after which what was read ahead is given up
 
 
@@ -64,11 +59,7 @@ def failure_of(transfer: Transfer) -> BaseException | None:
 
 
 class Continuations:
-    """Threads that wait for transfers and go on from there; they start when they are needed.
-
-    Args:
-        threads: chains that may wait at the same time.
-    """
+    """``threads`` that wait for transfers and go on from there; they start when they are needed."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="vblackwell-stage")
@@ -114,11 +105,7 @@ class Staged:
 
 
 class Stage:
-    """The sets of one model.
-
-    Args:
-        continuations: writes in the background; tests have one that is late in every possible way.
-    """
+    """The sets of one model. Tests have ``continuations`` that are late in every possible way."""
 
     def __init__(self, storage: Storage, continuations: Continuations | None = None) -> None:
         self._storage = storage
@@ -276,11 +263,9 @@ class Stage:
 
     def _parts(self, group: Group) -> dict[str, slice]:
         """Where the group's ranges lie in its memory."""
-        return places_in({kind: reservation.num_bytes for kind, reservation in on_disk(self._ranges(group)).items()})
-
-    def _ranges(self, group: Group) -> Ranges:
-        storage = self._storage
-        return {kind: storage.range(group, kind) for kind in ("weight", *storage.states_of(group))}
+        return places_in(
+            {kind: reservation.num_bytes for kind, reservation in on_disk(self._storage.own_ranges(group)).items()}
+        )
 
     def _adopt_sets(self) -> None:
         self._storage.sets_in_use = True
@@ -353,7 +338,11 @@ class Stage:
         return max(part.stop for part in self._parts(group).values()) <= (self._set_bytes or 0)
 
     def _states_on_disk(self, group: Group) -> dict[str, Reservation]:
-        return {kind: reservation for kind, reservation in on_disk(self._ranges(group)).items() if kind != "weight"}
+        return {
+            kind: reservation
+            for kind, reservation in on_disk(self._storage.own_ranges(group)).items()
+            if kind != "weight"
+        }
 
     def _read(self, staged: Staged, reads: Ranges) -> None:
         for kind, reservation in reads.items():

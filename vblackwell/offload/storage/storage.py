@@ -1,7 +1,8 @@
 """Where a group's bytes are when they are not in use: ranges on the levels below the first.
 
 `StoragePlan` decides (arithmetic); `Storage` reserves what it says, takes everything back if one reservation fails, and
-lends the CPU the bytes of a range: directly where they are in RAM, through staging memory where they are on a disk.
+gives the CPU the bytes of a range: in place where they are in RAM, through staging memory where they are on a disk.
+`Ledger` knows which ranges are written, `Shadows` lets an update before its step write elsewhere.
 """
 
 from __future__ import annotations
@@ -21,10 +22,80 @@ from vblackwell.memory.level import Extent, Level, Transfer
 from vblackwell.memory.pool import LevelPool, Reservation
 from vblackwell.offload.layout.groups import STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
-from vblackwell.offload.storage.ledger import Ledger
 from vblackwell.units import align_up, format_bytes
 
 Ranges = dict[str, Reservation]  # of one group, by kind
+Stamp = tuple[Reservation, int]
+
+
+class Ledger:
+    """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe.
+
+    Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again,
+    only when its last write is over; one whose write failed is lost for every reader until it is written whole.
+    """
+
+    def __init__(self) -> None:
+        self._changes: dict[Reservation, int] = {}
+        self._writes: dict[Reservation, Transfer] = {}
+        self._lost: dict[Reservation, BaseException] = {}
+        self._lock = threading.Lock()
+
+    def stamp(self, reservation: Reservation) -> Stamp:
+        """Tells the bytes that ``reservation`` has now, or has when what was queued is over, from all others."""
+        return reservation, self._changes.get(reservation, 0)
+
+    def changed(self, reservation: Reservation) -> None:
+        """Its bytes have changed, or will have when what has just been queued is over."""
+        with self._lock:
+            self._changes[reservation] = self._changes.get(reservation, 0) + 1
+
+    def begin(self, reservation: Reservation, write: Transfer) -> None:
+        """``write`` fills it in the background."""
+        with self._lock:
+            self._writes[reservation] = write
+
+    def is_written(self, reservation: Reservation) -> bool:
+        """Whether no write to it is under way, and none has failed."""
+        write = self._writes.get(reservation)
+        return reservation not in self._lost and (write is None or write.done())
+
+    def wait(self, reservation: Reservation) -> None:
+        """Return when no write to it is under way, so that the caller may write there."""
+        write = self._writes.get(reservation)
+        if write is not None:
+            with suppress(VBError, OSError):  # then it is lost
+                write.wait()
+            with self._lock:
+                if self._writes.get(reservation) is write:
+                    del self._writes[reservation]
+
+    def wait_to_read(self, reservation: Reservation) -> None:
+        """`wait`, for a caller that reads.
+
+        Raises:
+            DiskError: the last write failed.
+        """
+        self.wait(reservation)
+        lost = self._lost.get(reservation)
+        if lost is not None:
+            raise lost
+
+    def end(self, reservation: Reservation, error: BaseException | None) -> None:
+        """A write of the whole range is over; ``error``: it failed, and what the range held is lost."""
+        with self._lock:
+            self._changes[reservation] = self._changes.get(reservation, 0) + 1
+            self._writes.pop(reservation, None)
+            if error is None:
+                self._lost.pop(reservation, None)
+            else:
+                self._lost[reservation] = error
+
+    def forget(self, reservation: Reservation) -> None:
+        """The range ends."""
+        with self._lock:
+            for table in (self._changes, self._writes, self._lost):
+                table.pop(reservation, None)
 
 
 def spaces_of(stack: LevelPool) -> list[LevelSpace]:
@@ -44,13 +115,9 @@ def _kind_of(level: Level) -> str:
 class Storage:
     """The ranges of one model in one stack.
 
-    Args:
-        plan: its ranges are reserved at once.
-
     Attributes:
-        plan: where the ranges are. It holds sizes and no groups: this object may outlive the model and must not keep it
-            alive.
-        ledger: which ranges are written, and which of them are lost.
+        plan: where the ranges are, which are reserved at once. It holds sizes and no groups: this object may outlive
+            the model and must not keep it alive.
         sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
         sets_in_use: they stay what they are.
         in_flight: copies whose ends must not be given back before they are over.
@@ -94,7 +161,12 @@ class Storage:
         ranges = dict(planned.ranges)
         made: list[tuple[int, str]] = []
         try:
-            self._reserve_staging(planned)
+            # Host memory for what is not in RAM, before anything else is taken of it.
+            sizes = [planned.staging.set_bytes] * planned.staging.num_sets
+            if not planned.sets_fixed and sizes != set_sizes:
+                self._replace_sets(sizes)
+            for kind, num_bytes in planned.staging.by_kind.items():
+                self._reserve_stage(planned, kind, num_bytes)
             for key, placed in planned.ranges.items():
                 if key not in self._ranges:
                     found = self._ranges[key] = self._reserve(placed.name, placed.num_bytes, placed.level)
@@ -116,22 +188,12 @@ class Storage:
 
     def _reserve(self, what: str, num_bytes: int, level: int) -> Reservation:
         """On ``level``, or on a lower one where that is too fragmented to hold the range in one piece."""
-        numbers = (
-            [level, *(each for each in self.plan.usable if each > level)] if level in self.plan.usable else [level]
-        )
-        for number in numbers[:-1]:
+        lower = [each for each in self.plan.usable if each > level] if level in self.plan.usable else []
+        *others, last = [level, *lower]
+        for number in others:
             with suppress(InsufficientMemory):
                 return self.stack.reserve(f"{self._name}/{what}", num_bytes, number)
-        return self.stack.reserve(f"{self._name}/{what}", num_bytes, numbers[-1])
-
-    def _reserve_staging(self, planned: StoragePlan) -> None:
-        """Host memory for what is not in RAM, before anything else is taken of it."""
-        wanted = planned.staging
-        sizes = [wanted.set_bytes] * wanted.num_sets
-        if not planned.sets_fixed and sizes != [each.num_bytes for each in self.sets]:
-            self._replace_sets(sizes)
-        for kind, num_bytes in wanted.by_kind.items():
-            self._reserve_stage(planned, kind, num_bytes)
+        return self.stack.reserve(f"{self._name}/{what}", num_bytes, last)
 
     def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int) -> None:
         """Host memory through which ranges of ``kind`` are worked on, where a level in RAM can count it."""
@@ -197,9 +259,9 @@ class Storage:
         """Kinds of what AdamW keeps of ``group`` next to the compute weight, where it is updated on level 0."""
         return [kind for kind in STATE_KINDS if (group.index, kind) in self._ranges]
 
-    def bytes_by_level(self) -> dict[str, list[int]]:
-        """Reserved bytes of each kind, by level of the stack."""
-        return self.plan.bytes_by_level()
+    def own_ranges(self, group: Group) -> Ranges:
+        """What an update of ``group`` on level 0 reads and writes but for the gradient."""
+        return {kind: self.range(group, kind) for kind in ("weight", *self.states_of(group))}
 
     # -- bytes, for the CPU --------------------------------------------------------------------------------------------
 
@@ -226,12 +288,9 @@ class Storage:
 
     def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
         """End of `open`; ``store``: they were written to. Staged bytes are written back then."""
-        self.close_at(self.range(group, kind), opened, store=store)
-
-    def close_at(self, reservation: Reservation, opened: torch.Tensor, *, store: bool) -> None:
-        """End of `open_at`."""
         if not store:
             return
+        reservation = self.range(group, kind)
         view = reservation.view()
         if view is None or view.device.type != "cpu":
             self.ledger.wait(reservation)
@@ -280,13 +339,9 @@ class Storage:
         return self._start(self.stack.levels[level].write, reservation, source, self.plan.staging_level, level)
 
     def _start(
-        self,
-        move: Callable[[Extent, torch.Tensor], Transfer],
-        reservation: Reservation,
-        memory: torch.Tensor,
-        source: int,
-        destination: int,
-    ) -> Transfer | None:
+        self, move: Callable[[Extent, torch.Tensor], Transfer], reservation: Reservation, memory: torch.Tensor,
+        source: int, destination: int,
+    ) -> Transfer | None:  # fmt: skip
         with self._lock:
             if self._closed:
                 return None
@@ -304,7 +359,63 @@ class Storage:
                 self.in_flight.pop().wait()
         for reservation in [*self._ranges.values(), *self._staging.values(), *self._taken]:
             self.stack.unreserve(reservation)
-        self._ranges.clear()
-        self._staging.clear()
-        self._taken.clear()
-        self.sets.clear()
+        for held in (self._ranges, self._staging, self._taken, self.sets):
+            held.clear()
+
+
+class Shadows:
+    """Ranges that take the place of a group's own when the step has come: a rollback without a copy.
+
+    An update before its step writes into shadows; the ranges that it read stay what they were. `commit` exchanges the
+    two, `give_back` forgets what was written. Shadows are memory of the same size on the same level, taken when first
+    needed and kept for the next step; where there is none, the update waits for its step.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._spare: dict[tuple[int, int], list[Reservation]] = {}
+        self.num_bytes = 0
+
+    def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
+        """A shadow of each kind of ``group``; None if there is no room for all of them, or if it lives on level 0.
+
+        (There an update at the step moves no states, and the room is better used otherwise.)
+        """
+        found: Ranges = {}
+        if self._storage.range(group, "weight").level == 0:
+            return None
+        for kind in kinds:
+            original = self._storage.range(group, kind)
+            spare = self._spare.get((original.level, original.num_bytes))
+            try:
+                found[kind] = spare.pop() if spare else self._reserve(original)
+            except InsufficientMemory:
+                self.give_back(found)
+                return None
+        return found
+
+    def _reserve(self, original: Reservation) -> Reservation:
+        reservation = self._storage.take("shadow", original.num_bytes, original.level)
+        self.num_bytes += reservation.num_bytes
+        return reservation
+
+    def commit(self, group: Group, shadows: Ranges) -> None:
+        """What was written to ``shadows`` is what the group's ranges hold from now on."""
+        self.give_back({kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()})
+
+    @property
+    def has_spare(self) -> bool:
+        return any(self._spare.values())
+
+    def free_spare(self) -> None:
+        """Give unused shadows, which nothing reads or writes any more, back to their levels."""
+        for spare in self._spare.values():
+            while spare:
+                shadow = spare.pop()
+                self.num_bytes -= shadow.num_bytes
+                self._storage.give(shadow)
+
+    def give_back(self, shadows: Ranges) -> None:
+        """Keep ranges for the next `take`. What is queued on them comes before its writes, in the lane's order."""
+        for shadow in shadows.values():
+            self._spare.setdefault((shadow.level, shadow.num_bytes), []).append(shadow)

@@ -1,34 +1,203 @@
-"""The groups whose AdamW runs on level 0: their lane, and the rollback of early updates.
+"""AdamW on one group at a time: by the worker on ranges in storage (`HostUpdates`), or on level 0 (`DeviceUpdates`).
 
-After a group's backward its weights and gradient are on level 0 still. The update changes the loaded weights in place,
-where nothing else holds them, so the last groups of backward are ready for the next forward without passing through
-storage. What it writes to storage goes into shadows (`shadow`) until the step commits it, or, if the optimizer was told
-that every backward is followed by its step (``undo=False``), into the ranges themselves.
+On the host, an fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a
+group, with the bits of `torch.optim.AdamW(fused=True)` on single tensors. A narrower one has an fp32 master: gradients
+are cast in chunks that stay in cache, and the weight is the master rounded to nearest, ties away from zero. An update
+before its step first copies what it overwrites (`UndoLog`).
+
+On level 0, weights and gradient are there still after a group's backward. The update changes the loaded weights in
+place, where nothing else holds them. What it writes to storage goes into `Shadows` until the step commits it, or, if
+every backward is followed by its step (``undo=False``), into the ranges themselves.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.group_state import EarlyUpdate, GroupStates, Job, LoadedWeights, Phase
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
-from vblackwell.offload.movement.room import InFlightQueue, current_stream
+from vblackwell.offload.movement.state import (
+    EarlyUpdate,
+    GroupStates,
+    InFlightQueue,
+    Job,
+    LoadedWeights,
+    Phase,
+    Worker,
+    current_stream,
+    defer_sigint,
+)
+from vblackwell.offload.movement.update_loop import UndoLog, Updater, updated_kinds
 from vblackwell.offload.movement.weights import WeightStreamer
-from vblackwell.offload.movement.worker import defer_sigint
-from vblackwell.offload.storage.shadows import Ranges, Shadows
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.storage.storage import Ranges, Shadows, Storage
 
-# Updates that wait for the forward are queued when it is so many groups before them, or when the lane has nothing else
-# to do.
-ADVANCE_GROUPS = 3
+ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
+
+
+class HostUpdates:
+    """Updates of one model that its worker runs on the ranges in storage.
+
+    Attributes:
+        undo_peak_bytes: the most host memory that undo logs have taken at a time.
+    """
+
+    def __init__(
+        self, name: str, states: GroupStates, storage: Storage, weights: WeightStreamer, gradients: GradientCollector,
+        worker: Worker,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._states = states
+        self._storage = storage
+        self._weights = weights
+        self._gradients = gradients
+        self._worker = worker
+        self.updater = Updater(storage)
+        self._undo_bytes = 0
+        self.undo_peak_bytes = 0
+        self._forgiven = Counter[int | None]()  # failures of the worker when all gradients were last given up
+        self._broken = False  # an update of a step that came has failed, while others of it may have been made
+
+    def start_early(
+        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
+    ) -> EarlyUpdate | None:
+        """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
+        undo = None
+        if not final:
+            undo = self._undo_log(group, jobs)
+            if undo is None:
+                return None  # this group is updated at the step, which is always right
+        try:
+            self.wait(group)
+            self._queue(group, jobs, None, undo)
+        except BaseException:
+            self._free(undo)
+            raise
+        return EarlyUpdate(jobs, undo)
+
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        """The step of an early update has come."""
+        self._worker.submit(self._free, early.rollback, group=group.index)
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+        """Queue what makes everything what it was before `start_early`.
+
+        Raises:
+            What an earlier task raised; then nothing is queued, and it may be asked again.
+        """
+        self._states[group].update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
+        self._weights.revert(group)
+
+    @defer_sigint()
+    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+        """Queue the step's update of ``group``."""
+        self._queue(group, jobs, factor, None)
+        self._states[group].update_is_queued()
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is in storage."""
+        state = self._states[group]
+        task = state.update_end
+        if task is not None:
+            task.exception()  # an interrupt leaves it to be waited for by the next caller
+            state.update_end = None
+        state.update_is_stored()
+        if task is not None:
+            task.settle()
+
+    order_loads = wait  # a load reads what the host has written
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether a load would wait for an update."""
+        task = self._states[group].update_end
+        return task is not None and (not task.done() or task.exception() is not None)
+
+    # -- the worker's part ---------------------------------------------------------------------------------------------
+
+    def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: UndoLog | None) -> None:
+        self._weights.invalidate(group)
+        state = self._states[group]
+        state.update_end = self._worker.submit(
+            self._update, group, jobs, factor, undo, state.last_load, self._forgiven[group.index], group=group.index,
+            postponable=True,
+        )  # fmt: skip
+        state.gradient.task = state.update_end
+
+    def _update(
+        self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: UndoLog | None, load: Transfer | None,
+        forgiven: int,
+    ) -> None:  # fmt: skip
+        """``forgiven``: failures of the group's tasks that concern no gradient of this update."""
+        try:
+            if self._worker.failures[group.index] != forgiven:
+                if undo is not None:
+                    return  # its step will be refused, and there is nothing to roll back
+                raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
+            if load is not None:
+                load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
+            gradient = self._states[group].gradient
+            self.updater.update(group, jobs, gradient.kind, factor, undo)
+            if factor is not None:
+                gradient.norms.clear()
+        except BaseException:
+            self._broken = self._broken or undo is None  # a rollback makes good what an early update left
+            raise
+
+    def _restore(self, group: Group, undo: UndoLog) -> None:
+        try:
+            undo.restore(group, self._storage)
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            self._free(undo)
+
+    def _undo_log(self, group: Group, jobs: list[Job]) -> UndoLog | None:
+        size = sum(group.size_of(kind) for kind in updated_kinds(group, self._storage))
+        try:
+            memory = self._storage.take_host("undo", size)
+        except InsufficientMemory:
+            return None
+        self._undo_bytes += memory.num_bytes
+        self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
+        return UndoLog(jobs, memory)
+
+    def _free(self, undo: UndoLog | None) -> None:
+        if undo is not None:
+            self._undo_bytes -= undo.memory.num_bytes
+            self._storage.give(undo.memory)
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """Raise StaleTensor if an update failed: some groups are a step ahead of others."""
+        if self._broken:
+            raise StaleTensor(
+                f"an update of model {self._name!r} failed in the background, so some of its groups are a step behind "
+                "others: go on from a checkpoint (release(model) gives the weights as they are)"
+            )
+
+    def check_gradients(self) -> None:
+        """`check_whole`; raise StaleTensor, too, if a task failed since gradients were last given up."""
+        self.check_whole()
+        if self._worker.failures != self._forgiven:
+            raise StaleTensor(
+                f"a background task of model {self._name!r} failed since the last zero_grad(), so its gradients may be "
+                "incomplete: zero_grad(), and repeat forward and backward"
+            )
+
+    def forgive(self) -> None:
+        """All gradients were given up: what failed until now concerns none that comes."""
+        if self._worker.failures != self._forgiven:
+            self._forgiven = self._worker.failures.copy()
 
 
 @dataclass(eq=False)
@@ -75,7 +244,7 @@ class DeviceUpdates:
     def __contains__(self, group: Group) -> bool:
         return group in self._groups
 
-    # -- before the step ---------------------------------------------------------------------------------------------
+    # -- before the step -----------------------------------------------------------------------------------------------
 
     def expect_backward(self) -> None:
         """A gradient is on its way: bring up states in the order in which the last backward needed them."""
@@ -95,7 +264,7 @@ class DeviceUpdates:
         """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
         self._unlock_group(group)
         self.sweep()
-        own = self._own_ranges(group)
+        own = self._storage.own_ranges(group)
         shadows = None if final else self._shadows.take(group, own)
         if shadows is None and not final:
             return None
@@ -123,9 +292,6 @@ class DeviceUpdates:
         self._shadows.give_back(early.rollback.shadows)
         for job, step in zip(early.jobs, early.rollback.steps, strict=True):
             job.step.copy_(step)
-
-    def _own_ranges(self, group: Group) -> Ranges:
-        return {kind: self._storage.range(group, kind) for kind in ("weight", *self._storage.states_of(group))}
 
     def _queue(
         self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
@@ -162,7 +328,7 @@ class DeviceUpdates:
         self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
         gradient: torch.Tensor | None, factor: torch.Tensor | None,
     ) -> LaneJob:  # fmt: skip
-        kind, sources = None, self._own_ranges(group)
+        kind, sources = None, self._storage.own_ranges(group)
         if gradient is None or self._gradients.has_all_on_host(group):
             kind = self._gradients.kind_when_idle(group)
             sources[kind] = self._storage.range(group, kind)
@@ -170,7 +336,7 @@ class DeviceUpdates:
             group=group,
             numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
             sources=sources,
-            targets=dict(targets),
+            targets=targets,
             weight=None if loaded is None else loaded.buffer,
             gradient=gradient,
             gradient_kind=kind,
@@ -197,7 +363,7 @@ class DeviceUpdates:
         while self._holders.get(group):
             self.end_oldest()
 
-    # -- at the step -------------------------------------------------------------------------------------------------
+    # -- at the step ---------------------------------------------------------------------------------------------------
 
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
         """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
@@ -209,26 +375,20 @@ class DeviceUpdates:
             self._start_due(group)
 
     def advance(self, group: Group) -> None:
-        """The forward reaches ``group``: queue the updates that its successors will need.
+        """The forward reaches ``group``: queue the updates that its successors will need, and one if the lane is idle.
 
-        Not all at once at the step: copies queue up in the GPU's copy engine, and whatever else has to pass it then
-        (tokens, a loss, the next group's weights) waits for them.
+        Not all at once at the step: whatever else has to pass the copies in the GPU's copy engine (tokens, a loss, the
+        next group's weights) would wait for them.
         """
         if self._due:
             last = group.index + ADVANCE_GROUPS
             for due in [due for due in self._due if due.index <= last]:
                 self._start_due(due)
-            if self._due and self._is_idle():
+            if self._due and (self._newest is None or self._newest.computed.done()):
                 self._start_due(min(self._due, key=lambda due: due.index))
 
-    def _is_idle(self) -> bool:
-        """Whether the lane has nothing to do but what it is storing."""
-        return self._newest is None or self._newest.computed.done()
-
     def _start_due(self, group: Group) -> None:
-        """Queue the update that is due, if one is: on the weights that the forward will use, if level 0 has room for
-        them already.
-        """
+        """Queue the group's due update, on the weights that the forward will use if level 0 has room for them."""
         state = self._states[group]
         if state.due is None:
             return
@@ -240,7 +400,7 @@ class DeviceUpdates:
                 self._unlock_group(group)
                 # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
                 loaded = None if group in self._sliced else self._fetch(group)
-                self._queue(group, jobs, self._own_ranges(group), loaded, None, factor)
+                self._queue(group, jobs, self._storage.own_ranges(group), loaded, None, factor)
             except BaseException:
                 state.due, self._due[group] = due, None
                 raise
@@ -269,13 +429,13 @@ class DeviceUpdates:
         self._expecting = False
         self._trace.begin_pass()
 
-    # -- for callers that need a group -------------------------------------------------------------------------------
+    # -- for callers that need a group ---------------------------------------------------------------------------------
 
     def order_loads(self, group: Group) -> None:
         """Weights that are loaded from now on are those after the group's last update."""
         self._start_due(group)
         self._order_after_end(group)
-        self._updated(group)
+        self._states[group].update_is_stored()
 
     def _order_after_end(self, group: Group) -> None:
         end: LaneEnd | None = self._states[group].update_end
@@ -286,7 +446,7 @@ class DeviceUpdates:
         """Return when the group's last update is in storage."""
         self._start_due(group)
         self._wait_for_end(group)
-        self._updated(group)
+        self._states[group].update_is_stored()
 
     def _wait_for_end(self, group: Group) -> None:
         state = self._states[group]
@@ -300,11 +460,6 @@ class DeviceUpdates:
             raise
         state.update_end = None  # not where an interrupt came: the next caller must wait as well
         self._storage.in_flight.discard(end.stored)
-
-    def _updated(self, group: Group) -> None:
-        state = self._states[group]
-        if state.phase is Phase.UPDATING:
-            state.to(Phase.STORED)
 
     def is_busy(self, group: Group) -> bool:
         """Whether a load would wait for an update: the host does, where level 0 is RAM."""

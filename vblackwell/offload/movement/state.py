@@ -1,0 +1,565 @@
+"""What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's room.
+
+One thread a model works on gradients and states in storage, because order is the cheapest lock: a group's gradient
+arrives, is summed, measured and applied by tasks submitted in that order. Tasks of different groups touch nothing in
+common. Updates begin with the last groups, whose gradients come first, but the next forward needs the first groups
+first: so an update is *postponable*, and runs, first group first, when nothing else can.
+
+`Phase`, changed by `GroupState.to`
+alone, says what the next caller that needs a group has to do:
+
+    phase      the weights of the last step are                   goes to, when
+    ---------  -------------------------------------------------  -----------------------------------------------------
+    STORED     in storage                                         LOADING: their copy to level 0 was queued
+    LOADING    on level 0 when a transfer is over                 LOADED: it was waited for; STORED: they were dropped
+    LOADED     on level 0                                         STORED: they were dropped
+    EARLY      in storage; an update whose step has not come      STORED: it was rolled back; committed with its step
+               was queued (`EarlyUpdate`)                         LOADING where it is in place on level 0, else UPDATING
+    DUE        made by an update whose step has come, and which   as EARLY, when it was queued
+               is not queued yet
+    UPDATING   in storage when an update that is queued is over   STORED: loads, or the caller, are ordered after it
+
+An update may begin whenever no step is open: STORED, LOADING, LOADED and UPDATING go to EARLY, DUE and UPDATING. Bytes
+on level 0 outlive the phase: ``loaded`` may be there in EARLY and DUE, where nobody but the update itself may use them.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+
+from vblackwell.errors import InsufficientMemory
+from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import EventTransfer
+from vblackwell.offload.layout.groups import Group, Slot
+from vblackwell.offload.storage.storage import Storage
+from vblackwell.units import format_bytes
+
+_delay: Callable[[], None] | None = None
+
+
+def set_worker_delay(delay: Callable[[], None] | None) -> None:
+    """For stress tests: ``delay`` runs in the worker before each task."""
+    global _delay
+    _delay = delay
+
+
+class Outcome(Future[Any]):
+    """Of a task. A failure is raised once by `settle` or the worker's next call, and each time by `result`."""
+
+    raised = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            if self.exception(timeout) is not None:
+                self.raised = True
+            return super().result()
+        finally:
+            del self  # a failure holds this frame, and must not hold itself by it
+
+    def settle(self) -> None:
+        """Wait for the end; raise its failure if nobody has."""
+        try:
+            if self.exception() is not None and not self.raised:
+                self.result()
+        finally:
+            del self  # as in `result`
+
+
+@dataclass(eq=False)
+class _Task:
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
+    group: int | None
+    postponable: bool
+    arriving: Transfer | None
+    future: Outcome
+
+    def has_arrived(self) -> bool:
+        """Whether it need not wait. A transfer that failed is raised by the task itself."""
+        try:
+            return self.arriving is None or self.arriving.done()
+        except Exception:
+            return True
+
+
+class Worker:
+    """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once.
+
+    Attributes:
+        failures: how many tasks have failed, raised or not, by their group's number.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
+        self._lock = threading.Lock()
+        self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
+        self._running: Outcome | None = None
+        self._failed: Outcome | None = None
+        self.failures = Counter[int | None]()
+
+    def submit(
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        group: int | None = None,
+        postponable: bool = False,
+        arriving: Transfer | None = None,
+    ) -> Outcome:
+        """Run ``work(*args)``.
+
+        Args:
+            group: the number of the group to whose ranges it keeps: after its earlier tasks. None: after all tasks.
+            postponable: other groups' tasks may go first.
+            arriving: what it waits for; until then tasks that need not wait go first.
+        """
+        self._raise_failure()
+        task = _Task(work, args, group, postponable, arriving, Outcome())
+        with self._lock:
+            self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
+            self._waiting.append(task)
+        return task.future
+
+    def _run_next(self) -> None:
+        with self._lock:
+            if not self._waiting:  # an interrupt came between the call and its task
+                return
+            task = self._choose()
+            self._waiting.remove(task)
+            self._running = task.future
+        task.future.set_running_or_notify_cancel()
+        try:
+            if _delay is not None:
+                _delay()
+            result = task.work(*task.args)
+        except BaseException as failure:
+            self._failed = self._failed or task.future
+            self.failures[task.group] += 1
+            task.future.set_exception(failure)
+        else:
+            task.future.set_result(result)
+        finally:
+            self._running = None
+            del task  # as in `Outcome.result`
+
+    def _choose(self) -> _Task:
+        """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
+        seen: set[int] = set()
+        postponed: _Task | None = None
+        for task in self._waiting:
+            if task.group is None:
+                if task is self._waiting[0]:
+                    return task
+                break
+            if task.group in seen:
+                continue
+            seen.add(task.group)
+            if task.postponable:
+                if postponed is None or task.group < (postponed.group or 0):
+                    postponed = task
+            elif task.has_arrived():
+                return task
+        return postponed or self._waiting[0]
+
+    def drain(self) -> None:
+        """Wait until everything submitted so far is done; raise the first failure."""
+        wait(self._unfinished())
+        self._raise_failure()
+
+    def _unfinished(self) -> list[Outcome]:
+        with self._lock:
+            running = [] if self._running is None else [self._running]
+            return running + [task.future for task in self._waiting]
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            try:
+                failed.settle()
+            finally:
+                del failed  # as in `Outcome.result`
+
+    def close(self, then: Callable[[], None]) -> None:
+        """Finish what was submitted, then run ``then``. Idempotent; also from the worker thread, by the collector."""
+        if threading.current_thread() in self._pool._threads:
+            self._pool.submit(then)
+            self._pool.shutdown(wait=False)
+        else:
+            self._pool.shutdown(wait=True)
+            then()
+
+
+@contextmanager
+def defer_sigint() -> Iterator[None]:
+    """Inside, an interrupt from the keyboard waits for the end; only the main thread gets any."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+Phase = Enum("Phase", ["STORED", "LOADING", "LOADED", "EARLY", "DUE", "UPDATING"])
+_UPDATES = {Phase.EARLY, Phase.DUE, Phase.UPDATING}
+_NEXT = {
+    Phase.STORED: {Phase.LOADING} | _UPDATES,
+    Phase.LOADING: {Phase.LOADED, Phase.STORED} | _UPDATES,
+    Phase.LOADED: {Phase.STORED} | _UPDATES,
+    Phase.EARLY: {Phase.STORED, Phase.LOADING, Phase.UPDATING},
+    Phase.DUE: {Phase.LOADING, Phase.UPDATING},
+    Phase.UPDATING: {Phase.STORED} | _UPDATES,
+}
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """AdamW's numbers for one parameter at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One parameter's share of an update. ``step`` is torch's fp32 scalar, counted up by the update."""
+
+    slot: Slot
+    step: torch.Tensor
+    hyper: Hyper
+
+
+def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:
+    """Whether two lists update the same parameters with the same numbers."""
+    return [(job.slot, job.hyper) for job in left] == [(job.slot, job.hyper) for job in right]
+
+
+@dataclass(eq=False)
+class EarlyUpdate:
+    """An update that was queued before its step.
+
+    Attributes:
+        rollback: what its place (host or level 0) needs to undo it; None: it is final.
+        reads_until: when it has read the gradient on level 0; None: it does not.
+    """
+
+    jobs: list[Job]
+    rollback: Any
+    reads_until: Transfer | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.rollback is None
+
+
+@dataclass(eq=False)
+class LoadedWeights:
+    """A group's weights on level 0.
+
+    Attributes:
+        transfer: what brings or changes them; None: it was waited for.
+        storage_key: of the buffer's storage. own_count: that storage's uses while nobody else holds it.
+        pins: how many use them. locked: one of these is an update, which changes them in place.
+    """
+
+    group: Group
+    reservation: Reservation
+    buffer: torch.Tensor
+    transfer: Transfer | None
+    storage_key: int
+    pins: int = 0
+    own_count: int | None = None
+    locked: bool = False
+
+
+@dataclass(eq=False)
+class GradientBuffer:
+    """A group's flat gradient on level 0, being filled or (``leaving``) on its way; opened for ``expected`` parts."""
+
+    group: Group
+    reservation: Reservation
+    bytes: torch.Tensor
+    expected: int
+    slots: dict[Slot, None] = field(default_factory=dict)
+    leaving: bool = False
+
+    def is_whole(self) -> bool:
+        """Whether every parameter that wants a gradient has one in it."""
+        return len(self.slots) == len(self.group.trainable())
+
+
+@dataclass(eq=False)
+class GradientState:
+    """A group's gradient since the last `zero_grad`.
+
+    Attributes of the thread that runs the model:
+        slots: parameters that have one, in host memory or on the way there. filling: those of them that are on level 0.
+        kind_queued: what ``kind`` will be when the worker has done what is queued.
+        task: the worker's last task that touches the gradient's range. level0_norms: norms that were taken on level 0.
+
+    Attributes of the worker:
+        landed: parameters whose gradient is in the range of ``kind``: ``gradient`` (compute type) or ``accumulated``
+            (fp32 sum).
+        norms: 2-norms that were taken of these.
+    """
+
+    slots: dict[Slot, None] = field(default_factory=dict)
+    filling: GradientBuffer | None = None
+    kind_queued: str = "gradient"
+    task: Outcome | None = None
+    level0_norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    landed: dict[Slot, None] = field(default_factory=dict)
+    kind: str = "gradient"
+    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class GroupState:
+    """See the module's text.
+
+    Attributes:
+        version: counts the changes of the weights.
+        last_load: the newest copy out of the group's weights in storage, over before the host overwrites them.
+        early: the update of `Phase.EARLY`. due: jobs and factor of an update that is not queued yet.
+        update_end: of the group's last update: a task of the worker, or the `LaneEnd` of one on level 0; None: it was
+            waited for.
+    """
+
+    phase: Phase = Phase.STORED
+    loaded: LoadedWeights | None = None
+    version: int = 0
+    last_load: Transfer | None = None
+    early: EarlyUpdate | None = None
+    due: tuple[list[Job], torch.Tensor | None] | None = None
+    update_end: Any = None
+    gradient: GradientState = field(default_factory=GradientState)
+
+    def to(self, phase: Phase) -> None:
+        """Change the phase, as the module's table allows."""
+        assert phase in _NEXT[self.phase], f"{self.phase.name} to {phase.name}"
+        self.phase = phase
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether weights on level 0 are not those of the last step, or may not stay so: its update comes first."""
+        return self.phase in (Phase.EARLY, Phase.DUE)
+
+    def update_is_queued(self) -> None:
+        """An update whose step has come is queued: what it changes in place on level 0 is a load that is under way."""
+        self.to(Phase.UPDATING if self.loaded is None else Phase.LOADING)
+
+    def update_is_stored(self) -> None:
+        """What comes next is ordered after the update."""
+        if self.phase is Phase.UPDATING:
+            self.to(Phase.STORED)
+
+
+class GroupStates:
+    """The states of one model, by group."""
+
+    def __init__(self, groups: Iterable[Group]) -> None:
+        self._states = [GroupState() for _ in groups]
+
+    def __getitem__(self, group: Group) -> GroupState:
+        return self._states[group.index]
+
+
+# -- waiting for bytes -------------------------------------------------------------------------------------------------
+
+
+def current_stream(device: torch.device) -> Any:
+    """The CUDA stream that computes now, None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class InFlightQueue:
+    """Bytes that are free again when copies, or tasks of the worker that read them in place, are over; oldest first."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Sequence[Transfer | Outcome], Callable[[], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, ends: Sequence[Transfer | Outcome], free: Callable[[], None] = lambda: None) -> None:
+        """``free`` is called once, when ``ends`` are over or have failed."""
+        self._queue.append((ends, free))
+
+    def free_oldest(self, stream: torch.cuda.Stream | None = None) -> bool:
+        """Free the oldest; False if there is none.
+
+        ``stream``, from whose memory the bytes are, waits in place of the host where it can: a host that waits has
+        nothing queued when it wakes, and link and GPU stand still.
+        """
+        if not self._queue:
+            return False
+        ends, free = self._queue.popleft()
+        copies = [end for end in ends if isinstance(end, EventTransfer)]
+        try:
+            if stream is None or len(copies) < len(ends):
+                for end in ends:
+                    end.wait() if isinstance(end, Transfer) else end.settle()
+            else:
+                for copy in copies:
+                    copy.wait_on(stream)
+                    copy.let_go()
+        finally:
+            free()
+        return True
+
+    def sweep(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Free what is over, without waiting."""
+        while self._queue and all(end.done() for end in self._queue[0][0]):
+            self.free_oldest(stream)
+
+
+class Stalls:
+    """Waits for bytes on their way to or from level 0, counted as stall of the stack. The owner has a lock.
+
+    On a GPU the computing stream waits and not the host: two timed events are read when both have passed.
+    """
+
+    def __init__(self, stack: VGPUStack) -> None:
+        self._stack = stack
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Order what computes next on level 0 after ``transfer``."""
+        stream = current_stream(self._stack.level0_device)
+        if stream is None or transfer.done():
+            started = time.perf_counter()
+            transfer.wait_on(stream)
+            self._stack.add_stall(time.perf_counter() - started)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        transfer.wait_on(stream)
+        after.record(stream)
+        self._waits.append((before, after))
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._stack.add_stall(before.elapsed_time(after) / 1e3)
+
+
+# -- room on level 0 ---------------------------------------------------------------------------------------------------
+
+FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
+
+
+def reserve(take: Callable[[], Reservation], *free_some: FreeSome) -> Reservation:
+    """What ``take`` gives; while it finds no room, the first of ``free_some`` that has something frees it.
+
+    Raises:
+        InsufficientMemory: none of them has anything left.
+    """
+    while True:
+        try:
+            return take()
+        except InsufficientMemory:
+            if not any(free() for free in free_some):
+                raise
+
+
+_locks: weakref.WeakKeyDictionary[VGPUStack, threading.RLock] = weakref.WeakKeyDictionary()
+_rooms: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Level0Room]] = weakref.WeakKeyDictionary()
+
+
+def drop_idle_weights(stack: VGPUStack) -> None:
+    """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
+    with _locks.setdefault(stack, threading.RLock()):
+        for room in _rooms.get(stack, ()):
+            while room.end_update() or room.drop_weights():
+                pass
+
+
+class Level0Room:
+    """Level 0 as one model sees it, which shares it with the other models of the stack.
+
+    Attributes:
+        lock: held while a thread, of a model or of autograd, changes what level 0 holds of the stack's models. No
+            background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
+        drop_weights: drops an idle group. end_gradient: frees the oldest gradient that leaves. end_update: frees the
+            oldest group that an update holds; each returns False if it has none. sweep_updates: frees those whose
+            update is over. The engine sets them.
+    """
+
+    def __init__(self, stack: VGPUStack, storage: Storage) -> None:
+        self.lock = _locks.setdefault(stack, threading.RLock())
+        self.drop_weights: FreeSome = lambda: False
+        self.end_gradient: FreeSome = lambda: False
+        self.end_update: FreeSome = lambda: False
+        self.sweep_updates: Callable[[], None] = lambda: None
+        self._stack, self._storage = stack, storage
+
+    def join(self) -> None:
+        """From now on, other models of the stack may ask this one for room."""
+        _rooms.setdefault(self._stack, weakref.WeakSet()).add(self)
+
+    def reserve(
+        self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
+    ) -> Reservation:
+        """Bytes of level 0 for a while; ``check`` is called before every attempt.
+
+        Raises:
+            InsufficientMemory: everything on level 0 is in use.
+        """
+
+        def take() -> Reservation:
+            check()
+            return self._storage.take(what, num_bytes, 0)
+
+        def give_up() -> bool:
+            raise self.no_room(what, num_bytes)
+
+        with self.lock:
+            return reserve(take, *free_some, give_up)
+
+    def no_room(self, what: str, num_bytes: int) -> InsufficientMemory:
+        """The error where everything on level 0 is in use."""
+        level = self._stack.levels[0]
+        return InsufficientMemory(
+            f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
+            f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of "
+            "level 0)",
+            needed_bytes=num_bytes,
+            available_bytes=level.capacity_bytes - level.used_bytes,
+        )
+
+    def free_any(self) -> bool:
+        """This model has no idle weights: wait for what leaves level 0, then ask the stack's other models."""
+        return (
+            self.end_gradient()
+            or self.end_update()
+            or any(room.drop_weights() or room.end_gradient() or room.end_update() for room in self._others())
+        )
+
+    def free_weights(self) -> bool:
+        """Drop weights, of this model first; wait for an update that holds some."""
+        return any(room.drop_weights() or room.end_update() for room in (self, *self._others()))
+
+    def _others(self) -> list[Level0Room]:
+        return [room for room in _rooms.get(self._stack, ()) if room is not self]
