@@ -35,8 +35,7 @@ _NAMES = {
     "vblackwell.offload.api": ("VGPUStackLinear", "enable_vgpu_stack_optimization", "offload_of", "release"),
     "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
     "vblackwell.offload.state": ("export_state", "import_state"),
-    "vblackwell.planner.estimator": ("ModelConfig", "VGPUResourceEstimator", "quick_estimate"),
-    "vblackwell.planner.memory_estimate": ("MemoryEstimate",),
+    "vblackwell.planner.memory_estimate": ("MemoryEstimate", "ModelConfig", "VGPUResourceEstimator", "quick_estimate"),
     "vblackwell.planner.parallel.collectives": ("communication_cost",),
     "vblackwell.tools.compare": ("compare",),
 }  # fmt: skip
@@ -77,8 +76,7 @@ if TYPE_CHECKING:
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
-    from vblackwell.planner.estimator import ModelConfig, VGPUResourceEstimator, quick_estimate
-    from vblackwell.planner.memory_estimate import MemoryEstimate
+    from vblackwell.planner.memory_estimate import MemoryEstimate, ModelConfig, VGPUResourceEstimator, quick_estimate
     from vblackwell.planner.parallel.collectives import communication_cost
     from vblackwell.tools.compare import compare
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vblackwell.planner.estimate.advice import Way, advise
+from vblackwell.planner.estimate.command import Way, advise
 from vblackwell.units import GiB, MiB
 
 NOW = Way("", 10 * GiB, 1e-4, 1e9)

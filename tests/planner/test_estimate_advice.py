@@ -13,8 +13,7 @@ import pytest
 
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.nn.decoder.config import DecoderConfig
-from vblackwell.planner.estimate.advice import advice_of, fused
-from vblackwell.planner.estimate.command import estimate_command
+from vblackwell.planner.estimate.command import advice_of, estimate_command, fused
 from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.forecast import PLENTY, estimate_offload
 from vblackwell.planner.memory_estimate import Run, estimate_trace

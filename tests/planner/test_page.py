@@ -11,8 +11,7 @@ from tests.planner.test_estimate import trace_of
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.estimate.page import ORDER, page_of, timeline
 from vblackwell.planner.estimate.result import Estimated
-from vblackwell.planner.estimator import ModelConfig
-from vblackwell.planner.memory_estimate import Run, estimate_trace
+from vblackwell.planner.memory_estimate import ModelConfig, Run, estimate_trace
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.planner.parallel.plan import parallel_plan
 from vblackwell.trace.allocator import replay

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.planner.test_estimate import trace_of
-from vblackwell.planner.estimator import ModelConfig
-from vblackwell.planner.memory_estimate import OPTIMIZERS, Run, optimizer_named
+from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run, optimizer_named
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
 from vblackwell.trace.trace import Trace, trace_training

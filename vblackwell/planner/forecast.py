@@ -185,12 +185,7 @@ class Forecast:
             return Lacking(f"is refused: {error}")
 
     def plan(self, space: Space) -> Plan:
-        """The fastest choice of ``space``.
-
-        Raises:
-            InsufficientMemory: none fits.
-            Untraceable: the model cannot be traced.
-        """
+        """The fastest choice of ``space``. Raises InsufficientMemory where none fits, and Untraceable."""
         plan = make_plan(
             space.choices(), self.least_seconds, self.predict, self.machine.bounds, self.machine.rates.source
         )
@@ -243,11 +238,7 @@ class Forecast:
     def _place_streamed(
         self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
     ) -> Placed | Lacking:
-        """With the sizes of ``choice``, if it has some.
-
-        Raises:
-            InsufficientMemory: level 0 or the levels below are too small.
-        """
+        """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
         machine, bounds = self.machine, self.machine.bounds
         step = self.step_bytes(choice, trace) if machine.has_gpu else 0
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
@@ -313,9 +304,7 @@ class Forecast:
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
-        """How ``free`` bytes of level 0 are divided: a ring, gradients on their way, a few weights, the turn, more of
-        either.
-        """
+        """How ``free`` bytes of level 0 are divided: ring, gradients on their way, a few weights, the turn, more of either."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
@@ -386,11 +375,9 @@ class OffloadEstimate:
     """What a streamed run holds.
 
     Attributes:
-        level0: bytes of level 0 for loaded weights, states passing through, gradients; activations and context come on
-            top.
-        host, disk: bytes that it needs of each; in RAM also what a disk level's threads take where it is used.
-        step: activations, logits and workspace of the step.
+        level0: bytes of level 0 for loaded weights, passing states, gradients. step: activations, logits, workspace.
         fragmentation: what the allocator reserves for both beyond what they take.
+        host, disk: bytes that it needs of each; in RAM also what a disk level's threads take where it is used.
         refused: why it does not fit, instead of numbers.
         tokens_per_second, bottleneck: and the lane that works most; None where the card's rates are not known.
     """
@@ -452,8 +439,7 @@ def _any_rates() -> Rates:
 
 
 def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
-    """What segments hold beyond a streamed run's step and the groups that come and go: holes of the one, rounding of
-    the other.
+    """What segments hold beyond a streamed run's step and the groups that come and go: holes and rounding.
 
     Five small decoders on an H200 reserved 7 % more to 7 % less than with this; 5 to 13 % more than without.
     """

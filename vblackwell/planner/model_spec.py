@@ -20,7 +20,7 @@ from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.trace.causal_lm import build_causal_lm, language_loss
-from vblackwell.trace.storage_log import StoragesWithBytes
+from vblackwell.trace.recorder import StoragesWithBytes
 from vblackwell.trace.trace import Untraceable, brief, on_meta
 from vblackwell.units import format_bytes
 
@@ -80,8 +80,7 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
     names = [*decoders, *KNOWN_MODELS]
     raise ConfigurationError(
         f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or "
-        "hub id, a config.json, "
-        "or package.module:factory"
+        "hub id, a config.json, or package.module:factory"
     )
 
 
@@ -96,11 +95,8 @@ def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
 
 
 def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec:
-    """The causal model that a config.json's ``fields`` describe; ``source`` is its name in errors.
-
-    Raises:
-        ConfigurationError: no vocabulary, or learned positions that end before ``seq_length``; what `build_causal_lm`
-            refuses, when built.
+    """The causal model that a config.json's ``fields`` describe; ``source`` is its name in errors. Raises
+    ConfigurationError where there is no vocabulary, or learned positions end before ``seq_length``.
     """
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
@@ -118,9 +114,7 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec
 
 
 def _of_factory(text: str) -> ModelSpec:
-    """``package.module:factory``, called without arguments; the module's forward takes token numbers and gives logits
-    or a loss.
-    """
+    """``package.module:factory``, called without arguments; its forward takes token numbers and gives logits or a loss."""
     module_name, _, factory_name = text.partition(":")
     try:
         # Imports look into the working folder first, as under `python -m`.
@@ -129,10 +123,8 @@ def _of_factory(text: str) -> ModelSpec:
     except VBError:
         raise
     except Exception as error:  # a stranger's code may raise anything
-        raise ConfigurationError(
-            f"{text} cannot be imported: {brief(error)} (modules are looked for in the working folder, then where "
-            "Python finds them)"
-        ) from error
+        where = "modules are looked for in the working folder, then where Python finds them"
+        raise ConfigurationError(f"{text} cannot be imported: {brief(error)} ({where})") from error
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ConfigurationError(
             f"{text} is {type(factory).__name__}: give a function or class that makes a torch.nn.Module"
@@ -152,13 +144,8 @@ def _of_factory(text: str) -> ModelSpec:
 
 
 def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What ``factory`` gives, on meta; and if it had to be built for real before, why.
-
-    A module that can neither be built nor copied there is the real one: it cannot be traced, and can be measured.
-
-    Raises:
-        InsufficientMemory: it has to be built for real, and there is no room.
-        ConfigurationError: it cannot be built at all.
+    """What ``factory`` gives, on meta; and if it had to be built for real before, why. A module that can neither be built
+    nor copied there is the real one: it cannot be traced, and can be measured.
     """
     try:
         with torch.device("meta"):
@@ -169,8 +156,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     free = memory_facts().available_bytes
     refusal = (
         f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the "
-        f"{format_bytes(free)} of RAM that "
-        "were free: leave out of the factory what needs values, such as .item() and files that are loaded"
+        f"{format_bytes(free)} of RAM that were free: leave out of the factory what needs values, such as .item() and files that are loaded"
     )
     try:
         with StoragesWithBytes(free, refusal):

@@ -53,11 +53,8 @@ TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest,
 
 @dataclass(frozen=True)
 class Fit:
-    """A model that a machine has room for.
-
-    Attributes:
-        task: of `TASKS`. how: where things are, in words. resident: nothing passes over the link for lack of room.
-        gpu, host, disk: bytes, the CUDA context not counted.
+    """A model that a machine has room for: ``how`` is where things are, in words; ``resident``: nothing passes over the
+    link for lack of room; bytes of ``gpu``, ``host``, ``disk`` without the CUDA context.
     """
 
     task: str
@@ -121,9 +118,7 @@ class WhatFits:
         return self._packed(name) if only_resident else self.parameters(name) * MIN_PACKED
 
     def _most_speed(self, task: str, name: str, place: Machine) -> float:
-        """Tokens a second that ``name`` cannot pass: products of a step, and what must cross the link or be on the disk
-        and come back.
-        """
+        """Tokens a second that ``name`` cannot pass: by products of a step, and by what must cross the link or the disk."""
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         if task == "run":
             passing = parameters * MIN_PACKED - bounds.gpu

@@ -23,11 +23,7 @@ from vblackwell.errors import ConfigurationError, Unsupported, nearest
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model that ``fields`` (a config.json) describe, in training mode, on meta.
-
-    Raises:
-        ConfigurationError: a field is missing or impossible, or transformers has no such causal model.
-    """
+    """The model that ``fields`` (a config.json) describe, in training mode, on meta; ConfigurationError where they cannot."""
     was_on = gc.isenabled()
     gc.disable()  # ten thousand objects of transformers stay: looking for garbage among them is a tenth of its import
     try:
@@ -144,7 +140,7 @@ def plain_batches() -> Iterator[None]:
 
 
 def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that the model computes itself from ``input_ids`` and ``labels``."""
+    """The loss that the model computes itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss

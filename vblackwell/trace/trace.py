@@ -104,19 +104,14 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Check that there is something to train, before autograd complains in its words.
-
-    Raises:
-        ConfigurationError: no parameter has ``requires_grad``; with what to do.
-    """
+    """Raises ConfigurationError, with what to do, where no parameter has ``requires_grad``."""
     parameters = list(model.parameters())
     if any(param.requires_grad for param in parameters):
         return
     frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
     raise ConfigurationError(
         f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-        "requires_grad_(True) on "
-        "what is to learn, or train adapters over a frozen base (vb train --model FOLDER --lora 16)"
+        "requires_grad_(True) on what is to learn, or train adapters over a frozen base (vb train --model FOLDER --lora 16)"
     )
 
 
@@ -134,13 +129,11 @@ def trace_training(
     """Run ``steps`` training steps of ``model`` without bytes, and say what they allocate on the GPU.
 
     Args:
-        model: any module, wherever it is; it is not changed unless it is on meta, where it ends with a gradient of no
-            bytes.
-        make_batch: called once a step; what it makes on device 'cuda' counts.
-        loss: (model, batch) to a scalar.
+        model: any module, wherever it is; it is not changed.
+        make_batch: called once a step; what it makes on device 'cuda' counts. loss: (model, batch) to a scalar.
         make_optimizer: parameters to an optimizer; None: forward and backward only.
         autocast: dtype of an autocast region around the loss.
-        capability: of the GPU; decides cuBLAS's workspace. num_sms: its multiprocessors.
+        capability, num_sms: of the GPU: decide cuBLAS's workspace, and how sums are divided.
 
     Raises:
         Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's
@@ -153,7 +146,18 @@ def trace_training(
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
             masquerade.item_read = recorder.read
             _see_weights(recorder, model)
-            _Training(recorder, masquerade, model, make_batch, loss).run(steps, make_optimizer)
+            optimizer = make_optimizer(model.parameters()) if make_optimizer else None
+            with Answering(recorder.answers):
+                head = last_module_with_weights(model, make_batch, loss)
+            with _watching(head, recorder):
+                model.zero_grad(set_to_none=True)
+                for recorder.step in range(steps):
+                    recorder.counts_work = recorder.step == steps - 1
+                    with recorder:
+                        _run_step(recorder, masquerade, model, make_batch, loss, optimizer)
+                recorder.enter_phase("setup")
+                model.zero_grad(set_to_none=True)
+            del optimizer  # its states end here, where it is seen
     except VBError:
         raise
     except Exception as error:  # anything may come out of a stranger's model; all of it means the same here
@@ -176,10 +180,8 @@ def trace_training(
 def trace_forward(
     model: nn.Module, make_batch: Callable[[], Any], loss: Loss, capability: tuple[int, int] = (8, 0)
 ) -> tuple[Work, ...]:
-    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`.
-
-    Every operator is issued as one, and the host's time between them is left out: decoding replays most of it as a
-    graph.
+    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is issued
+    as one, without the host's time between them: decoding replays most of it as a graph.
     """
     model = on_meta(model)
     recorder = Recorder(capability, counts_work=True)
@@ -212,60 +214,42 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
                 recorder.see(tensor, category)
 
 
-@dataclass(frozen=True)
-class _Training:
-    """What a training step is made of, and who watches."""
-
-    recorder: Recorder
-    masquerade: CudaOnMeta
-    model: nn.Module
-    make_batch: Callable[[], Any]
-    loss: Loss
-
-    def run(self, steps: int, make_optimizer: MakeOptimizer | None) -> None:
-        recorder, model = self.recorder, self.model
-        optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-        with Answering(recorder.answers):
-            head = last_module_with_weights(model, self.make_batch, self.loss)
-        with _watching(head, recorder):
-            model.zero_grad(set_to_none=True)
-            for recorder.step in range(steps):
-                recorder.counts_work = recorder.step == steps - 1
-                with recorder:
-                    self._run_step(optimizer)
-            recorder.enter_phase("setup")
-            model.zero_grad(set_to_none=True)
-
-    def _run_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        recorder, masquerade = self.recorder, self.masquerade
-        recorder.enter_phase("forward")
-        batch = self.make_batch()
-        masquerade.cache_casts = True
-        value = self.loss(self.model, batch)
-        masquerade.drop_casts()
-        masquerade.cache_casts = False
-        for index in recorder.log.alive():
-            kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
-            if kind:
-                recorder.category.setdefault(index, kind)
-        recorder.enter_phase("loss_backward")
-        born = len(recorder.born_in)
-        value.backward()
-        _see(recorder, (parameter.grad for parameter in self.model.parameters()), "gradients")
-        for index in range(born, len(recorder.born_in)):
-            if recorder.born_in[index] == "loss_backward":
-                recorder.category.setdefault(index, "logits_and_loss")
-        del value
-        recorder.enter_phase("optimizer")
-        if optimizer is None:
-            self.model.zero_grad(set_to_none=True)
-            return
-        # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
-        masquerade.items_are_one = True
-        optimizer.step()
-        masquerade.items_are_one = False
-        _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
-        optimizer.zero_grad(set_to_none=True)
+def _run_step(
+    recorder: Recorder,
+    masquerade: CudaOnMeta,
+    model: nn.Module,
+    make_batch: Callable[[], Any],
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    recorder.enter_phase("forward")
+    batch = make_batch()
+    masquerade.cache_casts = True
+    value = loss(model, batch)
+    masquerade.drop_casts()
+    masquerade.cache_casts = False
+    for index in recorder.log.alive():
+        kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
+        if kind:
+            recorder.category.setdefault(index, kind)
+    recorder.enter_phase("loss_backward")
+    born = len(recorder.born_in)
+    value.backward()
+    _see(recorder, (parameter.grad for parameter in model.parameters()), "gradients")
+    for index in range(born, len(recorder.born_in)):
+        if recorder.born_in[index] == "loss_backward":
+            recorder.category.setdefault(index, "logits_and_loss")
+    del value
+    recorder.enter_phase("optimizer")
+    if optimizer is None:
+        model.zero_grad(set_to_none=True)
+        return
+    # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
+    masquerade.items_are_one = True
+    optimizer.step()
+    masquerade.items_are_one = False
+    _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
+    optimizer.zero_grad(set_to_none=True)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------
@@ -306,9 +290,8 @@ _known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it tak
 def last_module_with_weights(
     model: nn.Module, make_batch: Callable[[], Any], loss: Callable[[nn.Module, Any], Any]
 ) -> nn.Module | None:
-    """The module of parameters of its own that the forward calls last, the head; None where the model has none.
-
-    Models of one class whose modules have the same names and classes are asked once.
+    """The module with parameters that the forward calls last, the head; None where the model has none. Models of one
+    class whose modules have the same names and classes are asked once.
     """
     modules = dict(model.named_modules())
     remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
@@ -316,12 +299,8 @@ def last_module_with_weights(
     if remembered and key in _known_heads:
         return modules[_known_heads[key]]
     called: list[str] = []
-
-    def note(name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda module, inputs: called.append(name)
-
     handles = [
-        module.register_forward_pre_hook(note(name))
+        module.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
         for name, module in modules.items()
         if any(True for _ in module.parameters(recurse=False))
     ]

@@ -19,7 +19,7 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
 from vblackwell.planner.memory_estimate import Run, optimizer_named
-from vblackwell.trace.storage_log import StorageLog, StoragesWithBytes
+from vblackwell.trace.recorder import StorageLog, StoragesWithBytes
 from vblackwell.trace.trace import Trace, Untraceable, brief
 from vblackwell.units import format_bytes
 
