@@ -183,7 +183,8 @@ def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
         rounds,
         0.85,
     )
-    plain.close(), disk.close(), host.close()
+    for each in (plain, disk, host):
+        each.close()
     return [write, read]
 
 
@@ -263,7 +264,7 @@ def append(results: list[Result], about: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--disk-path", default=None, help="directory on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and a smaller disk range; not for quoting")
     args = parser.parse_args()

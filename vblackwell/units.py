@@ -1,7 +1,7 @@
 """Bytes in and out of text: ``'8GiB'`` <-> 8589934592, and lengths of time.
 
-Capacities are powers of 1024 (KiB, MiB, GiB, TiB), also when written KB, MB, GB, TB by a hurried user of ``--fast-memory``:
-the commands print what they understood. Rates are decimal (GB/s), as vendors quote them.
+Capacities are powers of 1024, also when written KB, MB, GB, TB: the commands print what they understood. Rates are
+decimal (GB/s), as vendors quote them.
 """
 
 from __future__ import annotations

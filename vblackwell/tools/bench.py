@@ -408,11 +408,7 @@ def _show(report: dict[str, Any]) -> None:
         lines = [_cells(row, phase) for row in rows if row[phase] is not None]
         if not lines:
             continue
-        print()
-        if sys.stdout.isatty():
-            _show_rich(phase, header, lines)
-            continue
-        print(f"{phase}:")
+        print(f"\n{phase}:")
         widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
         for line in (header, *lines):
             print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -423,13 +419,3 @@ def _show(report: dict[str, Any]) -> None:
     for row in rows:
         for phase, reason in row["refused"].items():
             print(f"{row['name']}, {phase}: not measured: {reason}")
-
-
-def _show_rich(title: str, header: tuple[str, ...], lines: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, title=title, title_justify="left")
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table, markup=False)

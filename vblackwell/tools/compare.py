@@ -31,7 +31,7 @@ class Comparison:
         sqnr_db: the same in decibels; inf where nothing differs.
         layers: by module name in order of execution, where asked for.
         rms: root of the mean of (a - b)^2.
-        a, b: what each model took; of layers, and where no repeats were asked for, None.
+        a, b: what each model took; None of layers, and where no repeats were asked for.
     """
 
     absolute: float
@@ -45,12 +45,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model took for an input.
-
-    Attributes:
-        milliseconds: of one pass, median.
-        weight_bytes: of parameters and buffers, packed ones as packed.
-        peak_bytes: most that a pass allocated in addition at a time.
+    """What a model took for an input: median of a pass, bytes of parameters and buffers as they are packed, and the most
+    that a pass allocated in addition at a time.
     """
 
     milliseconds: float
@@ -74,7 +70,11 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
     apart, devices = _apart(model_a, model_b, x, per_layer)
     if not repeats:
         return apart
-    costs = [_cost(model, x, device, repeats) for model, device in zip((model_a, model_b), devices, strict=True)]
+    costs = []
+    for model, device in zip((model_a, model_b), devices, strict=True):
+        with _recorded(model, per_layer=False):
+            found = measure(partial(_call, model, x), device, repeats)
+        costs.append(ModelCost(found.milliseconds, weight_bytes(model), found.peak_bytes))
     return dataclasses.replace(apart, a=costs[0], b=costs[1])
 
 
@@ -101,12 +101,6 @@ def difference(a: Tensor, b: Tensor) -> Comparison:
     absolute = float((a.double() - b.to(a.device).double()).abs().max()) if a.numel() else 0.0
     relative = (noise / signal) ** 0.5 if signal else (0.0 if noise == 0 else float("inf"))
     return Comparison(absolute, relative, decibels(noise, signal), rms=(noise / max(a.numel(), 1)) ** 0.5)
-
-
-def _cost(model: nn.Module, x: Any, device: torch.device, repeats: int) -> ModelCost:
-    with _recorded(model, per_layer=False):
-        found = measure(lambda: _call(model, x), device, repeats)
-    return ModelCost(found.milliseconds, weight_bytes(model), found.peak_bytes)
 
 
 def _call(model: nn.Module, x: Any) -> Any:

@@ -73,11 +73,8 @@ class Measured:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers, packed ones as packed; what is shared counts once."""
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
-    }
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> Measured:

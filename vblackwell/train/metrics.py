@@ -99,13 +99,10 @@ def traffic_of(stats: dict[str, Any]) -> Traffic:
 
 
 class MetricsLog:
-    """Appends to ``folder``/metrics.jsonl and, if wanted, to TensorBoard events in ``folder``/tensorboard.
+    """Appends to ``folder``/metrics.jsonl, cut off after ``keep_steps``, and if wanted to events in its tensorboard/.
 
     Events are written here and not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a
     traceback of it.
-
-    Args:
-        keep_steps: what an earlier attempt wrote beyond this step is cut off.
 
     Raises:
         CorruptData: metrics.jsonl of an earlier attempt is not what a run writes.
