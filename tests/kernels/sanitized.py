@@ -148,8 +148,8 @@ def two_parts() -> None:
     tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
     for m, split in itertools.product((1, 5, 16), {clusters(), False}):
         plan = two_part.plan_two_part(m, N, K, split)
-        two_part.run_mma(plan, here(normal(m, K).bfloat16()), tiled, None, "none", N)
-    two_part.run_dequantize(tiled, N, K, torch.bfloat16)
+        fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, None, "none", N)
+    fp4_launch.run_dequantize(tiled, N, K, torch.bfloat16)
     for k in (96, 77):
         w_NK = wide_weight(70, k, torch.bfloat16)
         scales = training_scales(w_NK)

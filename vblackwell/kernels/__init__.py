@@ -1,1 +1,1 @@
-"""Kernels: tensors in, tensors out. One op a file; ``dispatch.py`` says which backend runs and why the others do not."""
+"""Kernels: tensors in, tensors out. ``runtime/registry.py`` says which backend runs, and why not the others."""

@@ -80,10 +80,7 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     """The most that torch allocated, and reserved from the driver; None on the CPU, where torch does not count."""
     if device.type != "cuda":
         return None
-    return {
-        "allocated": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.max_memory_reserved(device),
-    }
+    return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
 
 
 # -- the type that is computed in --------------------------------------------------------------------------------------

@@ -193,17 +193,9 @@ def list_gpus() -> list[GPUFacts]:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle).busId
                 major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-                gpu = GPUFacts(
-                    index,
-                    nvml.nvmlDeviceGetName(handle),
-                    int(memory.total),
-                    int(memory.free),
-                    (major, minor),
-                    place,
-                    driver,
-                    (cuda // 1000, cuda % 1000 // 10),
-                    numa_node_of_pci(place),
-                )
+                name, sizes = nvml.nvmlDeviceGetName(handle), (int(memory.total), int(memory.free))
+                versions = (driver, (cuda // 1000, cuda % 1000 // 10))
+                gpu = GPUFacts(index, name, *sizes, (major, minor), place, *versions, numa_node_of_pci(place))
             except nvml.NVMLError as error:
                 warnings.warn(f"GPU {index} is left out: the NVIDIA driver says {error} of it", stacklevel=2)
             else:
@@ -256,60 +248,22 @@ def _why_not_this_gpu() -> str | None:
     major, minor = torch.cuda.get_device_capability(0)
     if arches and major * 10 + minor < min(arches):
         return (
-            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels "
-            "from "
-            f"sm_{min(arches)} on only: install an older torch"
+            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels from"
+            f" sm_{min(arches)} on only: install an older torch"
         )
     return None
 
 
 class HardwareDetector:
-    """Facts that kernels and planners ask for, by attribute. GPU attributes start CUDA; the others do not."""
+    """Facts that kernels and planners ask for, by attribute."""
 
     def __init__(self, device_index: int = 0) -> None:
         self.device_index = device_index
 
     @property
-    def has_gpu(self) -> bool:
-        """Whether torch can use a GPU."""
-        return torch.cuda.is_available()
-
-    @property
     def l2_cache_size(self) -> int:
-        """Bytes of the GPU's L2 cache; of a CPU core's where torch can use no GPU."""
-        if self.has_gpu:
+        """Bytes of the GPU's L2 cache (starts CUDA); of a CPU core's where torch can use no GPU."""
+        if torch.cuda.is_available():
             return torch.cuda.get_device_properties(self.device_index).L2_cache_size
         text = (_text(Path("/sys/devices/system/cpu/cpu0/cache/index2/size")) or "0").strip()
         return int(text.rstrip("KMG")) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1], 1)
-
-    @property
-    def fast_memory_bytes(self) -> int:
-        """Bytes of the GPU's memory; of the RAM that this process may use where torch can use no GPU."""
-        if self.has_gpu:
-            return torch.cuda.get_device_properties(self.device_index).total_memory
-        return self.memory.total_bytes
-
-    @property
-    def num_sms(self) -> int:
-        """Streaming multiprocessors of the GPU; 0 without one."""
-        return torch.cuda.get_device_properties(self.device_index).multi_processor_count if self.has_gpu else 0
-
-    @property
-    def compute_capability(self) -> tuple[int, int] | None:
-        """(major, minor) of the GPU; None without one."""
-        return torch.cuda.get_device_capability(self.device_index) if self.has_gpu else None
-
-    @property
-    def memory(self) -> MemoryFacts:
-        """RAM that this process may use."""
-        return memory_facts()
-
-    @property
-    def gpus(self) -> list[GPUFacts]:
-        """All NVIDIA GPUs, also those that torch cannot use."""
-        return list_gpus()
-
-    @property
-    def num_cpus(self) -> int:
-        """Cores that this process may run on."""
-        return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""GPUs by name: what `--gpu` knows where there is none. Drivers report a little less than the nominal capacities here."""
+"""GPUs by name: what `--gpu` knows where there is none. Drivers report a little less than these nominal capacities."""
 
 from __future__ import annotations
 
@@ -68,11 +68,9 @@ def _read(line: str) -> KnownGPU:
     major, minor = capability.split(".")
     # H200 and B200 are sold in units of 10^9 bytes, the others in 2^30.
     unit = 10**9 if int(size) in (141, 180) else GiB
+    which = (name.strip(), int(size) * unit, (int(major), int(minor)), int(num_sms))
     return KnownGPU(
-        name.strip(),
-        int(size) * unit,
-        (int(major), int(minor)),
-        int(num_sms),
+        *which,
         half_flops=float(half) * 1e12,
         fp32_flops=float(fp32) * 1e12,
         memory_bytes_per_second=float(memory) * 1e9,

@@ -42,7 +42,6 @@ def default_disk_path() -> str:
         if path.is_dir() and os.access(path, os.W_OK) and not disk_facts(path).ram_backed:
             return str(path)
     raise ConfigurationError(
-        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path', "
-        "or set "
-        f"{DISK_PATH_VARIABLE}"
+        f"none of {', '.join(map(str, candidates))} is a writable directory on a disk: give the ssd level a 'path',"
+        f" or set {DISK_PATH_VARIABLE}"
     )

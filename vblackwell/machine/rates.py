@@ -5,9 +5,11 @@ and 0.79 both ways at once (docs/journal/offload.md).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -117,22 +119,12 @@ def keep_rates(gpu_name: str, rates: Rates) -> None:
 
 def rates_of(card: KnownGPU) -> Rates:
     """Measured on this machine, if it has such a card and ``vb doctor`` has run; else by its data sheet."""
-    folder = _folder()
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        found = _read(path)
-        if found is not None and known_as(found[0]) == card:
-            return found[1]
-    return assumed_rates(card)
+    return next((rates for name, rates in _all_kept() if known_as(name) == card), None) or assumed_rates(card)
 
 
 def kept_rates(gpu_name: str) -> Rates | None:
     """What `keep_rates` remembers of the GPU that the driver calls so; None if it was never measured here."""
-    folder = _folder()
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        found = _read(path)
-        if found is not None and found[0] == gpu_name:
-            return found[1]
-    return None
+    return next((rates for name, rates in _all_kept() if name == gpu_name), None)
 
 
 def keep_disk(path: str, gbps: dict[str, Any]) -> None:
@@ -170,10 +162,9 @@ def _folder() -> Path:
     return cache_root() / "rates"
 
 
-def _read(path: Path) -> tuple[str, Rates] | None:
-    """The GPU's name and its rates; None where the file holds neither."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return str(values["gpu"]), Rates.from_dict(values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+def _all_kept() -> Iterator[tuple[str, Rates]]:
+    """GPUs' names and their rates; files that hold neither are passed over."""
+    for path in sorted(_folder().glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            yield str(values["gpu"]), Rates.from_dict(values)

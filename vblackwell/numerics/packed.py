@@ -116,10 +116,6 @@ class PackedTensor:
         """Bytes held: codes, scales and padding."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / math.prod(self.shape)
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of ``shape``, in ``dtype`` (default: that of the tensor that was packed)."""
         matrix = dequantize(
@@ -185,5 +181,6 @@ class PackedTensor:
                 )
             if tensor.device != self.codes.device:
                 raise ConfigurationError(
-                    f"{self.format} tensor: {name} is on {tensor.device}, codes on {self.codes.device}; move them together"
+                    f"{self.format} tensor: {name} is on {tensor.device}, codes on {self.codes.device}; move them"
+                    " together"
                 )

@@ -109,8 +109,8 @@ class SeparatedTensor:
 
 
 def separate(
-    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None, workspace_bytes: int | None = None,
-    name: str = "tensor",
+    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None,
+    workspace_bytes: int | None = None, name: str = "tensor",
 ) -> SeparatedTensor:  # fmt: skip
     """``tensor`` in two parts, any shape and size; arguments, and what is refused, as for `quantize`."""
     options = {"tensor_scale": tensor_scale, "workspace_bytes": workspace_bytes, "name": name}
@@ -125,7 +125,8 @@ def fine_part(tensor: Tensor, coarse: PackedTensor) -> Tensor:
     """
     if coarse.format != FORM.name or coarse.shape != tuple(tensor.shape):
         raise ConfigurationError(
-            f"a {coarse.format} part of shape {coarse.shape} cannot be refined by a tensor of shape {tuple(tensor.shape)}"
+            f"a {coarse.format} part of shape {coarse.shape} cannot be refined by a tensor of shape"
+            f" {tuple(tensor.shape)}"
         )
     w_NK = tensor.detach().reshape(coarse.n, coarse.k)
     fine = torch.empty_like(coarse.codes)

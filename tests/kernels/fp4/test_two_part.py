@@ -9,6 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.kernels import emulation
 from tests.kernels.machine_code import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
@@ -72,7 +73,7 @@ def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
 
 
 def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
-    x_MK, k = two_part.aligned(x_MK)
+    x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
@@ -197,7 +198,7 @@ def test_dequantize_source_is_the_oracle(dtype, n, k):
     tiled = layout.parts_to_tiled(*parts, n, k)
     macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float32: 2}[dtype]}
     grid = ((k + 255) // 256, (n + 31) // 32)
-    emulation._call(two_part.DEQUANTIZE_FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
+    emulation._call(fp4_launch.PARTS_DEQUANTIZE_FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
     assert torch.equal(out, w_NK.to(dtype))
 
 
@@ -386,12 +387,12 @@ def test_kernel_on_the_gpu(m, n, k):
     for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
         plan = two_part.plan_two_part(m, n, k, clusters)
         first, second = (
-            two_part.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2)
+            fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2)
         )  # fmt: skip
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        written = two_part.run_dequantize(tiled, n, k, dtype)
+        written = fp4_launch.run_dequantize(tiled, n, k, dtype)
         assert torch.equal(written.cpu(), w_NK.to(dtype))
     # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another
     # place by each, so each is compared with its own float64.

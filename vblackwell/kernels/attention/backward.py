@@ -7,8 +7,8 @@ products start at: -delta of each row, delta = sum(out * dout), and -lse in unit
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from vblackwell.kernels.attention.device import (
 
 @triton.jit
 def _walk_keys(
-    dq, q, dout, lse, delta, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
-    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-    seed_ptr, dropout, dropout_head,
-    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
+    dq, q, dout, lse, delta, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v, mask,
+    stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope, seed_ptr, dropout,
+    dropout_head, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     row = (row0 + tl.arange(0, ROWS))[:, None]
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
@@ -81,13 +80,12 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=LISTED)
 def query_gradient(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dq_ptr,
-    mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
-    stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
-    stride_ob, stride_on, stride_o, stride_gb, stride_gn, stride_g, stride_dqb, stride_dqn, stride_dq,
-    stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
-    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
-    GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dq_ptr, mask_ptr, items_ptr, counts_ptr,
+    order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr, stride_qb, stride_qn, stride_q, stride_kb, stride_kn,
+    stride_k, stride_vb, stride_vn, stride_v, stride_ob, stride_on, stride_o, stride_gb, stride_gn, stride_g,
+    stride_dqb, stride_dqn, stride_dq, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
+    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout, GROUP: tl.constexpr,
+    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
@@ -149,23 +147,23 @@ def query_gradient(
         edge_first = whole_end
     if HAS_LEFT and not MASK:
         dq = _walk_keys(
-            dq, q_values, dout_values, lse, delta, k, v, first, whole_first, items, row0, batch, head, kv_head, stride_k, stride_v,
-            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-            seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            dq, q_values, dout_values, lse, delta, k, v, first, whole_first, items, row0, batch, head, kv_head,
+            stride_k, stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+            softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True,
+            H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
     dq = _walk_keys(
-        dq, q_values, dout_values, lse, delta, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
-        mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-        seed_ptr, dropout, dropout_head,
-        MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+        dq, q_values, dout_values, lse, delta, k, v, whole_first, whole_end, items, row0, batch, head, kv_head,
+        stride_k, stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap,
+        slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS,
+        COLUMNS, PRECISION, TMA, ENDS,
     )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
         dq = _walk_keys(
-            dq, q_values, dout_values, lse, delta, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k, stride_v,
-            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-            seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            dq, q_values, dout_values, lse, delta, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k,
+            stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+            seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS,
+            COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
     store_tile(dq_out, row0, stride_dq, q_len, dq * scale, ROWS, H, D)
 
@@ -173,11 +171,10 @@ def query_gradient(
 @triton.jit
 def _walk_queries(
     dk, dv, k, v, q, dout, lse_ptr, delta_ptr, start_ptr, begin, end, items, col0, batch, head, stride_q, stride_g,
-    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-    seed_ptr, dropout, dropout_head,
-    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
+    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope, seed_ptr, dropout,
+    dropout_head, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Everything transposed, keys in lines: so the products' left operands come from registers."""
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
@@ -201,10 +198,10 @@ def _walk_queries(
         if MASK == 2 and EDGES:
             # read as it lies, keys side by side
             values = tl.trans(load_mask(
-                mask, start, col0, tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], stride_mask_row, stride_mask_col,
-                q_len, k_len,
+                mask, start, col0, tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], stride_mask_row,
+                stride_mask_col, q_len, k_len,
             ))  # fmt: skip
-        # Asked for before the tiles, so that they are on their way while the products of the tile before are still at work;
+        # Asked for before the tiles, so that they are on their way during the products of the tile before;
         # delta (negative, see above) only where a mask leaves the registers.
         if PLAIN:  # rows beyond the end get no probability
             first_sum = tl.load(start_ptr + line, line < q_len, other=float("-inf"))
@@ -214,7 +211,7 @@ def _walk_queries(
             delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
         q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         if PLAIN:
-            # The sum that the product is added to starts at what is added or subtracted, which then holds no registers of its own.
+            # The sum starts at what is added or subtracted, which then holds no separate registers.
             if MASK == 2 and EDGES:
                 s = values.to(dk.dtype) * (1.0 / scale) + first_sum[None, :]
             else:
@@ -250,16 +247,15 @@ def _walk_queries(
 
 @triton.jit(do_not_specialize=LISTED)
 def key_gradient(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dk_ptr, dv_ptr,
-    mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
-    stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
-    stride_gb, stride_gn, stride_g, stride_dkb, stride_dkn, stride_dk, stride_dvb, stride_dvn, stride_dv,
-    stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
-    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
-    GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, start_ptr, dk_ptr, dv_ptr, mask_ptr, items_ptr, counts_ptr,
+    order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr, stride_qb, stride_qn, stride_q, stride_kb, stride_kn,
+    stride_k, stride_vb, stride_vn, stride_v, stride_gb, stride_gn, stride_g, stride_dkb, stride_dkn, stride_dk,
+    stride_dvb, stride_dvn, stride_dv, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
+    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout, GROUP: tl.constexpr,
+    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ENDS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads that share them, in order."""
     k_tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -316,23 +312,23 @@ def key_gradient(
             edge_first = whole_end
         if HAS_RIGHT and not MASK:
             dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, start, first, whole_first, items, col0, batch, head, stride_q, stride_g,
-                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-                seed_ptr, dropout, dropout_head,
-                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+                dk, dv, k_values, v_values, q, dout, lse, delta, start, first, whole_first, items, col0, batch, head,
+                stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+                softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT,
+                True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
             )  # fmt: skip
         dk, dv = _walk_queries(
-            dk, dv, k_values, v_values, q, dout, lse, delta, start, whole_first, whole_end, items, col0, batch, head, stride_q, stride_g,
-            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-            seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            dk, dv, k_values, v_values, q, dout, lse, delta, start, whole_first, whole_end, items, col0, batch, head,
+            stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+            softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False,
+            H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
         if HAS_LEFT or MASK:
             dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, start, edge_first, end, items, col0, batch, head, stride_q, stride_g,
-                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-                seed_ptr, dropout, dropout_head,
-                MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+                dk, dv, k_values, v_values, q, dout, lse, delta, start, edge_first, end, items, col0, batch, head,
+                stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
+                softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT,
+                True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
             )  # fmt: skip
     store_tile(dk_out, col0, stride_dk, k_len, dk * scale, COLUMNS, H, D)
     store_tile(dv_out, col0, stride_dv, k_len, dv, COLUMNS, H, D)

@@ -9,8 +9,8 @@ turns each line of that into a run of whole tiles, which is walked by counting, 
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def pack_bits(
     values = tl.load(corner + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0)
     bit = (values != 0).to(tl.int32)
     half = tl.arange(0, 2)
-    # Halves of words: 32 bits that add up without carries. Of a broadcast dimension every program writes the same there.
+    # Halves of words: 32 bits that add up without carries. Of a broadcast dimension every program writes the same.
     words = tl.sum((bit << (col[None, :] & 31)).reshape(64, 2, 32), 2).to(tl.int32)
     at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
     tl.store(
@@ -188,7 +188,7 @@ def _larger(a, b):
 
 @triton.jit
 def collect_tiles(state_ptr, items_ptr, counts_ptr, stride_which, stride_line, stride_tile, tiles, BLOCK: tl.constexpr):
-    """The longest run of whole tiles first (of equals the first), then the partial ones, and what is whole elsewhere."""
+    """The longest run of whole tiles (of equals the first), then the partial ones, and what is whole elsewhere."""
     line, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tile = tl.arange(0, BLOCK)
     state = tl.load(state_ptr + which * stride_which + line * stride_line + tile * stride_tile, tile < tiles, other=0)
@@ -257,7 +257,7 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
 
 
 def in_fours(mask: Tensor) -> Tensor | None:
-    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None where its keys are not contiguous."""
+    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None if its keys are not contiguous."""
     *strides, step = mask_strides(mask)
     if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
         return None

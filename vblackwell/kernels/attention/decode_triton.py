@@ -98,8 +98,9 @@ def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Te
     out = torch.empty_like(q)
     with on_device(q):
         _attend[(batch * kv_heads, parts)](
-            q, keys_BKTH, values_BKTH, position_1, sums, tops, masses, _LOG2_E / math.sqrt(width), *keys_BKTH.stride()[:3],
-            K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=keys, num_warps=4,
+            q, keys_BKTH, values_BKTH, position_1, sums, tops, masses, _LOG2_E / math.sqrt(width),
+            *keys_BKTH.stride()[:3], K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=keys,
+            num_warps=4,
         )  # fmt: skip
         _join[(batch * heads,)](
             sums, tops, masses, out, H=width, WIDE=wide, PARTS=parts, MANY=triton.next_power_of_2(parts), num_warps=2

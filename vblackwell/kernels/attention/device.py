@@ -6,8 +6,8 @@ probability of them.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def load_mask(mask, row0, col0, row, col, stride_row, stride_col, q_len, k_len):
 
 @triton.jit
 def widened(values, WIDE: tl.constexpr):
-    """``values`` in the type of scores. bf16 two at a time: a shift and a mask, where the compiler takes three steps."""
+    """``values`` in the type of scores. bf16 two at a time, a shift and a mask: the compiler takes three steps."""
     if INTERPRETED or values.dtype != tl.bfloat16 or tl.float32 != WIDE:
         return values.to(WIDE)
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xFFFF0000; mov.b32 $0, low; mov.b32 $1, high; }",
+            "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xFFFF0000; "
+            "mov.b32 $0, low; mov.b32 $1, high; }",
             "=f,=f,r", [values], dtype=tl.float32, is_pure=True, pack=2,
         )  # fmt: skip
 
@@ -130,7 +131,8 @@ def hide(x, first, second, INNER: tl.constexpr):
         return tl.where((picked & bit) != 0, x, float("-inf"))
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred seen; .reg .b32 met; and.b32 met, $2, $3; setp.ne.b32 seen, met, 0; selp.f32 $0, $1, 0fFF800000, seen; }",
+            "{ .reg .pred seen; .reg .b32 met; and.b32 met, $2, $3; "
+            "setp.ne.b32 seen, met, 0; selp.f32 $0, $1, 0fFF800000, seen; }",
             "=f,f,r,r", [x, picked, bit], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
 

@@ -6,8 +6,8 @@ tiles come from a list (blocks.py) that leaves the empty ones out.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from vblackwell.kernels.attention.device import (
 
 @triton.jit
 def _mask_tile(
-    mask, row0, start, row, col, stride_row, stride_col, q_len, k_len, MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    mask, row0, start, row, col, stride_row, stride_col, q_len, k_len, MASK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What ``scores`` wants of a tile of the mask: numbers to add, and two words of bits; zeros stand for what MASK has
     not.
@@ -48,12 +49,11 @@ def _mask_tile(
 
 @triton.jit
 def _walk(
-    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
-    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-    seed_ptr, dropout, dropout_head,
+    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v, mask, stride_mask_row,
+    stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope, seed_ptr, dropout, dropout_head,
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
+    DROPOUT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
     row = (row0 + tl.arange(0, ROWS))[:, None]
@@ -69,7 +69,8 @@ def _walk(
             start = index * COLUMNS
         col = (start + tl.arange(0, COLUMNS))[None, :]
         values, first, second = _mask_tile(
-            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS, COLUMNS
+            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS,
+            COLUMNS
         )  # fmt: skip
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
@@ -97,10 +98,10 @@ def _walk(
 
 @triton.jit
 def _walk_ahead(
-    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v,
-    mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-    MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
+    acc, top, total, q, k, v, begin, end, items, row0, batch, head, kv_head, stride_k, stride_v, mask, stride_mask_row,
+    stride_mask_col, q_len, k_len, offset, left, right, scale, MASK: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, EDGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``_walk`` of a mask, over at least one tile: the next tile's scores are computed under the exponentials of this
     one.
@@ -132,7 +133,8 @@ def _walk_ahead(
         next_s = tl.dot(q, tl.trans(k_tile), out_dtype=acc.dtype, input_precision=PRECISION)
         col = (start + tl.arange(0, COLUMNS))[None, :]
         values, first, second = _mask_tile(
-            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS, COLUMNS
+            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS,
+            COLUMNS
         )  # fmt: skip
         if MASK == 2 and EDGES:
             x = tl.fma(widened(values, acc.dtype), LOG2E, x)
@@ -160,14 +162,15 @@ def _walk_ahead(
 
 @triton.jit(do_not_specialize=LISTED)
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr, q_starts_ptr, k_starts_ptr,
-    stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn, stride_v,
-    stride_ob, stride_on, stride_o, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col,
-    list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
-    GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, items_ptr, counts_ptr, order_ptr, slope_ptr, seed_ptr,
+    q_starts_ptr, k_starts_ptr, stride_qb, stride_qn, stride_q, stride_kb, stride_kn, stride_k, stride_vb, stride_vn,
+    stride_v, stride_ob, stride_on, stride_o, stride_lb, stride_ln, stride_mb, stride_mn, stride_mask_row,
+    stride_mask_col, list_batch, list_head, list_width, q_length, k_length, left, right, scale, softcap, dropout,
+    GROUP: tl.constexpr, MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr,
+    EVEN: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
@@ -236,9 +239,9 @@ def attend(
     if MASK and AHEAD and not (SOFTCAP or ALIBI or DROPOUT):
         if whole_first < whole_end:
             acc, top, total = _walk_ahead(
-                acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
-                mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-                MASK, HAS_LEFT, HAS_RIGHT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS, STAGES,
+                acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k,
+                stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, MASK,
+                HAS_LEFT, HAS_RIGHT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS, STAGES,
             )  # fmt: skip
         if edge_first < end:
             acc, top, total = _walk_ahead(
@@ -248,10 +251,10 @@ def attend(
             )  # fmt: skip
     else:
         acc, top, total = _walk(
-            acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k, stride_v,
-            mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-            seed_ptr, dropout, dropout_head,
-            MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            acc, top, total, q_values, k, v, whole_first, whole_end, items, row0, batch, head, kv_head, stride_k,
+            stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
+            seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS,
+            COLUMNS, PRECISION, TMA, ENDS,
         )  # fmt: skip
         if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
             acc, top, total = _walk(

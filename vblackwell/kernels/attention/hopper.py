@@ -8,8 +8,8 @@ program; Gluon lets waits be placed by hand. It has no interpreter: forward.py i
 """
 # What @gluon.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false, reportOperatorIssue=false
-# pyright: reportAssignmentType=false, reportInvalidTypeForm=false
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportInvalidTypeForm=false
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 MASK_STAGES = 2  # tiles of an additive mask on their way or in use; more would not fit next to heads of 128
 # Numbers for which a kernel compiled anew for a 1 or a multiple of 16 would be no faster.
 NUMBERS = (
-    "stride_mb", "stride_mn", "stride_mask_row", "stride_mask_col", "list_batch", "list_head", "list_width", "q_len", "k_len",
-    "offset", "left", "right",
+    "stride_mb", "stride_mn", "stride_mask_row", "stride_mask_col", "list_batch", "list_head", "list_width", "q_len",
+    "k_len", "offset", "left", "right",
 )  # fmt: skip
 _column_tiles = gluon.jit(attention_device.column_tiles.fn)
 _place_in_order = gluon.jit(attention_device.place_in_order.fn)
@@ -127,7 +127,8 @@ def _hide(s, first, second, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
         picked = gl.where((place & 64) == 0, picked, other)
     bit = (place * 0 + 1) << (place & 25)
     return gl.inline_asm_elementwise(
-        "{ .reg .pred seen; .reg .b32 met; and.b32 met, $2, $3; setp.ne.b32 seen, met, 0; selp.f32 $0, $1, 0fFF800000, seen; }",
+        "{ .reg .pred seen; .reg .b32 met; and.b32 met, $2, $3; "
+        "setp.ne.b32 seen, met, 0; selp.f32 $0, $1, 0fFF800000, seen; }",
         "=f,f,r,r", [s, picked, bit], dtype=gl.float32, is_pure=True, pack=1,
     )
 
@@ -137,7 +138,8 @@ def _added(s, values, inverse_scale):
     """``s`` with a tile of an additive mask, in units of the products."""
     if values.dtype == gl.bfloat16:
         wide = gl.inline_asm_elementwise(
-            "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xFFFF0000; mov.b32 $0, low; mov.b32 $1, high; }",
+            "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xFFFF0000; "
+            "mov.b32 $0, low; mov.b32 $1, high; }",
             "=f,=f,r", [values], dtype=gl.float32, is_pure=True, pack=2,
         )
     else:
@@ -147,8 +149,9 @@ def _added(s, values, inverse_scale):
 
 @gluon.jit
 def _softmax(
-    s, top, total, start, row, first, second, k_len, offset, left, right, factor, EDGES: gl.constexpr, MASK: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr,
+    s, top, total, start, row, first, second, k_len, offset, left, right, factor, EDGES: gl.constexpr,
+    MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, COLUMNS: gl.constexpr,
+    SCORES: gl.constexpr,
 ):
     if EDGES:
         if MASK == 1:
@@ -174,11 +177,11 @@ def _softmax(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready, mask_free,
-    mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges, whole_first, whole_end, end, q_len,
-    k_len, offset, left, right, scale, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr,
-    H: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    MASK_STAGES: gl.constexpr,
+    which: gl.constexpr, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
+    mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges, whole_first,
+    whole_end, end, q_len, k_len, offset, left, right, scale, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
 ):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
@@ -215,8 +218,8 @@ def _consume(
             s = _added(s, mask_ring.index(which).reshape([ROWS, COLUMNS]).load(SCORES), inverse_scale)
             mbarrier.arrive(mask_free.index(0), count=1)
         p, top, total, shrink = _softmax(
-            s, top, total, start, row, first, second, k_len, offset, left, right, factor, True, MASK, HAS_LEFT, HAS_RIGHT, ENDS,
-            COLUMNS, SCORES,
+            s, top, total, start, row, first, second, k_len, offset, left, right, factor, True, MASK, HAS_LEFT,
+            HAS_RIGHT, ENDS, COLUMNS, SCORES,
         )
         operand = gl.convert_layout(p.to(dtype), LEFT)
         edge_steps = gl.maximum(edges, 1)
@@ -226,15 +229,16 @@ def _consume(
             if MASK != 0:
                 listed = gl.load(items + gl.minimum(step + 1, edges))
             acc, operand, top, total = _step(
-                which, step, True, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free, v_ready, v_free,
-                mask_ready, mask_free, start, row, first, second, k_len, offset, left, right, factor, inverse_scale, MASK, HAS_LEFT,
-                HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT, ACC,
+                which, step, True, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free,
+                v_ready, v_free, mask_ready, mask_free, start, row, first, second, k_len, offset, left, right, factor,
+                inverse_scale, MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT,
+                ACC,
             )
         for step in range(edge_steps, steps):
             acc, operand, top, total = _step(
-                which, step, False, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free, v_ready, v_free,
-                mask_ready, mask_free, 0, row, 0, 0, k_len, offset, left, right, factor, inverse_scale, MASK, HAS_LEFT, HAS_RIGHT,
-                ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT, ACC,
+                which, step, False, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free,
+                v_ready, v_free, mask_ready, mask_free, 0, row, 0, 0, k_len, offset, left, right, factor, inverse_scale,
+                MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT, ACC,
             )
         last = steps - 1
         mbarrier.wait(v_ready.index(last % STAGES), (last // STAGES) & 1)
@@ -252,11 +256,11 @@ def _consume(
 
 @gluon.jit
 def _step(
-    which: gl.constexpr, step, EDGES: gl.constexpr, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free,
-    v_ready, v_free, mask_ready, mask_free, start, row, first, second, k_len, offset, left, right, factor, inverse_scale,
-    MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, D: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr, SCORES: gl.constexpr,
-    LEFT: gl.constexpr, ACC: gl.constexpr,
+    which: gl.constexpr, step, EDGES: gl.constexpr, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring,
+    k_ready, k_free, v_ready, v_free, mask_ready, mask_free, start, row, first, second, k_len, offset, left, right,
+    factor, inverse_scale, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
+    SCORES: gl.constexpr, LEFT: gl.constexpr, ACC: gl.constexpr,
 ):
     slot = step % STAGES
     before = (step - 1) % STAGES
@@ -273,8 +277,8 @@ def _step(
         s = _added(s, values, inverse_scale)
         mbarrier.arrive(mask_free.index(mask_slot), count=1)
     p, top, total, shrink = _softmax(
-        s, top, total, start, row, first, second, k_len, offset, left, right, factor, EDGES, MASK, HAS_LEFT, HAS_RIGHT, ENDS,
-        COLUMNS, SCORES,
+        s, top, total, start, row, first, second, k_len, offset, left, right, factor, EDGES, MASK, HAS_LEFT, HAS_RIGHT,
+        ENDS, COLUMNS, SCORES,
     )
     following = gl.convert_layout(p.to(k_ring.dtype), LEFT)
     # named as a dependency so that the exponentials are asked for before the wait, under the running product
@@ -286,11 +290,11 @@ def _step(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def attend_hopper(
-    q, k, v, mask, items_ptr, counts_ptr, order_ptr, out_ptr, lse_ptr, stride_ob, stride_on, stride_o, stride_lb, stride_ln,
-    stride_mb, stride_mn, stride_mask_row, stride_mask_col, list_batch, list_head, list_width, q_len, k_len, offset, left, right,
-    scale, GROUP: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr,
-    TOGETHER: gl.constexpr, H: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    MASK_STAGES: gl.constexpr,
+    q, k, v, mask, items_ptr, counts_ptr, order_ptr, out_ptr, lse_ptr, stride_ob, stride_on, stride_o, stride_lb,
+    stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col, list_batch, list_head, list_width, q_len, k_len,
+    offset, left, right, scale, GROUP: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, TOGETHER: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
 ):
     q_tile = gl.program_id(0)
     head = gl.program_id(1)
@@ -311,7 +315,7 @@ def attend_hopper(
         items += run
         steps = run + edges
         whole_end, end = 0, 0
-        mask_batch, mask_head = gl.where(list_batch > 0, batch, 0), head * list_head  # a dimension of 1 has one list too
+        mask_batch, mask_head = gl.where(list_batch > 0, batch, 0), head * list_head  # one list of a dimension of 1
         if MASK == 1:
             mask += batch.to(gl.int64) * stride_mb + head.to(gl.int64) * stride_mn
     else:
@@ -351,27 +355,27 @@ def attend_hopper(
             (
                 _consume,
                 (
-                    0, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready, mask_free, mask,
-                    items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges, whole_first, whole_end, end,
-                    q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT, ENDS, H, D, ROWS, COLUMNS, STAGES,
-                    MASK_STAGES,
+                    0, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
+                    mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges,
+                    whole_first, whole_end, end, q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT,
+                    ENDS, H, D, ROWS, COLUMNS, STAGES, MASK_STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    1, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready, mask_free, mask,
-                    items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges, whole_first, whole_end, end,
-                    q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT, ENDS, H, D, ROWS, COLUMNS, STAGES,
-                    MASK_STAGES,
+                    1, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
+                    mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges,
+                    whole_first, whole_end, end, q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT,
+                    ENDS, H, D, ROWS, COLUMNS, STAGES, MASK_STAGES,
                 ),
             ),
             (
                 _produce,
                 (
-                    q, k, v, mask, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
-                    mask_free, items, row0, head, head // GROUP, batch, mask_batch, mask_head, steps, edges, whole_first, whole_end,
-                    end, MASK, HAS_LEFT, ROWS, COLUMNS, STAGES, MASK_STAGES,
+                    q, k, v, mask, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free,
+                    mask_ready, mask_free, items, row0, head, head // GROUP, batch, mask_batch, mask_head, steps, edges,
+                    whole_first, whole_end, end, MASK, HAS_LEFT, ROWS, COLUMNS, STAGES, MASK_STAGES,
                 ),
             ),
         ],
@@ -398,8 +402,9 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: tuple[int | None, int | None], offset: int, scale: float,
-    plan: AttentionPlan, mask: Tensor | None = None, lists: TileLists | None = None, open_ended: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: tuple[int | None, int | None], offset: int,
+    scale: float, plan: AttentionPlan, mask: Tensor | None = None, lists: TileLists | None = None,
+    open_ended: bool = False,
 ) -> None:  # fmt: skip
     """Write ``out`` and the log2-sum-exps; all (B, N, S, H) of strides that the copy engine takes, 16-bit, H up to 256.
 
@@ -413,10 +418,10 @@ def launch(
     listed: Any = (lse, lse, lse) if lists is None else (lists.items, lists.counts, lists.order)
     steps = (0, 0, 0) if lists is None else (lists.list_batch, lists.list_head, lists.items.shape[1])
     attend_hopper[(triton.cdiv(q.shape[2], plan.rows), q.shape[1], q.shape[0])](
-        descriptor(q, rows, width), descriptor(k, plan.columns, width), descriptor(v, plan.columns, width), given, *listed, out, lse,
-        out.stride(0), out.stride(1), out.stride(2), lse.stride(0), lse.stride(1),
-        *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *steps, q.shape[2], k.shape[2], offset, left or 0, right or 0, scale,
-        GROUP=q.shape[1] // k.shape[1], MASK=kind, HAS_LEFT=left is not None, HAS_RIGHT=right is not None, ENDS=open_ended,
-        TOGETHER=plan.together, H=q.shape[3], D=width, ROWS=rows, COLUMNS=plan.columns, STAGES=plan.stages, MASK_STAGES=MASK_STAGES,
-        num_warps=plan.warps, maxnreg=plan.registers,
+        descriptor(q, rows, width), descriptor(k, plan.columns, width), descriptor(v, plan.columns, width), given,
+        *listed, out, lse, out.stride(0), out.stride(1), out.stride(2), lse.stride(0), lse.stride(1),
+        *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *steps, q.shape[2], k.shape[2], offset, left or 0,
+        right or 0, scale, GROUP=q.shape[1] // k.shape[1], MASK=kind, HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None, ENDS=open_ended, TOGETHER=plan.together, H=q.shape[3], D=width, ROWS=rows,
+        COLUMNS=plan.columns, STAGES=plan.stages, MASK_STAGES=MASK_STAGES, num_warps=plan.warps, maxnreg=plan.registers,
     )  # fmt: skip

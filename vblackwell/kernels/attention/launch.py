@@ -21,7 +21,14 @@ from vblackwell.kernels.attention.backward import key_gradient, query_gradient
 from vblackwell.kernels.attention.blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention.device import INTERPRETED
 from vblackwell.kernels.attention.forward import attend
-from vblackwell.kernels.attention.plan import SPECIALIZED_TRITON, AttentionPlan, padded_head, specialized_plan, tuned
+from vblackwell.kernels.attention.plan import (
+    SPECIALIZED_TRITON,
+    AttentionPlan,
+    lse_of,
+    padded_head,
+    specialized_plan,
+    tuned,
+)
 from vblackwell.kernels.runtime.registry import empty_of
 
 _FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
@@ -108,8 +115,9 @@ class _Call:
         options, forced = self.options, "forward" in _FORCED.get()
         scored = options.softcap or options.dropout or options.slopes_N is not None
         fits = (
-            self.q.device.type == "cuda" and not INTERPRETED and self.q.element_size() == 2 and self.head >= 32 and not scored
-            and self.takes_tma(self.q, self.k, self.v) and (options.mask_kind != "additive" or self.describes_mask())
+            self.q.device.type == "cuda" and not INTERPRETED and self.q.element_size() == 2 and self.head >= 32
+            and not scored and self.takes_tma(self.q, self.k, self.v)
+            and (options.mask_kind != "additive" or self.describes_mask())
         )  # fmt: skip
         if forced and plan.specialized and not fits:
             raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
@@ -139,8 +147,8 @@ class _Call:
         if self.mask is None:
             return None
         return list_tiles(
-            self.mask, self.bits, (self.q_length, self.k_length), (plan.rows, plan.columns), self.offset, self.options.left,
-            self.options.right, by_column,
+            self.mask, self.bits, (self.q_length, self.k_length), (plan.rows, plan.columns), self.offset,
+            self.options.left, self.options.right, by_column,
         )  # fmt: skip
 
     @property
@@ -164,8 +172,8 @@ class _Call:
             return False
         steps = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
         return (
-            tuple(mask.shape[2:]) == (self.q_length, self.k_length) and mask.stride(3) == 1 and mask.data_ptr() % 16 == 0
-            and all(stride > 0 and stride % 8 == 0 for stride in steps)
+            tuple(mask.shape[2:]) == (self.q_length, self.k_length) and mask.stride(3) == 1
+            and mask.data_ptr() % 16 == 0 and all(stride > 0 and stride % 8 == 0 for stride in steps)
         )  # fmt: skip
 
     def pointers(self, lists: TileLists | None, by_column: bool) -> tuple[Any, ...]:
@@ -174,7 +182,8 @@ class _Call:
         """
         options, none = self.options, self.q
         given = (
-            self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N,
+            self.read_mask(by_column), lists and lists.items, lists and lists.counts, lists and lists.order,
+            options.slopes_N,
             options.seed, options.q_starts, options.k_starts,
         )  # fmt: skip
         return tuple(none if x is None else x for x in given)
@@ -223,16 +232,11 @@ class _Call:
         return not self.varlen and self.k_length % plan.columns == 0
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums and log-sum-exps."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """``(out, log2-sum-exp)``; the second is (B, N, S), or (N, total) of packed sequences."""
     call = _Call(q, k, v, options)
     result = empty_of(q)
-    lse = torch.empty(lse_shape(q), dtype=wide_dtype(q.dtype), device=q.device)
+    lse = lse_of(q)
     plan = call.plan("forward")
     if q.numel() == 0:
         return result, lse
@@ -254,16 +258,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     ahead = plan.ahead and call.mask is not None
     attend[(triton.cdiv(call.q_length, plan.rows), call.num_heads, call.batch)](
         call.described(call.q, plan.rows, tma), call.described(call.k, plan.columns, tma),
-        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False),
-        *call.strides(call.q), *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
+        call.described(call.v, plan.columns, tma), out, lse, *call.pointers(lists, False), *call.strides(call.q),
+        *call.strides(call.k), *call.strides(call.v), *call.strides(out), *call.numbers(lse, lists, False),
         **call.constants(plan, tma), EVEN=call.even(plan), AHEAD=ahead, STAGES=plan.stages if ahead else 0,
     )  # fmt: skip
     return result, lse
-
-
-def lse_shape(q: Tensor) -> tuple[int, ...]:
-    """Of the log-sum-exps of dense (B, N, S, H) or packed (total, N, H) queries."""
-    return (q.shape[1], q.shape[0]) if q.dim() == 3 else tuple(q.shape[:3])
 
 
 def backward(

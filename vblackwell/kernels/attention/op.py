@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.kernels.attention.plan import lse_of
 from vblackwell.kernels.runtime.registry import empty_of, on_device, refuse_forward_mode, register_op
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256
 LARGEST_GRID = 65535  # CUDA's, of a launch's second and third dimension
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Seed and offset of a dropout mask (2,) int64, drawn from torch's generator of ``device`` without waiting for it."""
+    """Seed and offset of a dropout mask (2,) int64, from torch's generator of ``device``, which is not waited for."""
     return torch.randint(0, 1 << 31, (2,), dtype=torch.int64, device=device)
 
 
@@ -68,22 +68,31 @@ def flash_attention(
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
     if q_BNSH.is_cuda:
         _check_grid(q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
-    left, right = bounds(causal, window)
     if mask is not None:
         mask = mask.detach()[(None,) * (4 - mask.dim())]
-    if dropout and seed is None:
-        seed = new_seed(q_BNSH.device)
-    out, _ = _attention(
-        q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed if dropout else None, None, None, q_BNSH.shape[2],
-        k_BKTH.shape[2], q_BNSH.shape[-1] ** -0.5 if scale is None else scale, left, right, bottom_right, softcap or 0.0, dropout,
-    )  # fmt: skip
-    return out
+    lengths = (None, None, q_BNSH.shape[2], k_BKTH.shape[2])
+    return _attend(
+        q_BNSH,
+        k_BKTH,
+        v_BKTH,
+        mask,
+        alibi_slopes_N,
+        seed,
+        lengths,
+        causal,
+        bottom_right,
+        window,
+        scale,
+        softcap,
+        dropout,
+    )
 
 
 def flash_attention_varlen(
     q_SNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int, *,
     causal: bool = False, bottom_right: bool = False, window: int | None = None, scale: float | None = None,
-    softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+    softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``flash_attention`` of sequences packed one after the other; returns (S, N, H).
 
@@ -107,14 +116,20 @@ def flash_attention_varlen(
     check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
     if q_SNH.is_cuda:
         _check_grid(q_starts.shape[0] - 1, 0)
+    lengths = (q_starts, k_starts, max_q, max_k)
+    return _attend(
+        q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout
+    )
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, mask, slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout
+) -> Tensor:
     left, right = bounds(causal, window)
-    if dropout and seed is None:
-        seed = new_seed(q_SNH.device)
-    out, _ = _attention(
-        q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed if dropout else None, q_starts, k_starts, max_q, max_k,
-        q_SNH.shape[-1] ** -0.5 if scale is None else scale, left, right, bottom_right, softcap or 0.0, dropout,
-    )  # fmt: skip
-    return out
+    seed = None if not dropout else new_seed(q.device) if seed is None else seed
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    numbers = (scale, left, right, bottom_right, softcap or 0.0, dropout)
+    return _attention(q, k, v, mask, slopes_N, seed, *lengths, *numbers)[0]
 
 
 def grid_reasons(batch: int, mask_planes: int) -> list[str]:
@@ -195,7 +210,7 @@ def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-
     return *_attention_backward(dout, *ctx.saved_tensors, *ctx.numbers), *nothing
 
 
-@register_op(lambda q, *rest: (empty_of(q), _lse_of(q)), save=_save, backward=_backward)
+@register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None, seed: Tensor | None,
     q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int, scale: float, left: int | None,
@@ -209,11 +224,6 @@ def _attention(
     )
     with on_device(q):
         return attention_launch.forward(q, k, v, options)
-
-
-def _lse_of(q: Tensor) -> Tensor:
-    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
 @register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vblackwell.kernels.runtime import tuning
 
@@ -19,7 +20,6 @@ KIND = "attention"  # of its entries in runtime/tuning.py
 KERNELS = ("forward", "dq", "dkv")
 # Shared memory that a block of threads may take, by class of GPU: Hopper, A100, and the others from Ampere on.
 LARGE, MEDIUM, SMALL = 227 << 10, 163 << 10, 99 << 10
-WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -57,51 +57,52 @@ def padded_head(head: int) -> int:
     return max(16, 1 << (head - 1).bit_length())
 
 
+P = AttentionPlan  # in the tables below
 # (class, padded head up to) -> plans of forward, dq and dkv, 16-bit types
 _HALF = {
-    (LARGE, 64): (AttentionPlan(128, 128, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
-    (LARGE, 128): (AttentionPlan(128, 128, 8, 2, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
-    (LARGE, 256): (AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 32, 4, 2, True), AttentionPlan(32, 64, 8, 2, True)),
-    (MEDIUM, 64): (AttentionPlan(128, 64, 4, 3), AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 128, 8, 2)),
-    (MEDIUM, 128): (AttentionPlan(128, 64, 8, 2), AttentionPlan(128, 32, 8, 2), AttentionPlan(32, 128, 8, 2)),
-    (MEDIUM, 256): (AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 2)),
-    (SMALL, 64): (AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 64, 4, 2)),
-    (SMALL, 128): (AttentionPlan(64, 32, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
-    (SMALL, 256): (AttentionPlan(32, 32, 8, 2), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
+    (LARGE, 64): (P(128, 128, 8, 3, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
+    (LARGE, 128): (P(128, 128, 8, 2, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
+    (LARGE, 256): (P(128, 64, 8, 2, True), P(64, 32, 4, 2, True), P(32, 64, 8, 2, True)),
+    (MEDIUM, 64): (P(128, 64, 4, 3), P(128, 64, 8, 2), P(64, 128, 8, 2)),
+    (MEDIUM, 128): (P(128, 64, 8, 2), P(128, 32, 8, 2), P(32, 128, 8, 2)),
+    (MEDIUM, 256): (P(64, 32, 8, 2), P(32, 32, 8, 2), P(32, 32, 8, 2)),
+    (SMALL, 64): (P(128, 64, 8, 2), P(64, 64, 4, 2), P(64, 64, 4, 2)),
+    (SMALL, 128): (P(64, 32, 4, 2), P(64, 32, 8, 2), P(32, 64, 8, 2)),
+    (SMALL, 256): (P(32, 32, 8, 2), P(32, 32, 8, 1), P(32, 32, 8, 1)),
 }  # fmt: skip
 # A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products
 # run; of four warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers
 # allow one program; its tiles, too, are asked for two ahead.
 _HALF_BOOLEAN = {
     (LARGE, 128): (
-        AttentionPlan(128, 64, 4, 2, True),
-        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True),
+        P(128, 64, 4, 2, True),
+        P(128, 64, 8, 3, True), P(64, 128, 8, 3, True),
     ),
 }  # fmt: skip
 # Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
 _HALF_SCORED = {
-    (LARGE, 64): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 128, 8, 3, True)),
-    (LARGE, 128): (AttentionPlan(128, 64, 8, 3, True), AttentionPlan(128, 64, 8, 2, True), AttentionPlan(64, 64, 8, 2, True)),
-    (LARGE, 256): (AttentionPlan(128, 32, 8, 2, True), AttentionPlan(64, 32, 8, 2, True), AttentionPlan(32, 64, 8, 2, True)),
-    (MEDIUM, 64): (AttentionPlan(64, 64, 4, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
-    (MEDIUM, 128): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
-    (SMALL, 64): (AttentionPlan(64, 64, 8, 2), AttentionPlan(64, 32, 8, 2), AttentionPlan(32, 64, 8, 2)),
+    (LARGE, 64): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
+    (LARGE, 128): (P(128, 64, 8, 3, True), P(128, 64, 8, 2, True), P(64, 64, 8, 2, True)),
+    (LARGE, 256): (P(128, 32, 8, 2, True), P(64, 32, 8, 2, True), P(32, 64, 8, 2, True)),
+    (MEDIUM, 64): (P(64, 64, 4, 2), P(64, 32, 8, 2), P(32, 64, 8, 2)),
+    (MEDIUM, 128): (P(64, 64, 8, 2), P(64, 32, 8, 2), P(32, 64, 8, 2)),
+    (SMALL, 64): (P(64, 64, 8, 2), P(64, 32, 8, 2), P(32, 64, 8, 2)),
 }  # fmt: skip
 # And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while
 # the other computes.
 _HALF_ADDED = {
     **_HALF_SCORED,
     (LARGE, 128): (
-        AttentionPlan(128, 64, 8, 3, True),
-        AttentionPlan(128, 64, 8, 3, True), AttentionPlan(64, 64, 4, 2, True),
+        P(128, 64, 8, 3, True),
+        P(128, 64, 8, 3, True), P(64, 64, 4, 2, True),
     ),
 }  # fmt: skip
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {
-    64: AttentionPlan(128, 128, 4, 3, True, 168, True),
-    128: AttentionPlan(128, 128, 4, 2, True, 168, True),
-    256: AttentionPlan(128, 64, 4, 2, True, 168, True),
+    64: P(128, 128, 4, 3, True, 168, True),
+    128: P(128, 128, 4, 2, True, 168, True),
+    256: P(128, 64, 4, 2, True, 168, True),
 }
 # (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
 # were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too
@@ -117,9 +118,9 @@ SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
 SPECIALIZED_TRITON = ("3.6.",)
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
-    64: (AttentionPlan(32, 32, 4, 1), AttentionPlan(32, 32, 8, 1), AttentionPlan(32, 32, 8, 1)),
-    128: (AttentionPlan(32, 16, 8, 1), AttentionPlan(32, 16, 8, 1), AttentionPlan(16, 32, 8, 1)),
-    256: (AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
+    64: (P(32, 32, 4, 1), P(32, 32, 8, 1), P(32, 32, 8, 1)),
+    128: (P(32, 16, 8, 1), P(32, 16, 8, 1), P(16, 32, 8, 1)),
+    256: (P(16, 16, 8, 1), P(16, 16, 8, 1), P(16, 16, 8, 1)),
 }
 
 
@@ -174,3 +175,9 @@ def tune(
     name = entry_name(kernel, head, dtype, length, mask, plan)
     tuning.store(KIND, device, {name: {"stages": best.stages, "tma": int(best.tma)}})
     return best
+
+
+def lse_of(q: Tensor) -> Tensor:
+    """Log-sum-exps of dense (B, N, S, H) or packed (total, N, H) queries, without their numbers."""
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes
+from vblackwell.kernels.fp4.mma_plan import MmaPlan, ceil_div, launch_bytes
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime.launch import kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
+PARTS_DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.cu")
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
+PARTS = 4  # tensors of a weight in two parts
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
 
 
@@ -63,7 +65,8 @@ def run_mma(
     out_dtype: torch.dtype | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. ``norm`` comes before the product.
+    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows and no ``norm``, which comes before the product;
+    ``out_dtype`` may be fp32, else the type of x.
 
     Raises:
         ConfigurationError: a LayerNorm by a plan with bulk copies of x; a norm by a plan without them that gives a row
@@ -79,11 +82,14 @@ def run_mma(
     macros = plan.macros(x_MK.dtype == torch.float16, y_MN.dtype == torch.float32, kind)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     shared_bytes = plan.shared_bytes(k, kind)
-    if plan.chunk:
-        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
     args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
-    more = () if norm is None else (norm.gain, norm.gain_sums, float(norm.eps))
-    kernel(MMA_FILES, "fp4_mma", macros, device).launch(grid, plan.threads, shared_bytes, (*args, *more), weight)
+    if len(weight) == PARTS:
+        args = (*args, 1, shared_bytes)
+    elif plan.chunk:
+        shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
+    if norm is not None:
+        args = (*args, norm.gain, norm.gain_sums, float(norm.eps))
+    kernel(plan.files, plan.entry, macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
     return y_MN
 
 
@@ -114,12 +120,14 @@ def run_wgmma(
 
 
 def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """One launch of ``fp4_dequantize``: the (n, k) weight as bf16, fp16 or fp32."""
+    """The (n, k) weight, in one part or two, as bf16, fp16 or fp32, by one launch."""
     device = weight[0].device
     w_NK = torch.empty(n, k, dtype=dtype, device=device)
-    warps = 4 if dtype == torch.float32 else 8
+    files, entry, warps, shared_bytes = PARTS_DEQUANTIZE_FILES, "two_part_dequantize", 4, 0
+    if len(weight) != PARTS:
+        files, entry, warps = DEQUANTIZE_FILES, "fp4_dequantize", 4 if dtype == torch.float32 else 8
+        shared_bytes = warps * 32 * 64 * w_NK.element_size()
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
-    shared_bytes = warps * 32 * 64 * w_NK.element_size()
-    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
+    write = kernel(files, entry, {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
     write.launch(grid, 32 * warps, shared_bytes, (*weight, w_NK, n, k), weight)
     return w_NK

@@ -86,7 +86,7 @@ def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _word_bits() -> list[tuple[int, int, int]]:
-    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's low and high half."""
+    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's halves."""
     moves = []
     for pair in range(4):
         for half in range(2):
@@ -157,13 +157,7 @@ def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
 
 
 def to_tiled(
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    format: str,
-    n: int,
-    k: int,
-    top: int | None = None,
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int, top: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Canonical nvfp4 or mxfp4 -> (codes, scales, tensor scale) in the tiled layout. Waits for the device.
 

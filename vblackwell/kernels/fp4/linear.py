@@ -196,51 +196,31 @@ def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activ
     return run_wgmma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
-WeightOf = Callable[[Weight, str, int, int, Tensor], Tensor]
-
-
-def by_whole_weight(weight_of: WeightOf) -> Callable[..., Tensor]:
-    """A backend that writes the weight out, in the type and on the device of a tensor, and multiplies by cuBLAS."""
-
-    def run(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-        w_NK = weight_of(weight, format, n, k, x_MK)
-        return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
-
-    return run
-
-
-def _dequantized(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
+def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
+    """The weight, in one part or two, written out in the type and on the device of ``like``."""
     request = request_of(like.new_empty((1, k)), format, n, k)
     return choose("fp4_dequantize", DEQUANTIZE, request).run(weight, format, n, k, like.dtype)
+
+
+def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
+    w_NK = whole_weight(weight, format, n, k, x_MK)
+    return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
 
 
 def _reference(
     x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int
 ) -> Tensor:
-    return reference.linear(x_MK, reference.dequantize(*weight, format=format, n=n, k=k), bias, activation)
+    return reference.linear(x_MK, reference.weight_of(weight, format, n, k), bias, activation)
 
 
-LINEAR = (
-    Backend("mma", _mma_reasons, _mma),
-    Backend("wgmma", _wgmma_reasons, _wgmma),
-    Backend("dequantize", cuda_reasons, by_whole_weight(_dequantized)),
-    Backend("reference", accept, _reference),
-)
+BY_WHOLE_WEIGHT = (Backend("dequantize", cuda_reasons, _whole), Backend("reference", accept, _reference))
+LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
 DEQUANTIZE = (
     Backend("cuda", tiled_reasons, lambda weight, format, n, k, dtype: run_dequantize(weight, n, k, dtype)),
     Backend(
-        "reference",
-        accept,
-        lambda weight, format, n, k, dtype: reference.dequantize(*weight, format=format, n=n, k=k).to(dtype),
+        "reference", accept, lambda weight, format, n, k, dtype: reference.weight_of(weight, format, n, k).to(dtype)
     ),
 )
-
-
-def _dx_dequantize(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -> Tensor:
-    return dy_MN @ _dequantized(weight, format, n, k, dy_MN)
-
-
-LINEAR_DX = (Backend("dequantize", accept, _dx_dequantize),)
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
@@ -251,9 +231,8 @@ def fp4_linear_dx(
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``fp4_linear`` (without activation) in its input."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
-    weight = (codes, block_scales, tensor_scale)
-    # The product's own shape: out features are K, the sum runs over N.
-    return run_rows("fp4_linear_dx", LINEAR_DX, dy_MN, format, k, n, weight, format, n, k)
+    w_NK = whole_weight((codes, block_scales, tensor_scale), format, n, k, dy_MN)
+    return (dy_MN.reshape(-1, n).contiguous() @ w_NK).view(*dy_MN.shape[:-1], k)
 
 
 @packed_linear(3, fp4_linear_dx)
@@ -293,4 +272,4 @@ def fp4_dequantize(
     """The (n, k) weight in ``dtype``: ``(value * block_scale) * tensor_scale`` in fp32, rounded once."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
     like = codes.new_empty(0, dtype=dtype)
-    return _dequantized((codes, block_scales, tensor_scale), format, n, k, like)
+    return whole_weight((codes, block_scales, tensor_scale), format, n, k, like)

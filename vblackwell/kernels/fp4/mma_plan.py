@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from vblackwell.errors import ConfigurationError
 
@@ -71,6 +72,8 @@ class MmaPlan:
             ``x_stages`` stages; 0: x comes by smaller copies.
     """
 
+    files: ClassVar[tuple[str, ...]] = MMA_FILES
+    entry: ClassVar[str] = "fp4_mma"
     tokens: int
     row_warps: int
     k_warps: int
@@ -177,7 +180,7 @@ def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
-    """``plan`` with all of a block's x staged at once where it fits, else 24 windows or a round of the rings at a time."""
+    """``plan`` with all of a block's x staged at once where it fits, else 24 windows or a round of rings at a time."""
     turn = plan.k_warps * plan.prefetch
     whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
     parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]

@@ -17,14 +17,7 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.launch import Norm, run_mma
-from vblackwell.kernels.fp4.linear import (
-    LINEAR,
-    check_arguments,
-    fake_rows,
-    like,
-    linear_reasons,
-    run_rows,
-)
+from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, fake_rows, like, linear_reasons, run_rows
 from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
 from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, register_op

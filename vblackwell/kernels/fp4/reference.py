@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout
+from vblackwell.numerics import separation
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.rounding import decode_scales
 
@@ -21,6 +23,14 @@ ACTIVATIONS = ("none", "relu", "gelu", "silu")
 @functools.lru_cache
 def _code_book(name: str, device: torch.device) -> Tensor:
     return torch.tensor(FORMATS[name].values, dtype=torch.float32, device=device)
+
+
+def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
+    """The (n, k) weight in fp32, of one part (three tensors) or two (four)."""
+    if len(weight) == 3:
+        return dequantize(*weight, format=format, n=n, k=k)
+    parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight
+    return separation.dequantize(*parts, n=n, k=k, dtype=torch.float32)
 
 
 def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> Tensor:

@@ -12,41 +12,30 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import layout, reference
-from vblackwell.kernels.fp4.launch import OUT_TYPES, Weight, aligned
+from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4.launch import Weight, run_mma
 from vblackwell.kernels.fp4.linear import (
-    by_whole_weight,
+    BY_WHOLE_WEIGHT,
     check_arguments,
     like,
     linear_reasons,
     packed_linear,
     run_rows,
-    tiled_reasons,
+    whole_weight,
 )
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, has_clusters, plan_mma, takes_bulk
-from vblackwell.kernels.fp4.reference import ACTIVATIONS
-from vblackwell.kernels.runtime.launch import kernel
-from vblackwell.kernels.runtime.registry import (
-    Backend,
-    Request,
-    accept,
-    capability,
-    cuda_reasons,
-    register_op,
-    request_of,
-)
-from vblackwell.numerics import separation
+from vblackwell.kernels.runtime.registry import Backend, Request, capability, register_op
 
 OP = "two_part_linear"
 FILES = (
     "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/two_part.cu",
 )  # fmt: skip
-DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.cu")
 MAX_ROWS = 16
 MAX_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a block, with and without clusters
 _WINDOW_BYTES = 2176
@@ -61,6 +50,9 @@ _LARGE = 1 << 25
 @dataclass(frozen=True)
 class TwoPartPlan(MmaPlan):
     """How ``two_part_mma`` covers a shape; chunks may be any multiple of ``k_warps`` windows."""
+
+    files: ClassVar[tuple[str, ...]] = FILES
+    entry: ClassVar[str] = "two_part_mma"
 
     def __post_init__(self) -> None:
         if self.chunk % self.k_warps:
@@ -154,54 +146,7 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     return found
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-
-
-def run_mma(
-    plan: TwoPartPlan,
-    x_MK: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    activation: str,
-    n: int,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """One launch; x is bf16, ``out_dtype`` bf16 or fp32. With bulk copies K is a multiple of 64."""
-    x_MK, k = aligned(x_MK)
-    m = x_MK.shape[0]
-    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
-    shared_bytes = plan.shared_bytes(k)
-    args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), 1, shared_bytes)
-    macros = plan.macros(out32=y_MN.dtype == torch.float32)
-    kernel(FILES, "two_part_mma", macros, x_MK.device).launch(grid, plan.threads, shared_bytes, args, weight)
-    return y_MN
-
-
-def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """The (n, k) weight as bf16, fp16 or fp32, by one launch."""
-    device = weight[0].device
-    w_NK = torch.empty(n, k, dtype=dtype, device=device)
-    grid = (ceil_div(ceil_div(k, 64), 4), ceil_div(n, 32), 1)
-    write = kernel(DEQUANTIZE_FILES, "two_part_dequantize", {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
-    write.launch(grid, 128, 0, (*weight, w_NK, n, k), weight)
-    return w_NK
-
-
 # -- backends ----------------------------------------------------------------------------------------------------------
-
-
-def reference_weight(weight: Weight, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """The (n, k) weight, by the oracle."""
-    parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight
-    return separation.dequantize(*parts, n=n, k=k, dtype=dtype)
-
-
-def _whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
-    """The weight in the type of ``like``; by the kernel where there is one for it."""
-    if not tiled_reasons(request_of(like.new_empty((1, k)), format, n, k)):
-        return run_dequantize(weight, n, k, like.dtype)
-    return reference_weight(weight, format, n, k, like.dtype)
 
 
 def _mma_reasons(request: Request) -> list[str]:
@@ -218,17 +163,7 @@ def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activat
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
-def _reference(
-    x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int
-) -> Tensor:
-    return reference.linear(x_MK, reference_weight(weight, format, n, k, torch.float32), bias, activation)
-
-
-LINEAR = (
-    Backend("mma", _mma_reasons, _mma),
-    Backend("dequantize", cuda_reasons, by_whole_weight(_whole_weight)),
-    Backend("reference", accept, _reference),
-)
+LINEAR = (Backend("mma", _mma_reasons, _mma), *BY_WHOLE_WEIGHT)
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
@@ -249,7 +184,7 @@ def two_part_linear_dx(
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``two_part_linear`` (without activation) in its input."""
     _check(codes, fine, format)
-    w_NK = _whole_weight((codes, fine, block_scales, tensor_scale), format, n, k, dy_MN)
+    w_NK = whole_weight((codes, fine, block_scales, tensor_scale), format, n, k, dy_MN)
     return (dy_MN.reshape(-1, n) @ w_NK).view(*dy_MN.shape[:-1], k)
 
 

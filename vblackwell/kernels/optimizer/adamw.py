@@ -301,13 +301,16 @@ def check_factor(factor: Tensor | None, device: torch.device) -> None:
         )
 
 
-def aligned(words: Sequence[Tensor], halves: Sequence[Tensor]) -> int:
-    """Whether four elements can be read at once: 16 bytes of fp32, 8 of the 16-bit types."""
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def aligned(*tensors: Tensor | None) -> int:
+    """Whether four elements can be read at once: 16 bytes of fp32, 8 of narrower types."""
     address = 0
-    for tensor in words:
-        address |= tensor.data_ptr()
-    for tensor in halves:
-        address |= 2 * tensor.data_ptr()
+    for tensor in tensors:
+        if tensor is not None:
+            address |= tensor.data_ptr() * (1 if tensor.itemsize == 4 else 2)
     return int(address % 16 == 0)
 
 
@@ -356,15 +359,10 @@ def adamw_piece(
     n = shape[0]
     if n == 0:
         return
-    words, halves = [exp_avg, exp_avg_sq], [] if remainder is None else [weight, remainder]
-    for tensor in (weight, gradient) if previous is None else (weight, gradient, previous):
-        (words if tensor.dtype == torch.float32 else halves).append(tensor)
     tail_start = torch_order().tail_start(n)
-    compiled = _kernel(
-        "adamw", int(remainder is None), gradient.dtype, None if previous is None else previous.dtype, device
-    )
+    compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
     tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
-    args = (*tensors, n, tail_start, aligned(words, halves), *numbers.words)
+    args = (*tensors, n, tail_start, aligned(*tensors[:6]), *numbers.words)
     compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
 
 
@@ -388,14 +386,7 @@ def adamw_at(
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
     caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None.
     """
-    itemsizes = (
-        4 if at.remainder == 0 else 2,
-        2,
-        4,
-        4,
-        gradient.itemsize,
-        0 if previous is None else previous.itemsize,
-    )
+    itemsizes = (2 if at.remainder else 4, 2, 4, 4, gradient.itemsize, 0 if previous is None else previous.itemsize)
     unaligned = 0
     for address, itemsize in zip(at, itemsizes, strict=False):
         unaligned |= address * 4 // itemsize if itemsize else 0
@@ -418,11 +409,8 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
     n = len(gradient)
     if n == 0:
         return
-    tensors = [gradient] if previous is None else [gradient, previous]
-    words = [tensor for tensor in tensors if tensor.dtype == torch.float32]
-    halves = [tensor for tensor in tensors if tensor.dtype != torch.float32]
-    compiled = _kernel("square_sums", 0, gradient.dtype, None if previous is None else previous.dtype, gradient.device)
-    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(words, halves)))
+    compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)
+    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(gradient, previous)))
 
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:

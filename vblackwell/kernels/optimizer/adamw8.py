@@ -37,6 +37,7 @@ from vblackwell.kernels.optimizer.adamw import (
     check,
     check_factor,
     check_gradients,
+    dtype_of,
     join,
     keep_nan,
     split,
@@ -163,7 +164,7 @@ def _update(
     counter: tuple[int, int],
     first: int,
 ) -> None:
-    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch does not reorder them."""
+    """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch keeps their order."""
     n = len(weight)
     decay, weight1, beta2, weight2, root, eps, minus_step_size = torch.tensor(numbers.words, dtype=torch.int32).view(
         torch.float32
@@ -269,11 +270,13 @@ def adamw8_piece(
     if n == 0:
         return
     kind = _SPLIT if remainder is not None else _FP32 if weight.dtype == torch.float32 else _STOCHASTIC
-    halves = [exp_avg_codes, exp_avg_sq_codes] if remainder is None else [exp_avg_codes, exp_avg_sq_codes, remainder]
-    words: list[Tensor] = []
-    for tensor in (weight, gradient) if previous is None else (weight, gradient, previous):
-        (words if tensor.dtype == torch.float32 else halves).append(tensor)
     tensors = (weight, remainder, *states, gradient, previous, factor, square_sums)
-    args = (*tensors, n, aligned(words, halves), *counter_args(seed, numbers.step, offset), *numbers.words)
-    compiled = _kernel(kind, gradient.dtype, None if previous is None else previous.dtype, device)
+    args = (
+        *tensors,
+        n,
+        aligned(weight, remainder, exp_avg_codes, exp_avg_sq_codes, gradient, previous),
+        *counter_args(seed, numbers.step, offset),
+        *numbers.words,
+    )
+    compiled = _kernel(kind, gradient.dtype, dtype_of(previous), device)
     compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)

@@ -73,7 +73,8 @@ def linear_cross_entropy(
     wanted = [grad and x is not None and x.requires_grad for x in (hidden, weight_VD, bias_V)]
     chunk = chunk_tokens or chunk_tokens_for(weight_VD.shape[0], hidden.element_size())
     total = _linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, *wanted
+        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk,
+        accumulate_fp32, *wanted
     )[0]  # fmt: skip
     if reduction == "sum":
         return total
@@ -150,17 +151,18 @@ def _linear_cross_entropy(
     with_weight: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty where not wanted."""
+    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty if not wanted."""
     refuse_forward_mode("linear_cross_entropy")
     with torch.autocast(hidden_TD.device.type, enabled=False):
         return _chunked(
-            hidden_TD, weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, with_hidden, with_weight, with_bias
+            hidden_TD, weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, with_hidden,
+            with_weight, with_bias
         )  # fmt: skip
 
 
 def _chunked(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, ignore_index: int, z_loss: float, chunk: int,
-    accumulate_fp32: bool, with_hidden: bool, with_weight: bool, with_bias: bool,
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, ignore_index: int, z_loss: float,
+    chunk: int, accumulate_fp32: bool, with_hidden: bool, with_weight: bool, with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tokens, words = hidden_TD.shape[0], weight_VD.shape[0]
     dhidden_TD = torch.empty_like(hidden_TD) if with_hidden else hidden_TD.new_empty(0)
@@ -276,4 +278,5 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x
 
 
-_keeps_graph: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009 (untyped)
+_AUTOGRAD = getattr(torch._C, "_autograd")  # noqa: B009 - untyped
+_keeps_graph: Callable[[], bool] = _AUTOGRAD._get_current_graph_task_keep_graph

@@ -165,7 +165,7 @@ def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untype
 
 @register_op(_fake_swiglu_backward)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless asked for. Triton only."""
+    """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless wanted. Triton only."""
     from vblackwell.kernels.pointwise import rows_triton
 
     return rows_triton.swiglu_backward(dy, gate, up, with_product)

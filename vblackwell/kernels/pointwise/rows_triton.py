@@ -16,8 +16,8 @@ from torch import Tensor
 from vblackwell.kernels.runtime.registry import empty_of, on_device
 
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
-# A program normalises a few whole rows at a time, held in registers, while the next are on their way to shared memory, so
-# that the HBM never waits for a reduction. Bytes a row of D in type of size e: forward 2 D e (with a residual 4 D e),
+# A program normalises a few whole rows at a time, held in registers, while the next are on their way to shared memory:
+# the HBM never waits for a reduction. Bytes a row of D in type of size e: forward 2 D e (with a residual 4 D e),
 # backward 3 D e (4 D e). Rows of more than 8192 elements spill some registers in backward.
 
 # Partial sums of the weight's gradient: programs for two on each multiprocessor of an H200, whatever the GPU, so that
@@ -36,8 +36,8 @@ WEIGHT_KEPT: tl.constexpr = tl.constexpr(8192)
 
 @triton.jit
 def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps,
-    TILES: tl.constexpr, D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps, TILES: tl.constexpr, D: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     if BLOCK <= WEIGHT_KEPT:
@@ -101,7 +101,7 @@ def _sum(partial_ptr, out_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 def tiles_of(tiles: int, most: int) -> tuple[int, int]:
-    """(tiles a program takes, programs): at most ``most`` programs, and few different counts, as each is compiled anew."""
+    """(tiles a program takes, programs): at most ``most`` programs, and few different counts: each is compiled."""
     each = max(1, -(-tiles // most))
     step = 1 << max(0, each.bit_length() - 3)
     each = -(-each // step) * step
@@ -134,7 +134,7 @@ def forward_stages(width: int, x_bytes: int, weight_bytes: int, has_residual: bo
 
 
 def backward_stages(width: int, x_bytes: int, has_dtotal: bool, shared_bytes: int) -> int:
-    """The same of the backward. Scales of very many short rows count; others' are within what `shared_bytes_of` leaves."""
+    """The same of the backward. Scales of very many short rows count; others are in what `shared_bytes_of` leaves."""
     rows, block, _ = tile_of(width)
     scales = 4 * rows if rows > 128 else 0
     return stages_of((3 if has_dtotal else 2) * rows * block * x_bytes + scales, BACKWARD_STAGES, 2, shared_bytes)
@@ -161,8 +161,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -
         stages = forward_stages(width, x.element_size(), weight_D.element_size(), residual is not None, shared)
         with on_device(y):
             _rms_norm[(programs,)](
-                x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R, rows, eps,
-                TILES=tiles_each, D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block,
+                x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R,
+                rows, eps, TILES=tiles_each, D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block,
                 STAGES=stages, num_warps=warps,
             )  # fmt: skip
     return y, total, scale_R
@@ -177,7 +177,7 @@ def rms_norm_backward(
     with_weight: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``, the first ``out`` (contiguous) if given."""
+    """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``; the first is ``out`` if given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     at_once, block, warps = tile_of(width)
@@ -187,8 +187,9 @@ def rms_norm_backward(
         dy = dy.contiguous()
         with on_device(dx):
             _rms_norm_backward[(programs,)](
-                dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx, partial,
-                rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight, ROWS=at_once, BLOCK=block,
+                dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx,
+                partial, rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight,
+                ROWS=at_once, BLOCK=block,
                 STAGES=backward_stages(width, x.element_size(), dtotal is not None, shared_bytes_of(x.device)),
                 num_warps=warps if block <= ROWS_TILE else 32,
             )  # fmt: skip
@@ -334,9 +335,9 @@ def _turn(
 
 @triton.jit
 def _rotate(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, length,
-    q_b, q_n, q_s, k_b, k_n, k_s, qo_b, qo_n, qo_s, ko_b, ko_n, ko_s, cos_b, cos_s, sin_b, sin_s,
-    N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, length, q_b, q_n, q_s, k_b, k_n, k_s, qo_b, qo_n, qo_s, ko_b,
+    ko_n, ko_s, cos_b, cos_s, sin_b, sin_s, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     position = tl.program_id(0).to(tl.int64)
     b, s = position // length, position % length
@@ -349,10 +350,12 @@ def _rotate(
     sin1 = tl.load(sin_at, inside, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin_at + HALF, inside, other=0.0).to(tl.float32)[None, :]
     _turn(
-        q_ptr, q_out_ptr, b, s, q_b, q_n, q_s, qo_b, qo_n, qo_s, cos1, cos2, sin1, sin2, inside, N, HALF, HEADS, BLOCK, INVERSE
+        q_ptr, q_out_ptr, b, s, q_b, q_n, q_s, qo_b, qo_n, qo_s, cos1, cos2, sin1, sin2, inside, N, HALF, HEADS, BLOCK,
+        INVERSE
     )  # fmt: skip
     _turn(
-        k_ptr, k_out_ptr, b, s, k_b, k_n, k_s, ko_b, ko_n, ko_s, cos1, cos2, sin1, sin2, inside, K, HALF, HEADS, BLOCK, INVERSE
+        k_ptr, k_out_ptr, b, s, k_b, k_n, k_s, ko_b, ko_n, ko_s, cos1, cos2, sin1, sin2, inside, K, HALF, HEADS, BLOCK,
+        INVERSE
     )  # fmt: skip
 
 
@@ -390,7 +393,7 @@ def _store(
 
 
 def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    """Queries and keys rotated (``inverse``: by the transposed matrices), in the inputs' strides where those are dense."""
+    """Queries and keys rotated (``inverse``: by the transposed matrices), in the inputs' strides if dense."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNSH, k_BKSH))
     cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
     q_out, k_out = empty_of(q), empty_of(k)
@@ -487,8 +490,8 @@ def loss_and_gradient_(
     if rows:
         with on_device(logits_CV):
             _loss_and_gradient[(rows,)](
-                logits_CV, targets_C.contiguous(), loss_C, logits_CV.stride(0), ignore_index, z_loss,
-                WORDS=words, GRADIENTS=gradients, BLOCK=min(LOSS_BLOCK, triton.next_power_of_2(words)), num_warps=LOSS_WARPS,
+                logits_CV, targets_C.contiguous(), loss_C, logits_CV.stride(0), ignore_index, z_loss, WORDS=words,
+                GRADIENTS=gradients, BLOCK=min(LOSS_BLOCK, triton.next_power_of_2(words)), num_warps=LOSS_WARPS,
             )  # fmt: skip
 
 

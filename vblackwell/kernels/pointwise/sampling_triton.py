@@ -88,7 +88,8 @@ def _mass_kept(a, b, c, d, of_a, of_b, of_c, of_d, above):
 
 @triton.jit
 def _least_key(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, least_ptr, stride, WORDS: tl.constexpr, LANES: tl.constexpr
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, least_ptr, stride, WORDS: tl.constexpr,
+    LANES: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * stride
@@ -165,7 +166,8 @@ def least_keys(
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     lanes = min(CUT_LANES, triton.next_power_of_2(words))
     _least_key[(rows,)](
-        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, least_B, logits_BV.stride(0), WORDS=words, LANES=lanes, num_warps=CUT_WARPS
+        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, least_B, logits_BV.stride(0), WORDS=words, LANES=lanes,
+        num_warps=CUT_WARPS
     )  # fmt: skip
     return least_B
 

@@ -29,7 +29,7 @@ class KernelError(VBError):
 
 @functools.lru_cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, of the CUDA version that PyTorch was built with where it was built with one; raises Unsupported without."""
+    """NVRTC, of the CUDA version that PyTorch was built with if any; raises Unsupported where there is none."""
     major = (torch.version.cuda or "13").split(".")[0]
     names = [f"libnvrtc.so.{major}"]
     spec = importlib.util.find_spec("nvidia")
