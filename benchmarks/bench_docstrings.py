@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vblackwell as vb
 from benchmarks.lib.docstring_chat import standard_library, talks, write
 from vblackwell import cli
-from vblackwell.data.chat_data import ChatDataset, prepare_chat
+from vblackwell.data.chat import ChatDataset, prepare_chat
 from vblackwell.data.documents import find_text
 from vblackwell.generate.adapters import adapted
 

@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.offload.test_round_trip_models import CONFIGS
-from vblackwell.data.chat import DEFAULT, Conversation, chat_kind, conversations, find_template
-from vblackwell.data.chat_data import LEARNT, ChatDataset, prepare_chat
+from vblackwell.data.chat import (
+    DEFAULT,
+    LEARNT,
+    ChatDataset,
+    Conversation,
+    chat_kind,
+    conversations,
+    find_template,
+    prepare_chat,
+)
 from vblackwell.data.dataset import pack_rows
 from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.data.tokenizer import train_tokenizer

@@ -1,30 +1,32 @@
-"""Conversations out of jsonl files, and the text that a model reads of each, with the places of the answers in it.
+"""Conversations: out of jsonl files, written down by a chat template, and as rows of tokens with masked targets.
 
-There are four ways to write conversations down, recognised by their keys and made into one.
+There are four ways to write conversations down, recognised by their keys and made into one:
 
-========  =====================================================================
-=========================================== kind      a line
-    becomes
-========  =====================================================================
-=========================================== messages  {"messages": [{"role": "user", "content": "..."}, ...]}
-    itself sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}            human: user; gpt: assistant
-alpaca    {"instruction": "...", "input": "...", "output": "..."}                user: instruction, a blank line and
-input;
-                                                                                 assistant: output
-text      {"text": "..."}                                                        no conversation: plain text
-========  =====================================================================
-===========================================
+========  ============================================================  =============================================
+kind      a line                                                        becomes
+========  ============================================================  =============================================
+messages  {"messages": [{"role": "user", "content": "..."}, ...]}       itself
+sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}   human: user; gpt: assistant
+alpaca    {"instruction": "...", "input": "...", "output": "..."}       user: instruction, a blank line and input;
+                                                                        assistant: output
+text      {"text": "..."}                                               no conversation: plain text
+========  ============================================================  =============================================
 
 The first line decides, and every other must be of its kind. A line that cannot be used is an error with file and line:
 a trainer that skips bad lines trains on something else than it was given.
 
 The text is what the tokenizer folder's chat template makes of the messages, rendered by transformers' own code. Where a
-folder has none, `DEFAULT` is used, said, and written next to the trained model.
+folder has none, `DEFAULT` is used, said, and written next to the trained model. A template with ``{% generation %}``
+says what the model writes. For any other, each answer is put between two characters that stand nowhere else, inside
+the white space it begins and ends with, because templates trim; the text without the marks must be the text without
+marking. What the model must learn to write is then the answer, and the special token after it that ends the turn.
 
-Answers are found in one of two ways. A template with ``{% generation %}`` says what the model writes. For any other,
-each answer is put between two characters that stand nowhere else, inside whatever white space it begins and ends with,
-because templates trim; the text without the marks must be the text without marking. What the model must learn to write
-is then the answer, and the special token after it that ends the turn.
+The cache holds one flat file of 32-bit numbers, a token in the lower 31 bits and in the highest whether it is to be
+learnt, and a table of lengths. Rows hold whole conversations. With packing several share a row: positions begin again
+at 0 with each, and no token attends to another conversation or is predicted from one. Without, each has a separate row,
+filled up after its end with tokens that nothing attends to and nothing learns.
+
+Legend: B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -33,12 +35,20 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from vblackwell.data.corpus import Progress, cached, content_hash, vocab_size_of
+from vblackwell.data.dataset import HELD_OUT_SHARE, Corpus, pack_rows, permute
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, CorruptData, nearest
 from vblackwell.folders.chat_prompt import (
     CHAT_TEMPLATE,
     bounded,
@@ -47,6 +57,8 @@ from vblackwell.folders.chat_prompt import (
     reason_of,
     special_after,
 )
+from vblackwell.folders.folder import read_tokenizer
+from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,17 +99,11 @@ def _kind_of(record: Any) -> str | None:
 
 
 def conversations(source: TextFiles, kind: str) -> Iterator[Conversation]:
-    """Every line of every file, in order.
-
-    Raises:
-        ConfigurationError: a line that is no JSON, of another kind, or without roles, text or an answer; a file of
-            another type. With file and line.
-    """
+    """Every line of every file, in order; ConfigurationError, with file and line, where one cannot be used."""
     for path in source.files:
         if path.suffix.lower() not in LINES:
-            raise ConfigurationError(
-                f"{path} is no .jsonl, and {source.files[0]} holds conversations: give files of one kind"
-            )
+            first = source.files[0]
+            raise ConfigurationError(f"{path} is no .jsonl, and {first} holds conversations: give files of one kind")
         for place, record in json_lines(path):
             yield Conversation(_messages(record, kind, place), place)
 
@@ -107,27 +113,29 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
     if found != kind:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
-    told = [name for name in _UNREAD if record.get(name)]
-    if told:
-        raise ConfigurationError(
-            f"{place} has {told[0]!r}, which is not read: write it into the messages, or remove it"
-        )
+    for name in _UNREAD:
+        if record.get(name):
+            raise ConfigurationError(
+                f"{place} has {name!r}, which is not read: write it into the messages, or remove it"
+            )
     if kind == "alpaca":
         return _of_alpaca(record, place)
-    key = "messages" if kind == "messages" else "conversations"
-    role_key, text_key = ("role", "content") if kind == "messages" else ("from", "value")
+    names = ("messages", "role", "content") if kind == "messages" else ("conversations", "from", "value")
+    key, role_key, text_key = names
     listed = record[key]
     if not isinstance(listed, list) or not listed:
         raise ConfigurationError(f"{place}: {key!r} is no list of messages; write [{{{role_key!r}: ...}}, ...]")
     messages = [_message(item, role_key, text_key, f"{place}, message {index}") for index, item in enumerate(listed, 1)]
     system = record.get("system") if kind == "sharegpt" else None
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == ANSWER for message in messages):
         raise ConfigurationError(
             f"{place} has no message of the {ANSWER}: there is nothing to learn from it; remove it"
         )
-    return messages
+    return messages if messages[0]["role"] == "system" else _with_system(system, messages)
+
+
+def _with_system(system: Any, messages: list[Message]) -> list[Message]:
+    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
 
 
 def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
@@ -161,8 +169,7 @@ def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
         raise ConfigurationError(f"{place}: 'input' is no text; write a string, '' for none")
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     messages = [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
-    system = record.get("system")
-    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+    return _with_system(record.get("system"), messages)
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -185,19 +192,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How conversations are written down.
+    """How conversations are written down."""
 
-    Attributes:
-        source: jinja.
-        origin: where it is from, for people.
-        is_default: whether the folder had none.
-        special: texts of the special tokens by name ('bos_token', 'eos_token', ...), which templates refer to.
-    """
-
-    source: str
-    origin: str
-    is_default: bool
-    special: dict[str, str] = field(default_factory=dict)
+    source: str  # jinja
+    origin: str  # where it is from, for people
+    is_default: bool  # the folder had none
+    special: dict[str, str] = field(default_factory=dict)  # texts of special tokens by the name that templates use
 
     @property
     def marks_answers(self) -> bool:
@@ -208,16 +208,14 @@ class ChatTemplate:
         """The text, and the spans (from, to) of characters in it that are answers.
 
         Raises:
-            ConfigurationError: the template refuses the conversation, or shows none of its answers as they are; with
-                file and line.
+            ConfigurationError: the template refuses the conversation, or does not show its answers as they are.
         """
+        messages, place = conversation
         if self.marks_answers:
-            return self._rendered(conversation.messages, conversation.place, spans=True)
-        text, _ = self._rendered(conversation.messages, conversation.place)
+            return self._rendered(messages, place, spans=True)
+        text, _ = self._rendered(messages, place)
         begin, end = [mark for mark in _MARKS if mark not in text][:2]
-        marked, _ = self._rendered(
-            [_marked(message, begin, end) for message in conversation.messages], conversation.place
-        )
+        marked, _ = self._rendered([_marked(message, begin, end) for message in messages], place)
         spans, at, shift = [], 0, 0
         while (start := marked.find(begin, at)) >= 0:
             stop = marked.find(end, start)
@@ -228,20 +226,17 @@ class ChatTemplate:
         torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
         if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
             raise ConfigurationError(
-                f"{conversation.place}: {self.origin} changes the answers, so what is to be learnt cannot be told from "
+                f"{place}: {self.origin} changes the answers, so what is to be learnt cannot be told from "
                 "the rest: write {% generation %} around it in the template, or change the line"
             )
         return text, spans
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
-        """The special token that ends an answer; None if the template writes none, or takes no plain question and
-        answer.
-        """
+        """The special token that ends an answer; None if the template writes none, or takes no plain question."""
         mark = _MARKS[0]
+        asked = [{"role": "user", "content": "?"}, {"role": ANSWER, "content": mark}]
         try:
-            text, _ = self._rendered(
-                [{"role": "user", "content": "?"}, {"role": ANSWER, "content": mark}], "a question"
-            )
+            text, _ = self._rendered(asked, "a question")
         except ConfigurationError:
             return None
         return special_after(tokenizer, text.rpartition(mark)[2])
@@ -273,11 +268,7 @@ def _marked(message: Message, begin: str, end: str) -> Message:
 
 
 def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
-    """The chat template of the tokenizer in ``path``, a folder or a tokenizer.json; `DEFAULT` if it has none.
-
-    Raises:
-        ConfigurationError: transformers cannot open the folder, or it has several templates and none is the default.
-    """
+    """The chat template of the tokenizer in ``path``, a folder or a tokenizer.json; `DEFAULT` if it has none."""
     if path.is_dir() and any((path / name).is_file() for name in ("tokenizer_config.json", CHAT_TEMPLATE)):
         opened = open_tokenizer(path)
         try:
@@ -293,7 +284,195 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
             return ChatTemplate(found, f"the chat template of {path}", False, special)
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}
-    special = {
-        name: ("" if number is None else tokenizer.id_to_token(number)) or "" for name, number in numbers.items()
-    }
+    special = {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
     return ChatTemplate(DEFAULT, f"the default chat template ({path} has none)", True, special)
+
+
+# -- encoding ----------------------------------------------------------------------------------------------------------
+
+FORMAT = 2  # of the cache, and of which conversations are held out; part of every key
+LEARNT = np.uint32(1 << 31)
+_BATCH = 512  # conversations encoded at a time
+
+
+@dataclass(frozen=True)
+class ChatCorpus(Corpus):
+    """Encoded conversations; ``tokens`` have the highest bit set where they are to be learnt."""
+
+    lengths: np.ndarray  # tokens of each conversation, int64
+    kind: str  # of the lines: 'messages', 'sharegpt' or 'alpaca'
+    template: ChatTemplate
+
+
+def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
+    """The tokens of the conversations of ``source``; ConfigurationError without a tokenizer, or for unusable lines."""
+    if tokenizer_path is None:
+        raise ConfigurationError(
+            f"{source.name} holds conversations ({kind}): give --model, or --tokenizer with a chat template, "
+            "to encode them"
+        )
+    tokenizer = read_tokenizer(tokenizer_path)
+    template = find_template(tokenizer, tokenizer_path)
+    content = content_hash(source, report)
+    parts = (FORMAT, content, kind, template.source, sorted(template.special.items()), tokenizer.to_str())
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+    def build(folder: Path) -> None:
+        report(f"encoding {source.name}", None)
+        _write(folder, _encoded(source, kind, tokenizer, template))
+
+    tokens, lengths = cached("chat", fingerprint, build, _open, report, "encoding again")
+    end = end_of_text_id(tokenizer, tokenizer_path)
+    packed = (tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
+    return ChatCorpus(*packed, lengths=lengths, kind=kind, template=template)
+
+
+def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
+    """Each conversation's tokens, marked."""
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    found = conversations(source, kind)
+    while batch := list(islice(found, _BATCH)):
+        rendered = [template.render(conversation) for conversation in batch]
+        encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
+            learnt = _learnt(text, spans, encoding, set() if template.marks_answers else special)
+            numbers = np.asarray(encoding.ids, dtype=np.uint32)
+            if not learnt[1:].any():
+                place = conversation.place
+                raise ConfigurationError(f"{place} has answers without a token: there is nothing to learn; remove it")
+            numbers[learnt] |= LEARNT
+            yield numbers
+
+
+def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> np.ndarray:
+    """Which tokens have characters of a span, and the special token right after each."""
+    starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    learnt = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        learnt |= (starts < end) & (ends > start) & (ends > starts)
+        after = int(np.searchsorted(starts, end))
+        following = next((at for at in range(after, len(starts)) if text[starts[at] : ends[at]].strip()), None)
+        if following is not None and encoding.ids[following] in special and not text[end : starts[following]].strip():
+            learnt[after : following + 1] = True
+    return learnt
+
+
+def _write(folder: Path, encoded: Iterator[np.ndarray]) -> None:
+    lengths, digest = [], xxhash.xxh3_128()
+    with (folder / "tokens.bin").open("wb") as file:
+        for numbers in encoded:
+            data = numbers.tobytes()
+            file.write(data)
+            digest.update(data)
+            lengths.append(len(numbers))
+    table = np.asarray(lengths, dtype=np.int64).tobytes()
+    (folder / "lengths.bin").write_bytes(table)
+    digest.update(table)
+    (folder / "chat.json").write_text(json.dumps({"xxh3": digest.hexdigest()}))
+
+
+def _open(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        stated = json.loads((folder / "chat.json").read_text())["xxh3"]
+        lengths = np.fromfile(folder / "lengths.bin", dtype=np.int64)
+        tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r", shape=(int(lengths.sum()),))
+        digest = xxhash.xxh3_128(tokens)  # pyright: ignore[reportArgumentType]
+        digest.update(lengths.tobytes())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptData(f"the cached conversations in {folder} cannot be read ({error})") from error
+    if digest.hexdigest() != stated:
+        raise CorruptData(f"the cached conversations in {folder} differ from what was written")
+    return tokens, lengths
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class ChatDataset:
+    """Rows of conversations, with the interface of `PackedDataset`.
+
+    Conversations of more than ``seq_length`` inputs are ``cut`` there; those whose answers all lie after it are
+    ``left_out``. Split 'validation' is 2 % of them (at least one), drawn, and always the same ones.
+
+    Raises:
+        ConfigurationError: fewer than two conversations, or none with an answer within ``seq_length``.
+    """
+
+    def __init__(
+        self, corpus: ChatCorpus, seq_length: int, split: str = "train", seed: int = 0, *, packing: bool = True
+    ) -> None:
+        self.seq_length, self.seed, self.packing, self.shuffled = seq_length, seed, packing, split == "train"
+        self._tokens = corpus.tokens
+        count = len(corpus.lengths)
+        if count < 2:
+            raise ConfigurationError(f"{corpus.name} holds {count} conversations: give at least two, one is held out")
+        starts = np.concatenate(([0], np.cumsum(corpus.lengths)))[:-1]
+        held_out = max(1, int(count * HELD_OUT_SHARE))
+        is_held_out = np.zeros(count, dtype=bool)
+        is_held_out[permute(np.arange(held_out), count, seed=0, epoch=0)] = True
+        part = np.flatnonzero(is_held_out != self.shuffled)
+        starts, lengths = starts[part], np.minimum(corpus.lengths[part], seq_length + 1)
+        kept = np.asarray([self._has_target(*pair) for pair in zip(starts, lengths, strict=True)], dtype=bool)
+        self.cut = int((corpus.lengths[part] > seq_length + 1).sum())
+        self.left_out = int((~kept).sum())
+        if not kept.any():
+            raise ConfigurationError(
+                f"{corpus.name}: no {'training' if self.shuffled else 'held-out'} conversation has an answer in its "
+                f"first {seq_length} tokens: raise --seq-length"
+            )
+        self._starts, self._lengths = starts[kept], lengths[kept]
+        inputs = self._lengths - 1
+        self._rows = pack_rows(inputs, seq_length) if packing else [[index] for index in range(len(inputs))]
+
+    def __len__(self) -> int:
+        """Rows in an epoch."""
+        return len(self._rows)
+
+    @property
+    def conversations(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def filled(self) -> float:
+        """The share of positions that hold a token of a conversation."""
+        return float((self._lengths - 1).sum()) / (len(self._rows) * self.seq_length)
+
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """Inputs and targets, (B, S) int64, of the rows at ``positions``; with packing, places in conversations too."""
+        shape = (len(positions), self.seq_length)
+        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED_TARGET, np.int64)
+        places = np.zeros(shape, np.int64)
+        epochs, indices = np.divmod(positions, len(self))
+        for row, (epoch, index) in enumerate(zip(epochs, indices, strict=True)):
+            chosen = int(permute(np.asarray([index]), len(self), self.seed, int(epoch))[0]) if self.shuffled else index
+            at = 0
+            for one in self._rows[chosen]:
+                numbers = self._marked(self._starts[one], self._lengths[one])
+                plain, stop = (numbers & ~LEARNT).astype(np.int64), at + len(numbers) - 1
+                inputs[row, at:stop] = plain[:-1]
+                targets[row, at:stop] = np.where(numbers[1:] & LEARNT, plain[1:], IGNORED_TARGET)
+                places[row, at:stop] = np.arange(stop - at)
+                at = stop
+            places[row, at:] = np.arange(self.seq_length - at)
+        made = (inputs, targets, places) if self.packing else (inputs, targets)
+        return tuple(torch.from_numpy(array) for array in made)
+
+    def _marked(self, start: int, length: int) -> np.ndarray:
+        return np.asarray(self._tokens[start : start + length])
+
+    def _has_target(self, start: int, length: int) -> bool:
+        return bool((self._marked(start + 1, length - 1) & LEARNT).any())
+
+    def example(self) -> tuple[list[int], list[int]]:
+        """The first conversation's tokens up to its first answer, and those of that answer."""
+        numbers = self._marked(self._starts[0], self._lengths[0])
+        learnt, plain = (numbers & LEARNT) != 0, (numbers & ~LEARNT).tolist()
+        begin = max(1, int(learnt.argmax()))
+        rest = np.flatnonzero(~learnt[begin:])
+        return plain[:begin], plain[begin : begin + int(rest[0]) if len(rest) else None]
+
+    def learnt_share(self) -> float:
+        """The share of tokens that are learnt."""
+        marked = (self._marked(*pair)[1:] for pair in zip(self._starts, self._lengths, strict=True))
+        learnt = sum(int(((numbers & LEARNT) != 0).sum()) for numbers in marked)
+        return learnt / max(1, int((self._lengths - 1).sum()))

@@ -1,5 +1,4 @@
-"""From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs the tokens into a
-memmap.
+"""From files to tokens: ``prepare_data`` finds the documents, makes or reads a tokenizer, and packs tokens.
 
 Tokenizer and tokens are cached by the hash of what they came from, so a second run starts at once and a changed file is
 never met with old tokens. Tokens lie in one flat file, documents in order, an end-of-text token after each; windows are
@@ -96,9 +95,7 @@ def content_hash(source: TextFiles, report: Progress) -> str:
 def cached(
     kind: str, key: str, build: Callable[[Path], None], read: Callable[[Path], Opened], report: Progress, again: str
 ) -> Opened:
-    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; built again, as ``again`` says,
-    where it is damaged.
-    """
+    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; where it is damaged, ``again``."""
     folder = cached_folder(kind, key, build)
     try:
         return read(folder)
@@ -141,9 +138,8 @@ def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path
     if not text_bytes:
         raise ConfigurationError(f"{source.name} holds no text: give files with text in them")
     if not count:
-        raise ConfigurationError(
-            f"{source.name} becomes no tokens by this tokenizer: give files with other text, or another --tokenizer"
-        )
+        remedy = "give files with other text, or another --tokenizer"
+        raise ConfigurationError(f"{source.name} becomes no tokens by this tokenizer: {remedy}")
     tokens, digest = np.memmap(read_order, dtype=kind, mode="r"), xxhash.xxh3_128()
     with (folder / "tokens.bin").open("wb") as file:
         for start, stop in stretches(np.asarray(ends, dtype=np.int64)):
@@ -157,13 +153,10 @@ def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path
 
 
 def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Every token once, as ranges (from, to): those of documents that are held out come last, all others in order.
+    """Every token once, as ranges (from, to), of documents with these ``ends``: those that are held out come last.
 
     Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was
     drawn is the last, so of one that is drawn in part only the end is held out.
-
-    Args:
-        ends: where each document ends, in tokens; ascending.
     """
     starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
     drawn, held = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -202,8 +195,7 @@ def _encoded(source: TextFiles, tokenizer: Tokenizer, end: int | None) -> Iterat
 
 
 def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple[list[int], list[int]]:
-    numbers: list[int] = []
-    ends: list[int] = []
+    numbers, ends = list[int](), list[int]()
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
         numbers += encoding.ids

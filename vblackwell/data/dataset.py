@@ -2,8 +2,7 @@
 
 A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The
 training order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a
-resumed run needs no list of indices, no replay, and no promise that a library's shuffle stays the same between
-versions.
+resumed run needs no list of indices, no replay, and no library's shuffle that stays the same between versions.
 
 Legend: B batch, S sequence.
 """
@@ -38,8 +37,7 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere and
-    always.
+    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere.
 
     A Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
     """
@@ -61,34 +59,20 @@ def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Packed tokens and the tokenizer that made them.
+    """Packed tokens and the tokenizer that made them."""
 
-    Args:
-        tokens: all tokens, one flat read-only memmap of uint16 or uint32.
-        tokenizer: text to tokens and back.
-        vocab_size: one more than the largest token number; a tokenizer may leave some below unused.
-        end_of_text_id: the token after each document; ``None`` where the tokenizer has none.
-        fingerprint: hash of text and tokenizer: equal where the tokens are equal.
-        name: what messages call it.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # all of them, one flat read-only memmap of uint16 or uint32
     tokenizer: Tokenizer
-    vocab_size: int
-    end_of_text_id: int | None
-    fingerprint: str
-    name: str
+    vocab_size: int  # one more than the largest token number; a tokenizer may leave some below unused
+    end_of_text_id: int | None  # the token after each document; None where the tokenizer has none
+    fingerprint: str  # hash of text and tokenizer: equal where the tokens are equal
+    name: str  # what messages call it
 
 
 class PackedDataset:
-    """The training or held-out windows of a corpus.
+    """The training windows of a corpus, ``seq_length`` inputs each, shuffled, or those held out, in order.
 
-    Args:
-        corpus: packed tokens.
-        seq_length: inputs in a window.
-        split: ``'train'``, shuffled, or ``'validation'``: the last 2 % of the tokens (at least one window), in
-            order, where `prepare_data` puts documents from all of the corpus.
-        seed: of the order.
+    Those are in the last 2 % of the tokens (at least one window), where `prepare_data` puts documents from all of it.
 
     Raises:
         ConfigurationError: too few tokens for one window of each split, or an unknown split.
@@ -130,24 +114,20 @@ class PackedDataset:
 
 
 class Dataset(Protocol):
-    """What a run trains on: windows at positions that are counted through all epochs."""
+    """What a run trains on: windows at positions that are counted through all epochs.
 
-    def __len__(self) -> int:
-        """Windows in an epoch."""
-        ...
+    A batch is what the loss is called with: inputs, targets and maybe positions, (B, S) int64 each.
+    """
 
-    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
-        """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
-        ...
+    def __len__(self) -> int: ...
+
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]: ...
 
 
 class BatchStream:
-    """Batches without end, epoch after epoch.
+    """Batches without end; the last batch of an epoch is filled from the next.
 
-    Args:
-        dataset: where the windows come from.
-        batch_size: windows a batch; the last batch of an epoch is filled from the next.
-        state: windows consumed before; what ``state`` returned, also under another batch size.
+    ``state`` is how many windows were consumed before, also under another batch size.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int, state: int = 0) -> None:
@@ -159,7 +139,7 @@ class BatchStream:
 
     @property
     def epoch(self) -> int:
-        """Epochs completed: the one that the next batch begins in."""
+        """The one that the next batch begins in."""
         return self.state // len(self.dataset)
 
     def next(self) -> tuple[Tensor, ...]:
@@ -179,14 +159,10 @@ def evaluation_batches(
 
 
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
-    """Indices of the sequences of each row; every sequence is in exactly one. Best fit, longest first.
+    """Indices of the sequences, each at most ``row_length`` long, of each row; every one is in exactly one row.
 
-    Each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows
-    possible and 6/9 of one more), so conversations of a few hundred tokens fill rows nearly whole.
-
-    Args:
-        lengths: of the sequences, each at most ``row_length``.
-        row_length: of a row.
+    The longest first, each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the
+    fewest rows possible and 6/9 of one more).
     """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}  # rows by their free positions
@@ -212,9 +188,7 @@ def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
 
 
 def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
-    """A line a position of the first rows: place in its document, number and text of the token, and of the next where
-    it is learnt.
-    """
+    """A line a position of the first rows: place in its document, token, and the next one where it is learnt."""
     for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(INSPECTED_ROWS, len(dataset)))), strict=True)):
         inputs, targets = (array.tolist() for array in arrays[:2])
         places = arrays[2].tolist() if len(arrays) > 2 else range(len(inputs))

@@ -41,45 +41,27 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Files to read, in order.
+    """Files to read, in order."""
 
-    Args:
-        root: what the names are relative to.
-        files: the files.
-        name: what messages call it.
-        left_out: files of ``root`` that say who may use the others, and are no data.
-    """
-
-    root: Path
+    root: Path  # what the names are relative to
     files: tuple[Path, ...]
-    name: str
-    left_out: tuple[Path, ...] = ()
+    name: str  # what messages call it
+    left_out: tuple[Path, ...] = ()  # files of ``root`` that say who may use the others, and are no data
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files as they lie on disk."""
         return sum(path.stat().st_size for path in self.files)
 
     def pieces(self) -> Iterator[Piece]:
-        """Every document's text, in order.
-
-        Raises:
-            ConfigurationError: bytes that are no UTF-8, a jsonl line or a parquet file without ``text``; with the
-                place.
-        """
+        """Every document's text, in order; ConfigurationError, with the place, where it cannot be read."""
         for path in self.files:
             yield from read_file(path)
 
 
 def find_text(path: Path | None) -> TextFiles:
-    """The files that ``--data path`` means: one file, or all in a folder, recursively; ``None``: the standard
-    library's.
+    """The files that ``--data path`` means: one file, or all in a folder, recursively; None: the standard library's.
 
-    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and its
-    like.
-
-    Raises:
-        ConfigurationError: no such path, an extension that is not known, or a folder without files.
+    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and such.
     """
     if path is None:
         return _standard_library()
@@ -134,7 +116,7 @@ def _read_text(path: Path) -> Iterator[Piece]:
 
 
 def _character_boundary(held: bytes) -> int:
-    """The last place in ``held`` where a UTF-8 character begins: what is before it can be decoded by itself."""
+    """The last place in ``held`` where a UTF-8 character begins."""
     cut = len(held) - 1
     while cut > len(held) - 4 and held[cut] & 0xC0 == 0x80:
         cut -= 1
@@ -162,12 +144,7 @@ def _read_lines(path: Path) -> Iterator[Piece]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or a line is not UTF-8, no JSON, or holds half a character; with
-            file and line.
-    """
+    """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out."""
     start = 0
     with _reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -184,9 +161,8 @@ def _parsed(text: str, place: str) -> Any:
         if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ConfigurationError(
-            f"{place} has half a character (\\u{ord(error.object[error.start]):04x}): repair it"
-        ) from error
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigurationError(f"{place} has half a character ({half}): repair it") from error
     except RecursionError as error:
         raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
     except ValueError as error:
@@ -202,21 +178,18 @@ def _read_table(path: Path) -> Iterator[Piece]:
         with parquet.ParquetFile(path) as table:
             names = table.schema_arrow.names
             if "text" not in names:
-                raise ConfigurationError(
-                    f"{path} has no column 'text', only {', '.join(names)}; rename the one to train on"
-                )
+                given = ", ".join(names)
+                raise ConfigurationError(f"{path} has no column 'text', only {given}; rename the one to train on")
             kind = table.schema_arrow.field("text").type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise ConfigurationError(f"{path}: column 'text' holds {kind}, not strings; convert it")
-            row = 0
-            for batch in table.iter_batches(batch_size=256, columns=["text"]):
-                for value in batch.column(0).to_pylist():
-                    if value is None:
-                        raise ConfigurationError(
-                            f"{path}: row {row} has no text (null); remove it or write an empty string"
-                        )
-                    yield Piece(value, ends_document=True)
-                    row += 1
+            batches = table.iter_batches(batch_size=256, columns=["text"])
+            for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
+                if value is None:
+                    raise ConfigurationError(
+                        f"{path}: row {row} has no text (null); remove it or write an empty string"
+                    )
+                yield Piece(value, ends_document=True)
     except pyarrow.ArrowException as error:
         raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
 
@@ -235,16 +208,10 @@ def _check_kind(path: Path) -> None:
 
 
 def _standard_library() -> TextFiles:
-    """The running Python's own sources, which every machine has: about 28 MB with the library's tests.
-
-    Generated tables (``encodings``, ``pydoc_data``) are left out: a model of them writes hexadecimal numbers, not
-    Python.
-    """
+    """The running Python's own sources, about 28 MB, without generated tables, which teach hexadecimal numbers."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        (path for path in root.rglob("*.py") if not LIBRARY_SKIPPED.intersection(path.relative_to(root).parts)),
-        key=lambda path: path.relative_to(root).parts,
-    )
+    parts = {path: path.relative_to(root).parts for path in root.rglob("*.py")}
+    files = sorted((path for path in parts if not LIBRARY_SKIPPED.intersection(parts[path])), key=parts.__getitem__)
     readable = tuple(path for path in files if _is_utf8(path))
     if not readable:
         raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")

@@ -36,21 +36,20 @@ SAMPLE_BYTES = 64 * MiB
 
 
 def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most ``vocab_size`` tokens (fewer where the text has no more pairs); the same for the same
-    text.
+    """A tokenizer of at most ``vocab_size`` tokens (fewer where text has no more pairs), the same for the same text.
 
     An exception that a signal's handler raises meanwhile passes through at once.
 
     Raises:
-        ConfigurationError: ``vocab_size`` below 257, which byte-level text needs; text that cannot be read.
+        ConfigurationError: ``vocab_size`` below 257, or text that cannot be read.
         VBError: the process that trains has ended without a tokenizer.
     """
     from tokenizers import Tokenizer
 
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigurationError(
-            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of "
-            "text"
+            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and "
+            "the end of text"
         )
     process = _start_training(vocab_size)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -78,19 +77,12 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
 
 
 def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
-    """This module as a process that imports what this one can.
-
-    What stops a run is for this process alone, which ends the other.
-    """
+    """This module as a process that imports what this one can; a signal is for this one, which ends the other."""
     held_back = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new process inherits it
     try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(vocab_size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        command, pipe = [sys.executable, "-P", "-m", __name__, str(vocab_size)], subprocess.PIPE
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
 
@@ -101,21 +93,14 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer: Any = Tokenizer(models.BPE())  # whose stubs have no setters
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def _texts_from_stdin() -> Iterator[str]:
-    """A line of JSON each, up to a null.
-
-    From then on this process ends as soon as its parent has gone and its input is closed.
-    """
+    """A line of JSON each, up to a null; then this process ends when its parent has gone and its input is closed."""
     while (text := json.loads(sys.stdin.buffer.readline())) is not None:
         yield text
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
@@ -133,11 +118,7 @@ def _sample(source: TextFiles) -> Iterator[str]:
 
 
 def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
-    """The token that ends a document: ``eos_token`` of the ``tokenizer_config.json`` next to ``path``, or a well-known
-    name.
-
-    ``None`` where the tokenizer has none; documents then follow each other without a mark.
-    """
+    """The token that ends a document, by the ``tokenizer_config.json`` next to ``path`` or a known name; None: none."""
     names = list(KNOWN_ENDS)
     if path is not None:
         config = (path if path.is_dir() else path.parent) / "tokenizer_config.json"

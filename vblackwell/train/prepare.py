@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.data.chat import ChatTemplate, chat_kind
-from vblackwell.data.chat_data import ChatCorpus, ChatDataset, prepare_chat
+from vblackwell.data.chat import ChatCorpus, ChatDataset, ChatTemplate, chat_kind, prepare_chat
 from vblackwell.data.corpus import prepare_data
 from vblackwell.data.dataset import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines
 from vblackwell.data.documents import find_text

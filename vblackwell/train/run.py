@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.data.chat_data import ChatDataset
+from vblackwell.data.chat import ChatDataset
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.generate.generate import generate, position_limit
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
