@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 class AttentionRequest(NamedTuple):
-    """What a backend may look at before it agrees; measured times of the CUDA device ``gpu`` count, None: the current one.
+    """What a backend may look at before it agrees; times of the CUDA device ``gpu`` count, None: of the current one.
 
     ``mask`` is 'none', 'boolean' or 'additive', of ``mask_planes`` (S, T).
     """
@@ -231,7 +231,7 @@ def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
 
 
 def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
-    """The backend that runs ``request``; Unsupported, with every backend's reasons, if none does or not the one asked for."""
+    """The backend that runs ``request``; Unsupported, with every backend's reasons, where it refuses."""
     _check_name(backend)
     try:
         return registry.choose("attention", _ranking(request), request, None if backend == "auto" else backend).name
@@ -273,7 +273,7 @@ def attention(
 
 
 def neighbours_key(r: AttentionRequest) -> str:
-    """The key of times of a shape and its neighbours: type, head width, length up to the next power of two, and kind."""
+    """The key of times of a shape and its neighbours: type, head width, power of two of the length, and kind."""
     bucket = tuning.bucket(max(r.queries, r.keys))
     return f"backend|{tuning.dtype_name(r.dtype)}|{r.head}|{bucket}|{r.kind}"
 
@@ -303,7 +303,7 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
 
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
-    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for the shape and neighbours.
+    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for shape and neighbours.
 
     Raises:
         Unsupported: the tensors are not on a CUDA GPU.
@@ -390,14 +390,15 @@ def _registered(backend: str, cached: str) -> str:
 
 
 class _Forward:
-    """transformers' attention function: queries (B, N, S, H), keys and values (B, K, T, H) to (B, S, N, H), no weights."""
+    """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
 
     def __init__(self, backend: str, cached: str) -> None:
         self._backend, self._cached = backend, cached
 
     def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-        scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None, **options: Any,
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+        softcap: float | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         asked = [name for name in _UNKNOWN if options.get(name) is not None]
         if asked:

@@ -24,7 +24,7 @@ def rotary_tables(start: int, length: int, head_dim: int, theta: float, device: 
 
 @torch.no_grad()
 def rotary_tables_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each (..., H) in fp32, of ``positions`` (...): RoFormer (Su et al., arXiv:2104.09864), halves split.
+    """Cosine and sine, each (..., H) in fp32, of ``positions`` (...): RoFormer (arXiv:2104.09864), halves split.
 
     Computed anew in every forward, once for all layers: a few microseconds, against tables that would be cast by
     ``model.to(bf16)``, be lost under ``to_empty`` and become inference tensors under ``inference_mode``.
@@ -95,8 +95,8 @@ class FlashAttention(nn.Module):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
             raise ConfigurationError(
-                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide the "
-                "width, the key heads the heads"
+                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide "
+                "the width, the key heads the heads"
             )
         if not 0 <= dropout < 1:
             raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")

@@ -1,4 +1,4 @@
-"""Precision per layer: each linear in bf16, in two parts (8.5 bits) or in nvfp4 (4.5), as few bytes as a loss budget allows.
+"""Precision per layer: each linear in bf16, two parts (8.5 bits) or nvfp4 (4.5), in as few bytes as a budget allows.
 
 **Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the
 precision, the calibration batches run, and the Kullback-Leibler divergence of the changed from the unchanged
@@ -49,7 +49,7 @@ def _bytes(precision: str, shape: Shape) -> float:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What was measured: the mean cross entropy of the unchanged model; the divergence by linear and precision, nats a token."""
+    """The unchanged mean cross entropy, and what each linear at each precision diverges by, in nats a token."""
 
     loss: float
     shapes: dict[str, Shape]
@@ -148,9 +148,9 @@ class Assignment:
         ]
         if wrong:
             raise ConfigurationError(
-                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do not "
-                f"fit, e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the model "
-                "it was made of"
+                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do "
+                f"not fit, e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the "
+                "model it was made of"
             )
 
 
@@ -158,7 +158,7 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
     """Replace the linears that are not bf16, in place, on their own parameters; their names.
 
     Args:
-        mode: 'training', 'inference' or 'auto', as for `enable_vb_optimization`.
+        mode: as for `enable_vb_optimization`.
 
     Raises:
         ConfigurationError: the assignment is for another model, one of its linears cannot be replaced, or an unknown
@@ -225,8 +225,8 @@ def assign_precision(
 
 @torch.no_grad()
 def measure_sensitivity(
-    model: nn.Module, batches: Batches, *, precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD,
-    on_layer: Callable[[str, int, int], None] | None = None,
+    model: nn.Module, batches: Batches, *, precisions: Sequence[str] = tuple(BITS), pattern: str = "all",
+    keep: str = HEAD, on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:  # fmt: skip
     """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
@@ -285,7 +285,7 @@ def _with_loss(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped, or a divergence would be that of two draws; afterwards every module is in its own mode."""
+    """Inside, nothing is dropped, or a divergence would be that of two draws; modes are put back afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models, as they are, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
+"""Hugging Face causal language models, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
 
 ``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the
 same by its fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory
@@ -69,7 +69,7 @@ class Conversion:
         return {"loss" if row.kind == "loss" else row.name: row.reason for row in self.rows if row.became is None}
 
     def undo(self) -> nn.Module:
-        """The model as it was; it is returned. Packed weights come back rounded, everything else bit for bit. Idempotent.
+        """The model as it was, returned; packed weights come back rounded, everything else bit for bit. Idempotent.
 
         What was trained meanwhile stays trained: the parameters are the same, in a stack too.
 

@@ -1,4 +1,4 @@
-"""Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward in place.
+"""Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward.
 
 Names tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on
 small random weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 +
@@ -74,7 +74,7 @@ def unswap(module: nn.Module) -> None:
 
 
 def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module`` but these dictionaries, such as ``_parameters`` and ``_modules``."""
+    """A module that shares everything with ``module`` but these dictionaries, such as ``_parameters``."""
     twin = copy.copy(module)
     twin.__dict__.update(replaced)
     return twin
@@ -145,7 +145,7 @@ def _joined_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for ``down(silu(gate(x)) * up(x))`` from linears of those names, gate and up separate or joined."""
+    """As `fused_norm`, for ``down(silu(gate(x)) * up(x))`` from linears of those names, gate and up joined or not."""
     names = set(module._modules)
     forward = _separate_forward if {"gate_proj", "up_proj", "down_proj"} <= names else None
     forward = _joined_forward if {"gate_up_proj", "down_proj"} <= names else forward
@@ -198,7 +198,7 @@ def fused_gate(module: nn.Module) -> Overrides | str | None:
 
 
 def fused_rotation(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: the same code, the fused op under that name."""
+    """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: its code, the fused op under that name."""
     forward: Any = plain_class(module).forward
     if ROTARY_NAME not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         wrapped = getattr(getattr(forward, "__wrapped__", None), "__code__", None)

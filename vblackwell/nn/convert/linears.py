@@ -163,8 +163,8 @@ def replace_linears(
 
 
 def convert_linears(
-    model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = True,
-    w4a8: bool = False, keep: str = HEAD,
+    model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None,
+    use_fp4: bool = True, w4a8: bool = False, keep: str = HEAD,
 ) -> list[str]:  # fmt: skip
     """Replaces the selected linears by `FusedFP4Linear` in place; parameters keep their identity. Returns their names.
 
@@ -201,7 +201,7 @@ def store_linears(
 
 
 def install_packed(model: nn.Module, name: str, packed: PackedTensor | SeparatedTensor) -> PackedLinear:
-    """Puts a packed weight where the linear ``name`` is, which may be on the meta device; its bias stays. See `linear_of`."""
+    """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
     kind = VBOptimizedLinear.from_separated if isinstance(packed, SeparatedTensor) else FusedFP4Linear.from_packed
     layer = kind(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def install_packed(model: nn.Module, name: str, packed: PackedTensor | Separated
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:
-    """The linear ``name``, which a packed weight of this shape, or of any, may replace; ConfigurationError if there is none."""
+    """The linear ``name``, which a packed weight of this shape, or any, may replace, or ConfigurationError."""
     try:
         linear = model.get_submodule(name)
     except AttributeError as error:

@@ -82,7 +82,7 @@ class Lora:
 
 
 def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
-    """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns peft's adapter_config.json.
+    """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns adapter_config.json.
 
     ``base`` is the path or id of the model, for readers of the adapter.
 
@@ -144,7 +144,7 @@ def adapter_targets(model: nn.Module) -> dict[str, str | None]:
 
 
 def _why_no_product(linear: Any) -> str | None:
-    """Why a call does not give a product alone: a mixture's router may be a linear by class that answers with choices."""
+    """Why a call gives no product alone: a mixture's router may be a linear by class that answers with choices."""
     import torch
     from torch import nn
 
@@ -176,7 +176,7 @@ def base_name(name: str) -> str:
 
 
 def fill_adapter(name: str, out: Tensor, seed: int) -> None:
-    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base; wherever ``out`` is."""
+    """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base."""
     import torch
 
     with torch.no_grad():

@@ -128,7 +128,7 @@ def _linears(
 
 
 def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """For linears in an ``nn.Sequential``: name and module of the activation right after, if it is an epilogue's formula."""
+    """For linears in an ``nn.Sequential``: the activation right after and its name, if it is an epilogue's formula."""
     counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[str, nn.Module]] = {}
     for prefix, sequence in model.named_modules():

@@ -40,14 +40,15 @@ def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained by this command"
+            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained "
+            "by this command"
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def fuse(model: nn.Module) -> Conversion | None:
-    """Run a causal model of transformers on fused operators, its loss in chunks; None of a `Decoder`, which always does."""
+    """Run a causal model of transformers on fused operators, its loss in chunks; None of a `Decoder`, which is."""
     if isinstance(model, Decoder):
         return None
     parameters = _parameters_of(model).values()
@@ -107,7 +108,7 @@ def fused_backend(
     num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
     deterministic: bool = False,
 ) -> str:  # fmt: skip
-    """The dispatcher's choice for causal training of this shape among the fused backends; Unsupported, with all reasons."""
+    """The dispatcher's choice for causal training of this shape among fused backends; Unsupported, with all reasons."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = dispatcher.AttentionRequest(
         device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
@@ -125,7 +126,7 @@ def fused_backend(
 def chosen_backend(
     num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """What torch takes for a causal head shape in this context: 'flash', 'cudnn', 'efficient', 'math', or Unsupported."""
+    """What torch takes for a causal head shape in this context: 'flash', 'cudnn', 'efficient' or 'math'."""
     query = torch.empty(1, num_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_kv_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     try:

@@ -70,7 +70,7 @@ class KVCache:
 
 
 class SteadyCache:
-    """A filled ``cache`` for steps that are captured once and replayed: nothing that a call launches depends on the length.
+    """A filled ``cache`` for steps that are captured once and replayed: no launch depends on the length.
 
     ``position_1`` is where the next position goes, int64 on the device, where `advance` adds one.
     """
@@ -98,7 +98,7 @@ class SteadyCache:
 
 
 class SelfAttention(nn.Module):
-    """Attention of one block; passes without a cache run on ``backend`` of nn/attention/backends.py, None: PyTorch's choice."""
+    """Attention of one block; passes without a cache run on ``backend``, or None: on PyTorch's choice."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class SelfAttention(nn.Module):
 
 
 def within_documents(positions_BS: Tensor) -> Tensor:
-    """What each token may attend to, (B, S, S): itself and what precedes it in its document, where positions begin at 0."""
+    """What each token may attend to, (B, S, S): itself and what precedes it in its document, which begins at 0."""
     document_BS = (positions_BS == 0).cumsum(1)
     length = positions_BS.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril()
@@ -239,7 +239,7 @@ class DecoderLayer(nn.Module):
         return x_BSD + mlp(normed_BSD, wanted)
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
-        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm, which computes it as well.
+        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm.
 
         ``added_BSD`` is what is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
         """
@@ -327,7 +327,7 @@ class OptimizedTransformerBlock(nn.Module):
             ConfigurationError: an input or mask of another shape or type.
         """
         if self.use_checkpoint and torch.is_grad_enabled():
-            # No buffers to protect: nothing in the block writes one, and packed weights are buffers and would be copied.
+            # No buffers to protect: the block writes none, and packed weights, which are buffers, would be copied.
             return checkpoint(self._compute, x_BSD, mask, modules=())
         return self._compute(x_BSD, mask)
 

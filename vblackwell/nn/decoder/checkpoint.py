@@ -116,7 +116,7 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, Tensor]:
 
 
 class _BuffersReplaced:
-    """Inside, fresh copies of the snapshot are in the buffers' places; entered by every backward of a retained graph."""
+    """Inside, fresh copies of the snapshot are in the buffers' places; entered by every backward of a kept graph."""
 
     def __init__(self, before: dict[Slot, Tensor]) -> None:
         self._before = before

@@ -54,8 +54,8 @@ class DecoderConfig:
             )
         if self.rope_theta <= 0 or self.norm_eps <= 0 or self.initializer_range <= 0:
             raise ConfigurationError(
-                f"rope_theta {self.rope_theta}, norm_eps {self.norm_eps} and initializer_range {self.initializer_range} "
-                "must all be positive"
+                f"rope_theta {self.rope_theta}, norm_eps {self.norm_eps} and initializer_range "
+                f"{self.initializer_range} must all be positive"
             )
 
     @property

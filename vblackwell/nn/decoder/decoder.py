@@ -52,8 +52,8 @@ class HiddenWithTargets:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         if func is not functional.linear or not isinstance(args[0], cls):
             raise Unsupported(
-                f"{getattr(func, '__name__', func)} on hidden states with targets: only a linear head takes them; call it "
-                "with the hidden states alone and compute the loss from its logits"
+                f"{getattr(func, '__name__', func)} on hidden states with targets: only a linear head takes them; "
+                "call it with the hidden states alone and compute the loss from its logits"
             )
         given, weight_VD, *bias_V = args
         bias = bias_V[0] if bias_V else (kwargs or {}).get("bias")
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         return self.model.layers
 
     def use_attention(self, backend: str | None) -> None:
-        """Passes without a cache attend on this backend of nn/attention/backends.py, or raise; None: PyTorch's choice."""
+        """Passes without a cache attend on this backend, or raise; None: on PyTorch's choice."""
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.backend = backend
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
         """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device.
 
-        To be called with every parameter once, in the order of ``named_parameters()``: all are drawn from one generator.
+        To be called once with each, in the order of ``named_parameters()``: all are drawn from one generator.
         Values are normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_BSD)
 
     def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
-        """Logits (B, V) after one more token a row, stored at the cache's position; waits for no device: may be captured."""
+        """Logits (B, V) after one more token a row, stored at the cache's position; it may be captured in a graph."""
         added_BSD, x_BSD = None, self.model.embed_tokens(input_ids_B1)
         for layer in self.layers:
             added_BSD, x_BSD = layer.step(added_BSD, x_BSD, cache)  # type: ignore[operator]

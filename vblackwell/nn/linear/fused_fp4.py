@@ -1,12 +1,9 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-Before ``quantize()`` it is ``activation(x W^T + b)`` on an ordinary parameter. After, the packed weight
-(packed_linear.py) is never trained, and one fused op does the work; gradients still reach ``x`` and the bias, which is
-what adapters over a frozen base need.
-
-With ``w4a8`` a packed mxfp4 layer computes on FP8 tensor cores: the same weights, inputs rounded to E4M3 by rows
-(kernels/fp4/w4a8.py). It changes numbers, so it is never chosen for the user, and what cannot run that way is refused
-when the layer is packed.
+Once packed, the weight (packed_linear.py) is never trained, and one fused op does the work; gradients still reach ``x``
+and the bias, which is what adapters over a frozen base need. With ``w4a8`` a packed mxfp4 layer computes on FP8 tensor
+cores: the same weights, inputs rounded to E4M3 by rows (kernels/fp4/w4a8.py). It changes numbers, so it is never chosen
+for the user, and what cannot run that way is refused when the layer is packed.
 
 With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on
 all ranks and would be sent at every step.
@@ -50,16 +47,15 @@ class FusedFP4Linear(PackedLinear):
 
     Raises:
         ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than
-        mxfp4 or
-            with sizes that are no multiples of 16.
+            mxfp4 or with sizes that are no multiples of 16.
     """
 
     weight_row_top: Tensor | None  # for w4a8 alone; follows from the scales, so no state dict has it
     buffer_names = (*PackedLinear.buffer_names, "weight_row_top")
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, activation: str = "none", *, format: str = "nvfp4",
-        scale_search: str | None = None, use_fp4: bool = False, w4a8: bool = False,
+        self, in_features: int, out_features: int, bias: bool = True, activation: str = "none", *,
+        format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = False, w4a8: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, format_named(format), device, dtype)
@@ -73,9 +69,8 @@ class FusedFP4Linear(PackedLinear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, activation: str = "none", **options: Any) -> FusedFP4Linear:
         """A layer on the very parameters of ``linear``; ``options`` as for the constructor."""
-        layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, activation, device="meta", **options
-        )
+        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
+        layer = cls(*sizes, bias, activation, device="meta", **options)
         layer._share(linear)
         return layer
 
@@ -83,16 +78,9 @@ class FusedFP4Linear(PackedLinear):
     def from_packed(
         cls, packed: PackedTensor, bias: Tensor | None = None, activation: str = "none", *, w4a8: bool = False
     ) -> FusedFP4Linear:
-        """A packed layer of a packed (N, K) matrix; a bias that is no parameter becomes a frozen one.
-
-        Raises:
-            ConfigurationError: ``packed`` is not a matrix, or not for w4a8.
-            Unsupported: with w4a8, as ``quantize``.
-        """
+        """A packed layer of a packed (N, K) matrix; a bias that is no parameter becomes a frozen one."""
         if len(packed.shape) != 2:
-            raise ConfigurationError(
-                f"a packed tensor of shape {packed.shape} is no weight of a linear: it must be (N, K)"
-            )
+            raise ConfigurationError(f"a packed tensor of shape {packed.shape} is no weight of a linear: give (N, K)")
         layer = cls(packed.k, packed.n, bias is not None, activation, format=packed.format, w4a8=w4a8, device="meta")
         layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
         layer._adopt(packed)
@@ -100,7 +88,7 @@ class FusedFP4Linear(PackedLinear):
 
     @property
     def packed(self) -> PackedTensor | None:
-        """The packed weight in its canonical layout; ``None`` before ``quantize()``. On a GPU this makes a copy."""
+        """The packed weight in its canonical layout; None before ``quantize()``. On a GPU this makes a copy."""
         packed = super().packed
         assert not isinstance(packed, SeparatedTensor)
         return packed
@@ -108,14 +96,12 @@ class FusedFP4Linear(PackedLinear):
     def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
-        An optimizer or a variable that still holds the old parameter keeps its memory: drop those first.
-
-        Args:
-            tensor_scale: nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``.
+        An optimizer that still holds the old parameter keeps its memory. ``tensor_scale`` is nvfp4's, shared with other
+        layers; see ``numerics.fp4.joint_tensor_scale``.
 
         Raises:
-            ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed. Unsupported: with w4a8,
-            exponents in a row span more than E4M3 holds, or a GPU without FP8. The layer stays as it was.
+            ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed. The layer stays as it was.
+            Unsupported: with w4a8, exponents in a row span more than E4M3 holds, or a GPU without FP8. As above.
         """
         if self.weight is not None:
             if self.w4a8:
@@ -125,11 +111,7 @@ class FusedFP4Linear(PackedLinear):
         return self
 
     def use_w4a8(self, enabled: bool = True) -> FusedFP4Linear:
-        """Multiplies on FP8 tensor cores from now on, or no longer; for layers that came packed. Returns the layer.
-
-        Raises:
-            ConfigurationError, Unsupported: as the constructor and ``quantize``. The layer stays as it was.
-        """
+        """Multiplies on FP8 tensor cores from now on, or no longer; raises as the constructor and ``quantize``."""
         if enabled:
             self._check_w4a8()
         packed = self.packed
@@ -141,7 +123,7 @@ class FusedFP4Linear(PackedLinear):
         return self
 
     def freeze(self) -> FusedFP4Linear:
-        """Packs the layer and freezes its bias: a base for adapters. Gradients pass through to ``x``. Returns the layer."""
+        """Packs the layer and freezes its bias: a base for adapters, gradients pass to ``x``. Returns the layer."""
         if self.bias is not None:
             self.bias.requires_grad_(False)
         return self.quantize()
@@ -161,10 +143,8 @@ class FusedFP4Linear(PackedLinear):
 
     def extra_repr(self) -> str:
         state = f"packed={self._layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
-        return (
-            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
-            f"activation={self.activation}, {state}" + (", w4a8=True" if self.w4a8 else "")
-        )
+        shape, w4a8 = f"{self.in_features}, {self.out_features}", ", w4a8=True" if self.w4a8 else ""
+        return f"{shape}, bias={self.bias is not None}, activation={self.activation}, {state}{w4a8}"
 
     def _check_w4a8(self) -> None:
         check_shape(self.form.name, self.out_features, self.in_features, self._name())

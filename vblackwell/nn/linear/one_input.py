@@ -48,7 +48,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
-    """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain linears, of one type, no autocast."""
+    """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain, of one type, no autocast."""
     if not x.is_cuda or torch.is_autocast_enabled(x.device.type):
         return False
     return all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
-    """The tensor whose rows (first dimension) are those of ``parts``, a view without gradients; None if there is none."""
+    """The tensor whose rows (first dimension) are those of ``parts``, a view without gradients; None if not there."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
@@ -139,7 +139,8 @@ def lay_together(*linears: nn.Module) -> bool:
     False, and nothing is done, where one of them is not plain, or in a stack.
     """
     weights = [linear.weight for linear in linears if is_plain(linear)]
-    alike = len(weights) == len(linears) and len({(w.dtype, w.device, w.shape[1]) for w in weights}) == 1  # type: ignore[index]
+    kinds = {(w.dtype, w.device, w.shape[1]) for w in weights}  # type: ignore[index]
+    alike = len(weights) == len(linears) and len(kinds) == 1
     if not alike or any("_vb_binding" in w.__dict__ or "_vb_resident" in w.__dict__ for w in weights):
         return False
     joint = torch.cat(weights)  # type: ignore[arg-type]
@@ -306,7 +307,8 @@ class NormedLater(Unnormed):
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
         """``[linear(norm(x)) for linear in linears]`` as one operation."""
         weights = [linear.weight for linear in linears]
-        return normed_linears(self.x, self.norm.weight, _epsilon(self.norm, self.norm.weight), weights)  # type: ignore[arg-type]
+        gain = self.norm.weight
+        return normed_linears(self.x, gain, _epsilon(self.norm, gain), weights)  # type: ignore[arg-type]
 
 
 def normed_later(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> NormedLater | None:
@@ -324,7 +326,8 @@ def lean_feed_forward(
     if hooked(mlp) or not _plain(x, norm) or not may_fuse(x, *linears):
         return None
     weights = [linear.weight for linear in linears]
-    return feed_forward_block(x + residual, norm.weight, _epsilon(norm, norm.weight), *weights, wanted)  # type: ignore[arg-type]
+    eps = _epsilon(norm, norm.weight)
+    return feed_forward_block(x + residual, norm.weight, eps, *weights, wanted)  # type: ignore[arg-type]
 
 
 def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:

@@ -70,7 +70,7 @@ def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedT
 
 
 def place(packed: PackedTensor | SeparatedTensor, tiles: bool = False) -> PlacedWeight:
-    """Tiled on CUDA where the format has tiles and the values fit them; with ``tiles`` tiled anywhere, or Unsupported."""
+    """Tiled on CUDA where the format has tiles and the values fit; with ``tiles`` anywhere, or Unsupported."""
     on_cuda = packed.device.type == "cuda"
     if isinstance(packed, SeparatedTensor):
         coarse = packed.coarse
@@ -152,7 +152,7 @@ def to_state(packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
 
 
 def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor | SeparatedTensor:
-    """The packed weight that ``to_state`` wrote under ``prefix``; CorruptData where entries are missing or do not fit."""
+    """The packed weight that ``to_state`` wrote under ``prefix``; CorruptData where entries lack or do not fit."""
     missing = [name for name in STATE_NAMES if prefix + name not in entries]
     if missing:
         raise CorruptData(f"packed weight {prefix}weight lacks {', '.join(missing)}: the file is incomplete")

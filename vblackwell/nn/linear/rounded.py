@@ -1,12 +1,11 @@
 """Products with weights that were rounded, whose gradients are the weights' (straight through; Bengio et al. 2013).
 
-`fp4_round_trip` rounds. A custom op rather than ``w + (round(w) - w).detach()``: that keeps two more copies of the
-weight and is not exactly the rounded value; and under torch.compile the codec's loop over tiles stays one node of the
-graph.
+`fp4_round_trip` rounds. A custom op rather than ``w + (round(w) - w).detach()``, which keeps two more copies and is not
+exactly the rounded value; and under torch.compile the codec's loop over tiles stays one node of the graph.
 
-`rounded_linears` is one node for autograd, however many weights have one input. As an op that rounds, an op that
-multiplies and a hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a step of a model
-that a GPU computes quickly is the host's time. Gradients of one input add up inside the matrix kernels, as in
+`rounded_linears` is one node for autograd, however many weights have one input: as ops that round and multiply and a
+hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a small step is the host's time.
+Gradients of one input add up inside the matrix kernels, as in
 kernels/pointwise/linears.py.
 """
 
@@ -27,13 +26,7 @@ from vblackwell.numerics.round_trip import round_trip
 
 @torch.library.custom_op("vblackwell::fp4_round_trip", mutates_args=())
 def fp4_round_trip(w_NK: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    """``w_NK`` rounded to ``format`` with `max` scales and back, as ``dtype``; the gradient passes unchanged.
-
-    Args:
-        w_NK: (N, K) float32, bfloat16 or float16.
-        format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8', with its default block.
-        dtype: of the result.
-    """
+    """``w_NK`` rounded to ``format`` with `max` scales and back, as ``dtype``; the gradient passes unchanged."""
     return round_trip(w_NK, format_named(format), dtype)
 
 
@@ -54,17 +47,11 @@ fp4_round_trip.register_autograd(_backward, setup_context=_save)
 
 
 class Rounded(NamedTuple):
-    """A weight for one forward. A tuple, because a step makes hundreds.
+    """A weight for one forward. A tuple, because a step makes hundreds."""
 
-    Attributes:
-        weight: (N, K), which gets the gradient. value: what is multiplied by, in the type of the input; kept for
-            backward.
-        reached: called when a backward pass has come to the weight.
-    """
-
-    weight: Tensor
-    value: Tensor
-    reached: Callable[[], None]
+    weight: Tensor  # (N, K), which gets the gradient
+    value: Tensor  # what is multiplied by, in the type of the input; kept for backward
+    reached: Callable[[], None]  # called when a backward pass has come to the weight
 
 
 class _RoundedLinears(torch.autograd.Function):
@@ -129,7 +116,7 @@ class _RoundedSwiglu(torch.autograd.Function):
 
 
 def rounded_linear(x: Tensor, rounded: Rounded, bias_N: Tensor | None) -> Tensor:
-    """``x value^T + bias``, (..., K) to (..., N), with gradients for ``x``, the bias and the weight, but no second ones."""
+    """``x value^T + bias``, (..., K) to (..., N), with gradients for all three, but no second ones."""
     return _RoundedLinears.apply(x, (rounded,), bias_N, rounded.weight)[0]  # type: ignore[index]
 
 
@@ -139,9 +126,5 @@ def rounded_linears(x: Tensor, rounded: Sequence[Rounded]) -> list[Tensor]:
 
 
 def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:
-    """``(silu(gate) * up) value^T``, (..., I) to (..., D), one node where gating and product would be two. Triton only.
-
-    Args:
-        wanted: as for `vblackwell.kernels.pointwise.rows.swiglu_linear`.
-    """
+    """``(silu(gate) * up) value^T``, (..., I) to (..., D), in one node, as `swiglu_linear`. Triton only."""
     return _RoundedSwiglu.apply(gate, up, rounded, wanted, rounded.weight)  # type: ignore[return-value]

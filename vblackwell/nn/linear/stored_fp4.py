@@ -1,16 +1,14 @@
 """A frozen FP4 linear whose packed bytes are parameters, so that a stack moves them as it moves any weight.
 
 ``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most
-of a model, so here codes and scales are frozen parameters of bytes: they have host or disk storage, are loaded before
-they are needed, and are read again by backward. They may be on the meta device until the stack takes the model.
+of a model, so here codes and scales are frozen parameters of bytes, read again by backward.
 
-`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``, forward and
-backward. peft's expression writes ``(x A^T) B^T``, its multiple and the sum one after the other, each as large as the
-output, and autograd adds the two gradients of ``x`` up in another pass: on a GPU these passes took as long as a fifth
-of the products. Here the product with B is added where the packed linear's result lies, and so is the gradient's with
-A. What backward needs is kept by a separate operation before the product: where torch's checkpointing computes a layer
-again, it stops at the last tensor that is kept, so that the product of the layer's last linear is not computed for
-nothing.
+`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``. peft's
+expression writes ``(x A^T) B^T``, its multiple and the sum, each as large as the output, and adds the two gradients of
+``x`` up in another pass: on a GPU a fifth of the products' time. Here the product with B is added where the packed
+linear's result lies, and so is the gradient's with A. What backward needs is kept by a separate operation before the
+product: torch's checkpointing stops at the last tensor that is kept, so that a layer's last product is not computed
+again for nothing.
 
 Legend: M rows, K in features, N out features, R rank.
 """
@@ -41,22 +39,15 @@ PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
 class StoredFP4Linear(nn.Module):
     """``x W^T + b`` with a frozen packed weight; gradients pass through to ``x``.
 
-    Args:
-        in_features, out_features: K and N.
-        bias: taken as it is and frozen, or None.
-        format: of `numerics.formats`, or its name.
-        tiled: in the layout of the fused kernels, which level 0 on a GPU reads; for nvfp4 and mxfp4.
-        fine: nvfp4 with a fine part (numerics/separation.py).
-        device: of the bytes; 'meta' until they are known.
-        dtype: of the weight that is packed.
-
-    Attributes:
-        parts: names of the parameters that hold the bytes.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part
+    (numerics/separation.py); ``dtype`` that of the weight before. The bytes are the parameters ``parts``, on the meta
+    device until they are known; ``bias`` is frozen.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, format: str | Format = "nvfp4", *,
-        tiled: bool = False, fine: bool = False, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32,
+        tiled: bool = False, fine: bool = False, device: torch.device | str = "meta",
+        dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -89,7 +80,7 @@ class StoredFP4Linear(nn.Module):
         return self.placed().linear(x, self.bias, "none", self.out_features, self.in_features)
 
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
-        """The packed weight as views of ``parts``, by default of the layer's own bytes, which must be on level 0 then."""
+        """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
         views: dict[str, Tensor] = {
             name: (getattr(self, name) if parts is None else parts[name]).view(kind).view(shape)
             for name, (kind, shape) in self._views.items()
@@ -98,22 +89,12 @@ class StoredFP4Linear(nn.Module):
         return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE))
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
-        """The bytes of each part that ``weight_NK``, packed on its device, becomes: the same on any.
-
-        Raises:
-            ConfigurationError: the weight has inf or NaN.
-            Unsupported: values that the tiled layout cannot hold.
-        """
-        return self.bytes_of_packed(
-            quantize(weight_NK, self.form.name, "mse", workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
-        )
+        """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
+        how = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
+        return self.bytes_of_packed(quantize(weight_NK, self.form.name, "mse", **how))
 
     def bytes_of_packed(self, packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
-        """The bytes of each part of a weight that is packed already, in the layer's format and shape.
-
-        Raises:
-            Unsupported: values that the tiled layout cannot hold.
-        """
+        """The bytes of each part of a packed weight; Unsupported where the tiled layout cannot hold its values."""
         placed = place(packed, tiles=layout.is_tiled(self.layout))
         tensors = dict(zip(self.parts, placed.tensors(), strict=True))
         return {part: tensor.contiguous().reshape(-1).view(torch.uint8) for part, tensor in tensors.items()}
@@ -141,7 +122,7 @@ class StoredFP4Linear(nn.Module):
 
 
 def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str] | None:
-    """The stored linear that the parameter ``name`` is a part of, its name and the part; None for any other parameter."""
+    """The stored linear that the parameter ``name`` is a part of, its name and the part; None for others."""
     owner, _, part = name.rpartition(".")
     if part not in (*PARTS, FINE):
         return None
@@ -162,7 +143,9 @@ class _Keep(torch.autograd.Function):
     """``x A^T``, and something of the result's shape that takes no memory: its gradient is the result's."""
 
     @staticmethod
-    def forward(ctx: Any, x, a_RK, b_NR, codes, scales, tensor_scale, scale, layout, n, k):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, x, a_RK, b_NR, codes, scales, tensor_scale, scale, layout, n, k
+    ):
         low = torch.matmul(x, a_RK.t())
         ctx.save_for_backward(x, a_RK, b_NR, codes, scales, tensor_scale, low)
         ctx.static = (scale, layout, n, k)
@@ -190,7 +173,9 @@ class _Product(torch.autograd.Function):
     """The result; it keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Any, token, x, low, b_NR, codes, scales, tensor_scale, scale, layout, n, k):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, token, x, low, b_NR, codes, scales, tensor_scale, scale, layout, n, k
+    ):
         y = fp4_linear(x, codes, scales, tensor_scale, None, layout, "none", n, k)
         y.view(-1, n).addmm_(low.reshape(-1, low.shape[-1]), b_NR.t(), alpha=scale)
         return y

@@ -94,7 +94,7 @@ _steps: list[int] = []  # that any optimizer has taken, from the first question 
 
 
 def _optimizer_steps() -> int:
-    """A tensor's version says that it was changed in place, but not by torch's fused optimizers, nor by kernels of ours."""
+    """A tensor's version says that it was changed in place, but not by fused optimizers, nor by our kernels."""
     if not _steps:
         _steps.append(0)
         register_optimizer_step_post_hook(_count_step)
@@ -339,8 +339,8 @@ class VBOptimizedLinear(PackedLinear):
     packed_by = "precision"
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, mode: str = "auto", *, precision: str = "two-part",
-        refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
+        self, in_features: int, out_features: int, bias: bool = True, mode: str = "auto", *,
+        precision: str = "two-part", refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         settings = Settings(mode, precision, refresh_every, drift_threshold)
@@ -393,7 +393,7 @@ class VBOptimizedLinear(PackedLinear):
         return self
 
     def drop_fine(self) -> Tensor:
-        """Gives the fine part away, bytes in the layout of the layer's device, and computes from the coarse one from now on.
+        """Gives the fine part away, bytes in the layout of the layer's device, and computes from the coarse one.
 
         Raises:
             ConfigurationError: the layer is not packed, or has no fine part.
