@@ -29,7 +29,7 @@ from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import OP, two_part_linear
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.convert.optimize import enable_vb_optimization
+from vblackwell.nn.convert.linears import enable_vb_optimization
 
 LAYERS = 24
 Row = tuple[str, str, str, bool]  # what, measured, floor, whether it is met

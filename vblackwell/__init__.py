@@ -25,7 +25,7 @@ _NAMES = {
     "vblackwell.nn.convert.causal_lm": ("Conversion", "accelerate_causal_lm", "restore_causal_lm"),
     "vblackwell.nn.convert.lora": ("Lora",),
     "vblackwell.nn.convert.model": ("convert",),
-    "vblackwell.nn.convert.optimize": ("VBModelWrapper", "enable_vb_optimization"),
+    "vblackwell.nn.convert.linears": ("VBModelWrapper", "enable_vb_optimization"),
     "vblackwell.nn.decoder.block": ("OptimizedTransformerBlock",),
     "vblackwell.nn.linear.fused_fp4": ("FusedFP4Linear",),
     "vblackwell.nn.linear.two_part": ("VBOptimizedLinear", "VirtualBlackwellAdapter", "create_virtual_blackwell"),
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
     from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
     from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
     from vblackwell.nn.convert.causal_lm import Conversion, accelerate_causal_lm, restore_causal_lm
+    from vblackwell.nn.convert.linears import VBModelWrapper, enable_vb_optimization
     from vblackwell.nn.convert.lora import Lora
     from vblackwell.nn.convert.model import convert
-    from vblackwell.nn.convert.optimize import VBModelWrapper, enable_vb_optimization
     from vblackwell.nn.decoder.block import OptimizedTransformerBlock
     from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
     from vblackwell.nn.linear.two_part import VBOptimizedLinear, VirtualBlackwellAdapter, create_virtual_blackwell

@@ -30,7 +30,7 @@ from vblackwell.data.chat import (
     find_template,
     prepare_chat,
 )
-from vblackwell.data.dataset import pack_rows
+from vblackwell.data.corpus import pack_rows
 from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, Unsupported

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models
 
 from vblackwell.data import corpus as data
 from vblackwell.data import tokenizer
-from vblackwell.data.corpus import prepare_data
-from vblackwell.data.dataset import PackedDataset
+from vblackwell.data.corpus import PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, DiskError, VBError
@@ -113,7 +112,7 @@ import multiprocessing
 import numpy as np
 from pathlib import Path
 from vblackwell.data.corpus import prepare_data
-from vblackwell.data.dataset import PackedDataset
+from vblackwell.data.corpus import PackedDataset
 
 def prepare(start):
     start.wait()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset, evaluation_batches, permute
+from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset, evaluation_batches, permute
 from vblackwell.errors import ConfigurationError
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.train.test_trainer import Toy
-from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset
+from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.nn.linear.peak_bytes import PeakBytes
-from vblackwell.data.dataset import Corpus, PackedDataset
+from vblackwell.data.corpus import Corpus, PackedDataset
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.machine.facts import MemoryFacts
 from vblackwell.nn.decoder.config import DecoderConfig

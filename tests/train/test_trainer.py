@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from vblackwell.data.dataset import BatchStream, Corpus, PackedDataset
+from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset
 from vblackwell.errors import CorruptData, DiskError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of

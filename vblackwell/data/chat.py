@@ -44,8 +44,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vblackwell.data.corpus import Progress, cached, content_hash, vocab_size_of
-from vblackwell.data.dataset import HELD_OUT_SHARE, Corpus, pack_rows, permute
+from vblackwell.data.corpus import (
+    HELD_OUT_SHARE,
+    Corpus,
+    Progress,
+    cached,
+    content_hash,
+    pack_rows,
+    permute,
+    vocab_size_of,
+)
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id
 from vblackwell.errors import ConfigurationError, CorruptData, nearest

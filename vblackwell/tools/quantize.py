@@ -244,8 +244,7 @@ def calibrate(
     """
     import numpy as np
 
-    from vblackwell.data.corpus import prepare_data
-    from vblackwell.data.dataset import PackedDataset
+    from vblackwell.data.corpus import PackedDataset, prepare_data
 
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")

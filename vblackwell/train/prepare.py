@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from vblackwell.data.chat import ChatCorpus, ChatDataset, ChatTemplate, chat_kind, prepare_chat
-from vblackwell.data.corpus import prepare_data
-from vblackwell.data.dataset import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines
+from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.device import Precision, cap_process, choose_precision

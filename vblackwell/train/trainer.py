@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.data.dataset import BatchStream, Dataset, evaluation_batches
+from vblackwell.data.corpus import BatchStream, Dataset, evaluation_batches
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW

@@ -1,11 +1,10 @@
 """Precision per layer: each linear in bf16, two parts (8.5 bits) or nvfp4 (4.5), in as few bytes as a budget allows.
 
-**Sensitivity is measured**, never guessed from a layer's place or its numbers: one linear at a time takes the
-precision, the calibration batches run, and the Kullback-Leibler divergence of the changed from the unchanged
-predictions is taken. For a model that predicts well it is the expected rise of the loss, and unlike the difference of
-two losses it is never negative and hardly noisy. Divergences of single layers are added up; what the sum leaves out is
-measured in the end: with all choices in place the calibration loss is taken again, and while it rises by more than the
-budget the choice is made once more, for less.
+**Sensitivity is measured**: one linear at a time takes the precision, the calibration batches run, and the
+Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it is
+the expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy.
+Divergences of single layers are added up; what the sum leaves out is measured in the end: while the loss with all
+choices in place rises by more than the budget, the choice is made once more, for less.
 
 **Choice.** All linears begin in nvfp4. The linear that saves the most divergence for a byte steps up, along the lower
 convex hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at
@@ -58,17 +57,11 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A precision for each linear.
+    """A precision for each linear."""
 
-    Attributes:
-        precisions: 'bf16', 'two-part' or 'nvfp4', by linear.
-        shapes: (N, K), by linear.
-        measured: 'loss', 'loss_after' and 'budget' of the calibration it was made for.
-    """
-
-    precisions: dict[str, str]
+    precisions: dict[str, str]  # 'bf16', 'two-part' or 'nvfp4'
     shapes: dict[str, Shape]
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)  # 'loss', 'loss_after', 'budget' of the calibration
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.precisions.values()) - set(BITS))
@@ -85,15 +78,10 @@ class Assignment:
         return 8 * sum(_bytes(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
 
     def names(self, precision: str) -> list[str]:
-        """The linears in ``precision``."""
         return [name for name, given in self.precisions.items() if given == precision]
 
     def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all; its folder is made if missing.
-
-        Raises:
-            DiskError: the disk refused.
-        """
+        """Write the file, whole or not at all; its folder is made if missing. DiskError if the disk refuses."""
         linears = {name: {"precision": p, "shape": list(self.shapes[name])} for name, p in self.precisions.items()}
         text = json.dumps({"version": VERSION, "measured": self.measured, "linears": linears}, indent=1)
         path = Path(path)
@@ -111,12 +99,7 @@ class Assignment:
 
     @classmethod
     def load(cls, path: Path | str) -> Assignment:
-        """Read the file.
-
-        Raises:
-            ConfigurationError: it cannot be read, or was written by another version.
-            CorruptData: it is no assignment.
-        """
+        """Read the file; ConfigurationError if it cannot be read or has another version, CorruptData if it is none."""
         if Path(path).exists() and not Path(path).is_file():  # a device may never end
             raise ConfigurationError(f"assignment {path} is no file: give the one that vb quantize --budget wrote")
         try:
@@ -127,8 +110,9 @@ class Assignment:
             raise CorruptData(f"{path} is no assignment of precisions: {error}; make it again") from error
         try:
             if raw["version"] != VERSION:
+                version = raw["version"]
                 raise ConfigurationError(
-                    f"{path} is of version {raw['version']!r}, this release reads {VERSION}: make it again"
+                    f"{path} is of version {version!r}, this release reads {VERSION}: make it again"
                 )
             linears: dict[str, Any] = raw["linears"]
             shapes = {name: (int(row["shape"][0]), int(row["shape"][1])) for name, row in linears.items()}
@@ -155,14 +139,10 @@ class Assignment:
 
 
 def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto") -> list[str]:
-    """Replace the linears that are not bf16, in place, on their own parameters; their names.
-
-    Args:
-        mode: as for `enable_vb_optimization`.
+    """Replace the linears that are not bf16, on their own parameters, in this mode of `Settings`; their names.
 
     Raises:
-        ConfigurationError: the assignment is for another model, one of its linears cannot be replaced, or an unknown
-        mode; nothing changed.
+        ConfigurationError: the assignment is for another model, or a linear cannot be replaced; nothing changed.
     """
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
@@ -186,8 +166,8 @@ def assign_precision(
     """The cheapest precisions by which the calibration loss rises by at most ``budget``.
 
     Args:
-        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights are changed while
-            it is measured and are themselves again afterwards, whatever happens.
+        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights change meanwhile
+            and are themselves again afterwards, whatever happens.
         batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4
             bytes a token and word of the vocabulary.
         budget: relative rise of the loss, e.g. 0.004.

@@ -29,9 +29,17 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
-from vblackwell.nn.linear.two_part import VBOptimizedLinear
+from vblackwell.nn.linear.two_part import (
+    BITS,
+    DRIFT_THRESHOLD,
+    REFRESH_EVERY,
+    Settings,
+    VBOptimizedLinear,
+    precision_of,
+)
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import SeparatedTensor
+from vblackwell.units import format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
@@ -43,13 +51,8 @@ _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTIL
 def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, str | None]:
     """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be.
 
-    Args:
-        model: any module.
-        pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in names.
-        keep: regular expression for names that are never selected.
-
-    Raises:
-        ConfigurationError: an invalid expression.
+    ``pattern`` is 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in names;
+    ``keep`` one for names that are never selected.
     """
     wanted, kept = _compiled(pattern), _compiled(keep)
     owners: dict[int, list[str]] = defaultdict(list)
@@ -85,7 +88,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D, by what it is: the name is known to belong to a linear with a transposed weight."""
+    """transformers' Conv1D, a linear with a transposed weight."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
 
 
@@ -117,11 +120,7 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
 
 
 def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
-    """The linears of ``model`` that may be packed, by module name; arguments as for `find_linears`.
-
-    Raises:
-        ConfigurationError: an invalid expression, or nothing is selected.
-    """
+    """The linears that may be packed, by module name, as for `find_linears`; ConfigurationError if there are none."""
     found = find_linears(model, pattern, keep)
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
@@ -166,11 +165,7 @@ def convert_linears(
     model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None,
     use_fp4: bool = True, w4a8: bool = False, keep: str = HEAD,
 ) -> list[str]:  # fmt: skip
-    """Replaces the selected linears by `FusedFP4Linear` in place; parameters keep their identity. Returns their names.
-
-    Raises:
-        ConfigurationError: as ``select_linears`` and the layer; the model is as it was.
-    """
+    """Replaces the selected linears by `FusedFP4Linear` in place, on their own parameters. Returns their names."""
     options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
     linears = select_linears(model, pattern, keep)
     return replace_linears(model, linears, lambda linear: FusedFP4Linear.from_linear(linear, **options))
@@ -179,12 +174,9 @@ def convert_linears(
 def store_linears(
     model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
 ) -> dict[str, str | None]:
-    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears of ``model``.
+    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears.
 
-    Returns every linear: why it was left, or None if it was replaced.
-
-    Raises:
-        ConfigurationError: an invalid expression, or nothing is selected.
+    Returns every linear: why it was left, or None if it was replaced; ConfigurationError if nothing is selected.
     """
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
     linears: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
@@ -219,6 +211,119 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
         packed = "there is a packed weight" if shape is None else f"the packed weight has shape {shape}"
         raise ConfigurationError(f"{name} is {linear}, {packed}: the file belongs to another model")
     return linear
+
+
+# -- weights in two parts ----------------------------------------------------------------------------------------------
+
+NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
+
+
+def enable_vb_optimization(
+    model: nn.Module, mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True,
+    replace_pattern: str = "all", *, refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
+    verbose: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Put weights in two parts into ``model``, in place, and return it.
+
+    Every chosen linear becomes a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties and
+    optimizers stay.
+
+    Args:
+        mode: 'training' multiplies by rounded weights and trains the parameters straight through; 'inference' packs
+            each layer at its first forward, or at ``quantize()``, and lets the parameter go; 'auto' trains where
+            gradients are on, and packs in addition to the parameter where not.
+        enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
+            int8 by rows, 8 bits.
+        replace_pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in
+            module names.
+        refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
+        verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
+
+    Raises:
+        ConfigurationError: a value that is refused, both switches off, or nothing selected. The model is as it was.
+    """
+    settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
+    chosen: dict[str, nn.Linear] = select_linears(model, replace_pattern)
+    if verbose:
+        _say(chosen, settings)
+    replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, settings))
+    return model
+
+
+def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
+    weights = sum(linear.weight.numel() for linear in chosen.values())
+    held = sum(linear.weight.nbytes for linear in chosen.values())
+    packed = int(weights * BITS[settings.precision] / 8)
+    print(
+        f"{settings.precision}: {len(chosen)} linears of {weights / 1e6:.1f} M weights, "
+        f"{format_bytes(held)} now, {format_bytes(packed)} packed",
+        file=sys.stderr,
+    )
+    for number, (name, linear) in enumerate(chosen.items(), 1):
+        if linear.weight.numel() >= NAMED_ELEMENTS:
+            shape = "x".join(str(size) for size in linear.weight.shape)
+            print(f"  {number} of {len(chosen)}: {name} {shape}, {format_bytes(linear.weight.nbytes)}", file=sys.stderr)
+
+
+class VBModelWrapper(nn.Module):
+    """A model with weights in two parts, and what became of it. Calls and unknown attributes go to the model.
+
+    Args: as `enable_vb_optimization`, which changes ``model`` in place.
+
+    Attributes:
+        model: the model.
+        replaced_modules: the layers by name.
+
+    Raises:
+        ConfigurationError: as `enable_vb_optimization`.
+    """
+
+    model: nn.Module
+
+    def __init__(
+        self, model: nn.Module, mode: str = "auto", replace_pattern: str = "all", verbose: bool = False, *,
+        enable_quantization: bool = True, enable_fp4: bool = True, refresh_every: int = REFRESH_EVERY,
+        drift_threshold: float = DRIFT_THRESHOLD,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = enable_vb_optimization(
+            model, mode, enable_quantization, enable_fp4, replace_pattern,
+            refresh_every=refresh_every, drift_threshold=drift_threshold, verbose=verbose,
+        )  # fmt: skip
+        self.train(model.training)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
+    @property
+    def replaced_modules(self) -> dict[str, VBOptimizedLinear]:
+        """The layers in two parts, by their names in the model."""
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, VBOptimizedLinear)}
+
+    def get_all_stats(self) -> dict[str, dict[str, Any]]:
+        """`VBOptimizedLinear.stats` by name: a few numbers a replaced layer. Waits for the device."""
+        return {name: layer.stats() for name, layer in self.replaced_modules.items()}
+
+    def print_all_stats(self) -> None:
+        """The statistics as a table on standard output."""
+        stats = self.get_all_stats()
+        width = max((len(name) for name in stats), default=4)
+        columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
+        print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
+        for name, row in stats.items():
+            shape, drift = "x".join(str(size) for size in row["shape"]), row["drift"]
+            sizes = (format_bytes(row[kind]) for kind in ("weight_bytes", "cached_bytes"))
+            said = "" if drift is None else f"{drift:.3f}"
+            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], said))
+        weight, cached = (sum(row[column] for row in stats.values()) for column in ("weight_bytes", "cached_bytes"))
+        print(f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches")
 
 
 # -- whose weight transformers reads -----------------------------------------------------------------------------------

@@ -76,13 +76,7 @@ class DecoderTrunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token numbers in, logits or a loss out.
-
-    Args:
-        config: the shape.
-        seed: of the initial weights.
-        device: where the weights are; default: torch's default device. On ``'meta'`` nothing is drawn.
-        dtype: of the weights; default: torch's default dtype.
+    """Token numbers in, logits or a loss out; on the device 'meta' no weights are drawn.
 
     Attributes:
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
@@ -120,14 +114,13 @@ class Decoder(nn.Module):
                 module.backend = backend
 
     def _allocate(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Gives every parameter memory; ``to_empty`` would do but for fake tensors, whose storage it cannot swap."""
+        # `to_empty` would do but for fake tensors, whose storage it cannot swap.
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
                 setattr(module, name, nn.Parameter(empty))
 
     def draw_weights(self, seed: int) -> None:
-        """Give every parameter its initial value."""
         fill = self.initial_weights(seed)
         for name, parameter in self.named_parameters():
             fill(name, parameter)

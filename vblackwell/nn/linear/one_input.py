@@ -1,10 +1,9 @@
 """Linears of one input as one product, and with the RMSNorm before them.
 
-Plain linears (an ``nn.Linear`` and nothing more) run as one operation whose backward adds the input's gradients up.
-Without gradients their weights may lie one after the other in memory (`lay_together`), and so may the tiles of packed
-ones (`lay_packed_together`): then one product computes them all. At one row a packed product of 4096 x 4096 takes an
-H200 5.5 us, of which its bytes need 2.2: the rest is what any launch costs. Each linear keeps its buffers, which are
-views of the joint ones: it works alone as before.
+Plain linears run as one operation whose backward adds the input's gradients up. Without gradients their weights may lie
+one after the other in memory (`lay_together`), and so may the tiles of packed ones (`lay_packed_together`): then one
+product computes them all. At one row a packed product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2:
+the rest is what any launch costs. Each linear keeps views of the joint weight and works alone as before.
 
 What computes several projections of one normalised input takes an `Unnormed` in its place and passes it to
 `linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the products'
@@ -252,10 +251,9 @@ def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
 
 
 class NormedByPacked(Unnormed):
-    """A few rows whose norm is one kernel with each packed linear after it."""
+    """A few rows whose norm is one kernel with each packed linear after it, or with all that lie together."""
 
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        """``linear(norm(x))`` of each, as one op each; as one for all where their weights lie together."""
         joint = joint_packed(linears)
         if joint is not None:
             return joint.product(self.x, self.norm)
@@ -305,7 +303,6 @@ class NormedLater(Unnormed):
     """Rows whose norm is computed with the linears after it, and once more in their backward."""
 
     def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        """``[linear(norm(x)) for linear in linears]`` as one operation."""
         weights = [linear.weight for linear in linears]
         gain = self.norm.weight
         return normed_linears(self.x, gain, _epsilon(self.norm, gain), weights)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def unplace(
 
 
 def copied(packed: PackedTensor | SeparatedTensor, device: torch.device) -> PackedTensor | SeparatedTensor:
-    """A copy on ``device`` that shares no memory with ``packed``."""
+    """A copy on ``device``."""
 
     def copy(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device).copy_(tensor)

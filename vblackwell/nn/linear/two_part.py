@@ -5,13 +5,10 @@ scales (half a bit a weight, while training) or packed parts (8.5 bits, for infe
 `VBOptimizedLinear` is a layer on one of its own.
 
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight
-has drifted; a step is a backward pass that reached the weight, because nothing else is the same for plain, accumulated,
-checkpointed and streamed training. Codes are never stale. Its gradient is that of the rounded weight, unchanged.
-Inference packs once, and again when the weight has changed: in place, by an optimizer, or (each time) because it
-streams. A caller that writes through ``.data`` calls `forget`.
-
-Three precisions, by the two switches: coarse + fine at 8.5 bits (both), nvfp4 at 4.5 (``enable_fp4`` alone), int8 by
-rows (``enable_quantization`` alone).
+has drifted; a step is a backward pass that reached the weight, which is the same for plain, accumulated, checkpointed
+and streamed training. Codes are never stale. The gradient is that of the rounded weight, unchanged. Inference packs
+once, and again when the weight has changed: in place, by an optimizer, or (each time) because it streams. A caller that
+writes through ``.data`` calls `forget`.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.separation import Scales, SeparatedTensor
 
 MODES = ("auto", "training", "inference")
+# By (enable_fp4, enable_quantization).
 PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
 BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
 DRIFT_EVERY = 10  # steps between two measurements of the drift: a pass over the weight each
@@ -44,24 +42,16 @@ REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """What layers and adapters have in common.
+    """What layers and adapters have in common; ConfigurationError for a value out of range.
 
-    Attributes:
-        mode: 'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where
-            gradients are on and the weight wants one.
-        precision: 'two-part', 'nvfp4' or 'int8'.
-        refresh_every: steps between renewals of the kept scales.
-        drift_threshold: above 0, up to 1: change of the blocks' largest magnitudes that renews them sooner
-            (numerics/separation.py).
-
-    Raises:
-        ConfigurationError: a value that is none of these.
+    'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where gradients
+    are on and the weight wants one.
     """
 
     mode: str = "auto"
-    precision: str = "two-part"
-    refresh_every: int = REFRESH_EVERY
-    drift_threshold: float = DRIFT_THRESHOLD
+    precision: str = "two-part"  # or 'nvfp4', 'int8'
+    refresh_every: int = REFRESH_EVERY  # steps between renewals of the kept scales
+    drift_threshold: float = DRIFT_THRESHOLD  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -140,15 +130,7 @@ class _Held:
 
 
 class VirtualBlackwellAdapter:
-    """Products with weights in two parts, by name.
-
-    Args:
-        settings: mode, precision, and when scales are renewed.
-        max_weights: how many weights' caches are kept.
-
-    Raises:
-        ConfigurationError: ``max_weights`` below 1.
-    """
+    """Products with weights in two parts, by name; caches of at most ``max_weights`` weights are kept."""
 
     def __init__(self, settings: Settings | None = None, *, max_weights: int = MAX_WEIGHTS) -> None:
         self.settings = settings or Settings()
@@ -158,11 +140,7 @@ class VirtualBlackwellAdapter:
         self._held: OrderedDict[str, _Held] = OrderedDict()
 
     def register_weight(self, name: str, weight: Tensor) -> None:
-        """Announce a weight (N, K) under ``name``, in place of what is there; nothing is computed before the first use.
-
-        Raises:
-            ConfigurationError: no matrix of floating-point numbers.
-        """
+        """Announce a weight (N, K) under ``name``, in place of what is there; nothing is computed before its use."""
         if weight.dim() != 2 or not weight.is_floating_point():
             raise ConfigurationError(
                 f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point "
@@ -176,15 +154,10 @@ class VirtualBlackwellAdapter:
     def compress(
         self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None, activation: str = "none"
     ) -> Tensor:
-        """``activation(x W^T + bias)`` with ``weight`` (N, K) rounded to the settings' precision.
+        """``activation(x W^T + bias)``, (..., K) to (..., N), with ``weight`` (N, K) rounded to the precision.
 
-        Args:
-            weight: what is registered under ``name``, or its present value. Inference packs again when it is another
-                tensor, or changed.
-            x: (..., K).
-
-        Returns:
-            (..., N) in the type of ``x``, or of autocast.
+        Inference packs again when the weight is another tensor than before, or changed. The result is in the type of
+        ``x``, or of autocast.
 
         Raises:
             ConfigurationError: another shape than was registered, or inf or NaN when packing.
@@ -279,11 +252,7 @@ class VirtualBlackwellAdapter:
         return held.parts
 
     def forget(self, name: str | None = None) -> None:
-        """Drop the caches of one weight, or of all.
-
-        Raises:
-            UnknownKey: nothing is registered under ``name``.
-        """
+        """Drop the caches of one weight, or of all; UnknownKey if nothing is registered under ``name``."""
         if name is None:
             self._held.clear()
         elif self._held.pop(name, None) is None:
@@ -291,7 +260,6 @@ class VirtualBlackwellAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
         return sum(held.nbytes for held in self._held.values())
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -304,11 +272,7 @@ def create_virtual_blackwell(
     mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True, *,
     refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD, max_weights: int = MAX_WEIGHTS,
 ) -> VirtualBlackwellAdapter:  # fmt: skip
-    """An adapter for weights by name; arguments as of `Settings`, the switches as of `precision_of`.
-
-    Raises:
-        ConfigurationError: a value out of range, or both switches off.
-    """
+    """An adapter for weights by name; arguments as of `Settings`, the switches as of `precision_of`."""
     settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
 
@@ -351,7 +315,7 @@ class VBOptimizedLinear(PackedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, settings: Settings) -> VBOptimizedLinear:
-        """A layer on the very parameters of ``linear``: nothing is copied, ties and optimizers stay."""
+        """A layer on the very parameters of ``linear``."""
         sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
         layer = cls(*sizes, bias, precision=settings.precision, device="meta")
         layer.settings = settings
@@ -373,31 +337,21 @@ class VBOptimizedLinear(PackedLinear):
 
     @property
     def has_fine(self) -> bool:
-        """Whether the layer is packed and its fine part is here."""
         return self.weight_fine is not None
 
     @property
     def bits(self) -> float:
-        """Bits a weight once packed, scales included."""
         return BITS[self.settings.precision]
 
     def quantize(self) -> VBOptimizedLinear:
-        """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
-
-        Raises:
-            ConfigurationError: the weight has inf or NaN. The layer stays as it was.
-        """
+        """Packs the weight and lets go of the original, if it is finite; a packed layer stays as it is. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:
             self._adopt(pack(weight, self.settings.precision, self._name()))
         return self
 
     def drop_fine(self) -> Tensor:
-        """Gives the fine part away, bytes in the layout of the layer's device, and computes from the coarse one.
-
-        Raises:
-            ConfigurationError: the layer is not packed, or has no fine part.
-        """
+        """Gives the fine part away, bytes in the layout of the layer's device, and computes from the coarse one."""
         fine = self.weight_fine
         if fine is None:
             raise ConfigurationError(f"{self._name()} has no fine part to drop: quantize() a layer in two parts first")
@@ -405,11 +359,7 @@ class VBOptimizedLinear(PackedLinear):
         return fine
 
     def attach_fine(self, fine: Tensor) -> None:
-        """Takes what ``drop_fine`` gave back, on the layer's device, without copying it.
-
-        Raises:
-            ConfigurationError: the layer is not packed in nvfp4, or the bytes are of another shape, type or device.
-        """
+        """Takes what ``drop_fine`` gave back, on the layer's device, without copying it."""
         codes = self.weight_codes
         if self.weight is not None or not self._layout.startswith("nvfp4"):
             raise ConfigurationError(f"{self._name()} has no coarse part that a fine one could refine")
