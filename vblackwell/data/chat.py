@@ -433,7 +433,6 @@ class ChatDataset:
         self._rows = pack_rows(inputs, seq_length) if packing else [[index] for index in range(len(inputs))]
 
     def __len__(self) -> int:
-        """Rows in an epoch."""
         return len(self._rows)
 
     @property

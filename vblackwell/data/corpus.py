@@ -125,7 +125,6 @@ def prepare_data(
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """One more than the largest token number."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
@@ -302,7 +301,6 @@ class PackedDataset:
         self.seq_length, self.seed, self.shuffled = seq_length, seed, split == "train"
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
         return (len(self.tokens) - 1) // self.seq_length
 
     def windows(self, positions: np.ndarray) -> Tensor:

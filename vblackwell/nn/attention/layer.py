@@ -131,8 +131,7 @@ class FlashAttention(nn.Module):
 
         Args:
             x_BSD: inputs; with a cache, the positions that follow what it holds.
-            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added to the
-                scores.
+            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added.
             cache: earlier positions; extended by this call. Not for training.
 
         Raises:
@@ -179,9 +178,7 @@ def from_multihead_attention(
             f"{module.embed_dim}: only self-attention of one width becomes a FlashAttention"
         )
     if module.bias_k is not None or module.add_zero_attn:
-        raise Unsupported(
-            "a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention has no additional keys"
-        )
+        raise Unsupported("a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention adds no keys")
     weight, bias = module.in_proj_weight, module.in_proj_bias
     made = FlashAttention(
         module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=bias is not None,

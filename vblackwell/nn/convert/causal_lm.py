@@ -119,13 +119,12 @@ _done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | 
 def accelerate_causal_lm(
     model: nn.Module, *, modules: bool = True, loss: bool = True, chunk_tokens: int | None = None
 ) -> Conversion:
-    """Make ``model`` run with fused operators, in place.
+    """Make ``model`` run with fused operators, in place; copies and pickles of it are plain.
 
     Args:
-        model: any module; the loss needs one of transformers' causal models. Copies and pickles of it are plain.
         modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
-        loss: where ``labels`` are given, compute the loss in chunks of tokens; the output's ``logits`` are then None. A
-            step whose labels are all ignored has loss 0, not NaN.
+        loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
+            output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
     Raises:
@@ -310,22 +309,15 @@ def _itself(value: Any) -> Any:
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
 
-class _Trunk(nn.Module):
-    """In a trunk's place: whatever it is called with, it answers with the same hidden states and nothing else."""
+class _Always(nn.Module):
+    """In a module's place: whatever it is called with, it gives the same answer."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, answer: Any) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.answer = answer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _Output(self.hidden)
-
-
-class _Untouched(nn.Module):
-    """In a head's place: answers as the fused head does."""
-
-    def forward(self, hidden: Tensor) -> LossInPlaceOfLogits:
-        return LossInPlaceOfLogits(hidden.new_zeros(()))
+        return self.answer
 
 
 class _Output:
@@ -372,7 +364,7 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
         seen.append(logits)
         return logits.sum()
 
-    twin = twin_of(model, _modules={**model._modules, head_name: small, trunk_name: _Trunk(hidden)})
+    twin = twin_of(model, _modules={**model._modules, head_name: small, trunk_name: _Always(_Output(hidden))})
     twin.__dict__["_loss_function"] = record
     tokens = torch.zeros(1, 3, dtype=torch.long)
     # A trunk without routers: the loss that is made of their logits is no part of this.
@@ -389,7 +381,7 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
     if seen[0].shape != expected.shape or not torch.allclose(seen[0].float(), expected, rtol=1e-5, atol=1e-5):
         return _CHANGED
     # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
-    twin._modules[head_name] = _Untouched()
+    twin._modules[head_name] = _Always(LossInPlaceOfLogits(hidden.new_zeros(())))
     twin.__dict__["_loss_function"] = lambda *args, **kwargs: hidden.new_zeros(())
     try:
         with torch.no_grad():

@@ -1,9 +1,8 @@
 """Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward.
 
-Names tell what a module might be (its class's name, its children's), a probe decides: the module's own forward runs on
-small random weights and inputs in fp32, and must give what the fused op stands for. So a norm that scales by ``1 +
-weight``, a feed-forward with another activation or a rotation of neighbouring elements is left alone, whatever it is
-called.
+Names tell what a module might be, a probe decides: the module's own forward runs on small random weights and inputs in
+fp32, and must give what the fused op stands for. So a norm that scales by ``1 + weight``, a feed-forward with another
+activation or a rotation of neighbouring elements is left alone, whatever it is called.
 
 A module that qualifies gets a subclass of its class as its class, as `torch.nn.utils.parametrize` does: names,
 parameters, hooks and ``isinstance`` stay as they are. Copies and pickles of it are plain.
@@ -240,8 +239,7 @@ def fused_adapter(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`.
 
     `adapted_linear` replaces peft's forward while that is what it computes: one adapter, on, not merged, no dropout, in
-    the type of the input, its weights not streaming: a stack reads those again in backward, by hooks that see peft's
-    operations. The rest is peft's.
+    the input's type, not streaming: a stack reads weights again in backward, by hooks that see peft's operations.
     """
     base: Any = getattr(module, "base_layer", None)
     if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):

@@ -40,7 +40,6 @@ def convert(
     """Replace what can be replaced, in place.
 
     Args:
-        model: any module that is in no stack yet.
         fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression
             searched for in names, or None for none. The output head and tied weights never do. Experts of transformers'
             mixtures follow the same names.

@@ -54,7 +54,6 @@ class KVCache:
         self.length = 0  # positions read so far, by all layers
 
     def extend(self, layer: int, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new keys and values of a layer; returns all of them so far, (B, K, length + S, H) each."""
         cache = self._layers[layer]
         cache.length = self.length
         return cache.extend(k_BKSH, v_BKSH)

@@ -2,16 +2,12 @@
 
 ``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it
 counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it
-writes is thrown away. The module's own buffers are swapped out, not written back: writing them would invalidate what
-autograd saved.
+writes is thrown away. The module's own buffers are swapped out, not written back: that would invalidate what autograd
+saved. A checkpoint keeps its inputs as autograd does, so ``saved_tensors_hooks`` around the call see them and nothing
+else: inside, checkpointing pushes other hooks.
 
-What a checkpoint keeps is its inputs, and it keeps them as autograd does, so ``saved_tensors_hooks`` around the call
-see them and nothing else: inside, checkpointing pushes other hooks. `inputs_saved_under` puts such hooks around every
-checkpoint of a forward, also around those of Hugging Face's modules.
-
-`Keeping` is a choice between "save everything" and "save the block's input": outputs of chosen operations are held from
-the forward to the backward (torch's selective checkpointing), and in the second pass taken instead of being computed.
-What each costs and saves, a block and token, in elements and multiply-adds, with model width D, key-value width K,
+`Keeping` holds outputs of chosen operations from the forward to the backward (torch's selective checkpointing). What
+each costs and saves, a block and token, in elements and multiply-adds, with model width D, key-value width K,
 feed-forward width F, sequence S:
 
 ==============  ==================  =============================  =========================================
