@@ -68,40 +68,28 @@ def seconds_of(
     action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS,
     limit_seconds: float = math.inf,
 ) -> float:  # fmt: skip
-    """Median wall time of ``action`` followed by ``finish``, after one unmeasured call; after ``limit_seconds`` no
-    further one is begun.
-    """
-    first = time.perf_counter()
-    action()
-    finish()
-    found = []
-    for _ in range(repeats):
-        if found and time.perf_counter() - first > limit_seconds:
-            break
-        began = time.perf_counter()
-        action()
-        finish()
-        found.append(time.perf_counter() - began)
+    """Median time of ``action`` and ``finish``, after a first that does not count; none begins after the limit."""
+    total = _seconds(action, finish)
+    found: list[float] = []
+    while len(found) < repeats and not (found and total > limit_seconds):
+        found.append(_seconds(action, finish))
+        total += found[-1]
     return statistics.median(found)
 
 
 def steps_seconds(action: Callable[[], Any], finish: Callable[[], Any]) -> list[float]:
-    """Wall times of `STEPS_ISSUED` times ``action`` followed by ``finish``, after `WARM_SECONDS` of them that do not
-    count.
-    """
+    """Times of `STEPS_ISSUED` times ``action`` and ``finish``, after `WARM_SECONDS` of them that do not count."""
+    warm = _seconds(action, finish)
+    while warm <= WARM_SECONDS:
+        warm += _seconds(action, finish)
+    return [_seconds(action, finish) for _ in range(STEPS_ISSUED)]
+
+
+def _seconds(action: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> float:
     began = time.perf_counter()
-    while True:
-        action()
-        finish()
-        if time.perf_counter() - began > WARM_SECONDS:
-            break
-    found = []
-    for _ in range(STEPS_ISSUED):
-        began = time.perf_counter()
-        action()
-        finish()
-        found.append(time.perf_counter() - began)
-    return found
+    action()
+    finish()
+    return time.perf_counter() - began
 
 
 def quick(times: list[float]) -> float:
@@ -205,8 +193,7 @@ def is_measured_in_full(device: torch.device) -> bool:
 
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links alone and both at once, memory, matrix products, AdamW on it and on the CPU during copies, and the issue of
-    operators.
+    """Links alone and both at once, memory, products, AdamW on it and on the CPU during copies, issue of operators.
 
     Sizes follow what the process may still take of the GPU: a cap holds while rates are measured, too.
     """
@@ -255,9 +242,7 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
 
 
 def issue_seconds(device: torch.device) -> float:
-    """What the host takes to issue one operator of a training step just now, in small layers that leave the device
-    nothing to do.
-    """
+    """What the host takes to issue an operator of a training step, in small layers that leave the device nothing."""
     times = steps_seconds(_issuing_step(device), _finish(device))
     return statistics.median(times) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
@@ -277,11 +262,10 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
 
 
 def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
-    """What the host takes for a layer group that streams, beside its operators: forward and backward, in the last of
-    ``passes`` the update.
+    """What the host takes for a layer group that streams, in addition to its operators: seconds of each of ``passes``
+    forwards and backwards, the last with the update.
 
-    Of groups so small that links and device have nothing to do, against the same model where it lives; seconds a pass.
-    A step waits for the host where the groups of a model are small.
+    Of groups so small that links and device have nothing to do, against the same model where it lives.
     """
     with torch.random.fork_rng(devices=[]):
         plain, streamed = _Layers(), _Layers()
@@ -377,17 +361,9 @@ def _finish(device: torch.device) -> Callable[[], None]:
 # -- AdamW on the host, alone and during copies ------------------------------------------------------------------------
 
 
-def cpu_rate() -> float:
-    """Parameters a second that AdamW on the host updates, with nothing else at work."""
-    update = HostUpdate()
-    return update.count / min([_seconds(update) for _ in range(4)][1:])  # the first makes threads, and scratch
-
-
 def update_elements() -> int:
-    """Parameters of a measured update: as many full parts for each thread, `CPU_ELEMENTS` where RAM is short.
-
-    The threads share an update in parts. Where their number does not divide that of the parts, some wait at the end for
-    others, as they hardly do in the large groups that a rate stands for.
+    """Parameters of a measured update: as many full parts for each thread, so that none waits at the end for others, as
+    they hardly do in the large groups that a rate stands for. `CPU_ELEMENTS` where RAM is short.
     """
     each_once = update_threads() * MIN_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
@@ -395,14 +371,7 @@ def update_elements() -> int:
 
 
 class HostUpdate:
-    """AdamW on the host with bf16 compute weights, in memory as a level's; calling it is one step.
-
-    Args:
-        count: its parameters; None: `update_elements`.
-
-    Raises:
-        InsufficientMemory: the system gave no memory for their states.
-    """
+    """AdamW on the host for ``count`` parameters in bf16, in memory as a level's; calling it is one step."""
 
     def __init__(self, count: int | None = None) -> None:
         self.count = update_elements() if count is None else count
@@ -423,8 +392,7 @@ class HostUpdate:
 def adds_per_update(update: HostUpdate) -> float:
     """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches.
 
-    Both by the same threads, in the same kind of memory, in turns, so that what slows one slows the other; the median
-    of the turns.
+    In turns, so that what slows one slows the other; the median.
     """
     sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
@@ -436,12 +404,6 @@ def adds_per_update(update: HostUpdate) -> float:
 
     ratios = [_seconds(update) / _seconds(add_up) for _ in range(1 + ADD_TURNS)]
     return statistics.median(ratios[1:])  # the first makes threads, and scratch
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def duplex_rate(device: torch.device) -> float:
@@ -534,7 +496,7 @@ class _BothWays:
 
 @contextmanager
 def updating(update: HostUpdate) -> Iterator[None]:
-    """``update``, AdamW on the host, runs with the runtime's own threads, again and again, until the block ends.
+    """``update`` runs with the runtime's threads, again and again, until the block ends.
 
     Raises:
         RuntimeError: an update failed, and what was measured did not run during one.

@@ -35,7 +35,7 @@ from vblackwell.offload.resident import (
 )  # fmt: skip
 from vblackwell.offload.state import read_slot_states, write_slot_states
 
-# Without the profiling and grad-mode layers that torch puts around the step of each class: ours has them already.
+# Without the profiling and grad-mode layers that torch puts around each class's step: ours has them.
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
@@ -135,8 +135,7 @@ class VGPUAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def _replace_earlier(self, params: list[Any]) -> None:
-        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew, as in a notebook's
-        cell that runs again.
+        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew.
 
         Raises:
             Unsupported: an earlier optimizer has some of the parameters, and others.
@@ -171,6 +170,8 @@ class VGPUAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         fresh: dict[Offload, list[Slot]] = {}
+        residents: dict[Resident, list[torch.Tensor]] = {}
+        residents: dict[Resident, list[torch.Tensor]] = {}
         for param in group["params"]:
             self._group_of[param] = group
             found = engine_and_slot(param)
@@ -178,25 +179,19 @@ class VGPUAdamW(torch.optim.AdamW):
                 engine, slot = found
                 self._slots[param] = slot
                 fresh.setdefault(engine, []).append(slot)
-        self._adopt_residents(group["params"])
+            resident = resident_of(param)
+            if resident is not None:
+                residents.setdefault(resident, []).append(param)
+        self._updates_here |= any(updates_here(param) for param in group["params"])
+        for resident, held in residents.items():
+            self.state.update(resident.adopt_optimizer(self, held))
         for engine, slots in fresh.items():
             engine.adopt_optimizer(self, slots)
             if engine not in self._engines:
                 self._engines.append(engine)
 
-    def _adopt_residents(self, params: list[torch.Tensor]) -> None:
-        residents: dict[Resident, list[torch.Tensor]] = {}
-        for param in params:
-            resident = resident_of(param)
-            if resident is not None:
-                residents.setdefault(resident, []).append(param)
-        self._updates_here |= any(updates_here(param) for param in params)
-        for resident, held in residents.items():
-            self.state.update(resident.adopt_optimizer(self, held))
-
-    # -- what the step control asks ----------------------------------------------------------------------------------
-
     def hyper_of(self, slot: Slot) -> Hyper | None:
+        """Today's numbers for ``slot``; None if it is not this optimizer's."""
         group = self._group_of.get(slot.param)
         return None if group is None else self._hyper(group)
 
@@ -218,7 +213,8 @@ class VGPUAdamW(torch.optim.AdamW):
             only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
         self._check_current()
-        if only is None and self._is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
+        is_plain = not self._engines and not self._updates_here
+        if only is None and is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
             with torch.no_grad():
                 return _ADAMW_STEP(self, closure)  # nothing of ours to do: torch's cost
         loss = None
@@ -248,11 +244,6 @@ class VGPUAdamW(torch.optim.AdamW):
         for engine in self._engines:
             engine.step_control.commit_step(lambda slot: only is None or slot.param in only, factor)
         self._step_plain(only, factor)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether torch's own AdamW can step every parameter."""
-        return not self._engines and not self._updates_here
 
     def _measure(self, only: set[torch.Tensor] | None) -> torch.Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""

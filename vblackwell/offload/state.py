@@ -36,8 +36,7 @@ def export_state(
     *,
     only: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[str, ParameterState]]:
-    """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` for each parameter, CPU tensors, one at a
-    time.
+    """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` of each parameter, on the CPU, one by one.
 
     Pending updates are finished first. ``weight`` is fp32 wherever it is updated so, else in the parameter's type.
     Shared parameters come once, under their first name. ``only``: of the parameters that it holds for by name; no
@@ -67,8 +66,7 @@ def import_state(
     *,
     only: Callable[[str], bool] | None = None,
 ) -> None:
-    """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; states are skipped without an
-    optimizer.
+    """The reverse of `export_state`: ``read(name)`` gives a parameter's tensors; without an optimizer no states.
 
     With ``only``, parameters that it does not hold for stay as they are.
 

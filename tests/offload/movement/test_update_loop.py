@@ -239,14 +239,14 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
 FORKED = """
 import os, signal, torch, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
-from vblackwell.offload.measure import cpu_rate
+from vblackwell.offload.measure import HostUpdate
 torch.set_num_threads(2)
-cpu_rate()
+HostUpdate()()
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)  # OpenMP's threads do not live in a child either
     signal.alarm(250)  # a thread that is waited for in vain
-    cpu_rate()
+    HostUpdate()()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 """

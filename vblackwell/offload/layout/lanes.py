@@ -46,7 +46,7 @@ class GroupWork:
     """What a layer group asks of the lanes.
 
     Attributes:
-        parameters: elements that are trained. weight_bytes: of its compute weights.
+        parameters: elements that are trained.
         forward, backward: seconds of compute; backward with what it computes again.
         input_bytes: of its checkpoint's input, if that waits in host memory.
         on_host: the CPU updates it. deferred: its update on the GPU waits for the next forward.
@@ -73,11 +73,9 @@ class LanePlan:
     """Groups in the order of the forward and what they may take of level 0.
 
     Attributes:
-        weight_budget: bytes of loaded weights. ring_bytes: of states on their way.
+        weight_budget: bytes of loaded weights. ring_bytes: of states on their way, in pieces of about ``piece_bytes``.
         states_up, states_down: bytes a parameter that pass for an update on the GPU (bf16: remainder and moments up,
-            and with them the new weight down).
-        gradient: bytes a parameter of a gradient.
-        piece_bytes: states pass in pieces of about that size.
+            and with them the new weight down). gradient: of its gradient.
         micro_batches: forwards and backwards of a step, each with the seconds of its groups.
         clips: no update may begin before the norm of all gradients is known.
         stores_gradients: gradients of groups that are updated after their backward are stored as well, for a rollback.
