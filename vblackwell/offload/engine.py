@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightS
 from vblackwell.offload.parameters import (
     SiteHook,
     UsedParameters,
-    attributes,
     computing_with_views,
     engine_and_slot,
     forget_binding,
@@ -72,8 +72,7 @@ def locked(engines: Iterable[Offload]) -> ExitStack:
 def offload_of(model: nn.Module) -> Offload | Resident | None:
     """The engine that holds ``model``'s parameters; None for a plain module."""
     for param in model.parameters():
-        held = attributes(param)
-        engine = held.get("_vb_binding") or held.get("_vb_resident")
+        engine = param.__dict__.get("_vb_binding") or param.__dict__.get("_vb_resident")
         if engine is not None:
             return engine
     return None
@@ -224,7 +223,11 @@ class Offload:
                 swap_class(site.module, leaves[site.groups[0]])
                 self._sliced.append(site.module)
             else:
-                self._attach(site)
+                enter, leave = SiteHook(partial(self._enter, site)), SiteHook(partial(self._leave, site))
+                self._handles += [
+                    site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                    site.module.register_forward_hook(leave, always_call=True),
+                ]
         self._handles += [
             self.model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
             self.model.register_forward_hook(SiteHook(self._end_forward), always_call=True),
@@ -249,12 +252,6 @@ class Offload:
 
     # -- modules -----------------------------------------------------------------------------------------------------
 
-    def _attach(self, site: Site) -> None:
-        enter = SiteHook(lambda module, args, kwargs: self._enter(site) if site.when(args, kwargs) else None)
-        leave = SiteHook(lambda module, args, output: self._leave(site))
-        self._handles.append(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self._handles.append(site.module.register_forward_hook(leave, always_call=True))
-
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not a recompute
             self._thread = threading.get_ident()
@@ -274,7 +271,9 @@ class Offload:
         """What this thread's forward of the whole model has entered."""
         return self._entered.__dict__.setdefault("forward", ExitStack())
 
-    def _enter(self, site: Site) -> None:
+    def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not site.when(args, kwargs):
+            return
         entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
         with self.lock:
             self.step_control.reached(site.groups[-1])
@@ -285,7 +284,7 @@ class Offload:
                 context.enter_context(computing_with_views(site.module, slots))
             entered.append((site, context.pop_all()))
 
-    def _leave(self, site: Site) -> None:
+    def _leave(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
         entered = self._entered.__dict__.get("stack", [])
         if entered and entered[-1][0] is site:  # not so where the way in failed: `_leave` is called even then
             entered.pop()[1].__exit__(None, None, None)

@@ -90,7 +90,7 @@ class Formats:
             raise ConfigurationError(f"states {self.states!r} is none of {', '.join(STATES)}")
         if self.masters not in MASTERS:
             raise ConfigurationError(f"masters {self.masters!r} is none of {', '.join(MASTERS)}")
-        if self.stochastic and not self.packed:
+        if not self.packed and self.stochastic:
             raise ConfigurationError(
                 "masters='stochastic' goes with states='8bit' alone: exact moments would be the larger part kept"
             )

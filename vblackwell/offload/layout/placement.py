@@ -131,6 +131,7 @@ def place_streamed(
         InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
     """
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
+    trainable = [group for group in groups if group.trainable()]
     level, resident_bytes = levels[0], options.resident_bytes
     free = level.free_bytes
     slice_rows = _choose_slices(groups, sites, free)
@@ -157,7 +158,6 @@ def place_streamed(
     budget = _weights_budget(whole, replace(level, capacity_bytes=level.capacity_bytes - ring - kept_bytes), options)
     if len(levels) < 2:
         raise ConfigurationError("streaming needs a level below level 0: add a 'cpu' or 'ssd' level to the stack")
-    trainable = [group for group in groups if group.trainable()]
     # Slices are cut from addressable ranges: those first.
     ordered = sorted(groups, key=lambda group: group not in slice_rows)
     storage = StoragePlan.empty(
