@@ -40,9 +40,8 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
         return torch.device("cpu")
     gpus = list_gpus()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in HIDDEN
-    if wanted == "auto" and (
-        hidden or not (gpus or torch.cuda.is_available())
-    ):  # torch may know one that NVML does not describe
+    known = gpus or torch.cuda.is_available()  # torch may know one that NVML does not describe
+    if wanted == "auto" and (hidden or not known):
         if gpus:
             say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU")
         return torch.device("cpu")

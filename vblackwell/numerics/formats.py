@@ -29,7 +29,7 @@ import torch
 from vblackwell.errors import ConfigurationError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NF4 = (
+NF4_VALUES: tuple[float, ...] = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -37,7 +37,6 @@ _NF4 = (
 )  # fmt: skip
 
 E2M1_VALUES: tuple[float, ...] = _E2M1 + tuple(-value for value in _E2M1)
-NF4_VALUES: tuple[float, ...] = _NF4
 INT4_VALUES: tuple[float, ...] = tuple(float(code - 8) for code in range(16))
 
 E4M3_MAX = 448.0

@@ -168,11 +168,8 @@ def _positions_of_halves(distance_BE: Tensor) -> Tensor:
     """Positions of 1/2 in ``distance_BE``, which is at most 1/2; chunks are narrowed down by their largest, because
     searching every element would cost more than the rounding.
     """
-    pieces, start, size = (
-        distance_BE.view(torch.int32).view(1, -1),
-        torch.zeros(1, dtype=torch.int64),
-        distance_BE.numel(),
-    )
+    pieces, size = distance_BE.view(torch.int32).view(1, -1), distance_BE.numel()
+    start = torch.zeros(1, dtype=torch.int64)
     for width in (512, 16, 1):
         if size % width == 0:
             start = (start[:, None] + torch.arange(0, size, width)).view(-1)

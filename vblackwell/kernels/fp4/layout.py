@@ -286,9 +286,7 @@ def _fine_words(codes: Tensor, fine: Tensor, block_scales: Tensor, n: int, k: in
     return words.view(torch.uint8).view(bands, steps, CODE_BYTES)
 
 
-def parts_from_tiled(
-    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int
-) -> Parts:  # fmt: skip
+def parts_from_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
     """The inverse of ``parts_to_tiled``; blocks of value zero come back as plain zeros."""
     coarse = from_tiled(codes, block_scales, tensor_scale, TILED_PARTS, n, k)
     bands, steps = tiles(n, k)

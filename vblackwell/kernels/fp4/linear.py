@@ -101,9 +101,7 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
     return register
 
 
-def check_weight(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
-) -> None:  # fmt: skip
+def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> None:
     """Raises ConfigurationError where the tensors of a weight do not belong together."""
     if layout.canonical_name(format) not in FORMATS:
         raise ConfigurationError(

@@ -19,9 +19,7 @@ MMA_FILES = (
     "fp4/fp4_mma.cu",
 )  # fmt: skip
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
-SHARED_BYTES = (
-    227 * 1024
-)  # most of a block on Hopper, whose multiprocessors have 228 KB: each block takes 1 KB more than it asks for
+SHARED_BYTES = 227 * 1024  # of a block on Hopper at most: of 228 KB each block takes 1 KB more than it asks for
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
@@ -132,9 +130,8 @@ class MmaPlan:
         x_bytes = windows * self.tokens * 128 * min(2, count)
         if self.chunk:
             rows = self.tokens + (1 if norm else 0)  # its gain is one more
-            x_bytes = (
-                self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
-            )  # two barriers a stage, one of the first round
+            # two barriers a stage, one of the first round
+            x_bytes = self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
         staged = x_bytes + self.threads * self.prefetch * 36
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4

@@ -29,9 +29,7 @@ COPY_REGISTERS = 24  # that a thread of wgmma's copying warpgroup keeps
 _CYCLES_A_US = 1755.0
 _TENSOR = 0.519  # cycles of products, a token and window of 64 rows
 _ALONE = 1.29  # more of all cycles where one warpgroup has the multiprocessor, half of it with two, ..
-_LATENCY = (
-    149.0  # cycles between a window's first product and the next one's, without the products, of a warpgroup alone
-)
+_LATENCY = 149.0  # cycles of a warpgroup alone between two windows' first products, without the products
 _ISSUE = 142.0  # cycles of a scheduler to decode a window of 64 rows
 _ADDED = 1.13  # of the shorter of products and decode, what the longer does not hide, and what both cost each other
 _SUM = 15.1  # cycles a token of a block's epilogue, for each K group
@@ -309,6 +307,5 @@ def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
         fused_us = min(many_rows_us((m, n, k), blocks) for blocks in _MANY_ROWS_US)
     else:
         fused_us = predicted_us(plan_wgmma(m, n, k), m, n, k)
-    return (
-        fused_us < 2 * m * n * k / 790e6 + n * k * 2.5625 / 3.8e6 + 5.0
-    )  # cuBLAS, the weight written out, two launches
+    # cuBLAS, the weight written out, two launches
+    return fused_us < 2 * m * n * k / 790e6 + n * k * 2.5625 / 3.8e6 + 5.0

@@ -25,23 +25,8 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
-from vblackwell.kernels.optimizer.adamw import (
-    BLOCK,
-    FP32,
-    GRADIENTS,
-    PREVIOUS,
-    THREADS,
-    AdamWStep,
-    aligned,
-    block_sums,
-    check,
-    check_factor,
-    check_gradients,
-    dtype_of,
-    join,
-    keep_nan,
-    split,
-)
+from vblackwell.kernels.optimizer import adamw
+from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.kernels.runtime.launch import Kernel, kernel
 
 SCALE_BLOCK = 256  # elements that share a scale
@@ -146,7 +131,7 @@ def _piece_cpu(
         if previous is not None:
             g = previous[part].float() + g
         if sums is not None:
-            block_sums(g, sums[start // BLOCK : (start + _CHUNK) // BLOCK])
+            adamw.block_sums(g, sums[start // adamw.BLOCK : (start + _CHUNK) // adamw.BLOCK])
         if factor is not None:
             g = g * factor
         states = codes1[part], scales1[blocks], codes2[part], scales2[blocks]
@@ -166,15 +151,13 @@ def _update(
 ) -> None:
     """Every line is one rounded operation of the kernel; scalars are fp32 tensors so that torch keeps their order."""
     n = len(weight)
-    decay, weight1, beta2, weight2, root, eps, minus_step_size = torch.tensor(numbers.words, dtype=torch.int32).view(
-        torch.float32
-    )
+    fp32_numbers = torch.tensor(numbers.words, dtype=torch.int32).view(torch.float32)
+    decay, weight1, beta2, weight2, root, eps, minus_step_size = fp32_numbers
     m, root_v = decode_moments(*states)
     m = m + weight1 * (g - m)
     v = (root_v * root_v) * beta2 + (weight2 * g) * g
-    root_v = (
-        v.double().sqrt().float()
-    )  # correctly rounded, which torch's fp32 square root is not where a vector library does it
+    # Correctly rounded, which torch's fp32 square root is not where a vector library does it.
+    root_v = v.double().sqrt().float()
     words = random_words(first, n, *counter)
     random1, random2 = (words[1] >> 13).int(), (((words[0] >> 16) << 2) | 2).int()
     for state, new in zip(states, encode_moments(m, root_v, random1, random2), strict=True):
@@ -184,17 +167,17 @@ def _update(
         weight.copy_(weight * decay + change)
     elif remainder is not None:
         scratch = torch.empty(n, dtype=torch.int32)
-        bits = (join(weight, remainder, scratch) * decay + change).view(torch.int32)
-        split(bits, weight, remainder, scratch)
+        bits = (adamw.join(weight, remainder, scratch) * decay + change).view(torch.int32)
+        adamw.split(bits, weight, remainder, scratch)
     else:
         bits = (weight.float() * decay + change).view(torch.int32)
         weight.view(torch.int16).copy_((bits + (words[0] & 0xFFFF).int()) >> 16)
-        keep_nan(bits, weight)
+        adamw.keep_nan(bits, weight)
 
 
 def macros(weight: int, gradient: torch.dtype, previous: torch.dtype | None) -> dict[str, int]:
     """What ``adamw8.cu`` is compiled with."""
-    return {"FP16": 0, "WEIGHT": weight, "GRADIENT": GRADIENTS[gradient], "PREVIOUS": PREVIOUS[previous]}
+    return {"FP16": 0, "WEIGHT": weight, "GRADIENT": adamw.GRADIENTS[gradient], "PREVIOUS": adamw.PREVIOUS[previous]}
 
 
 @functools.cache
@@ -244,23 +227,23 @@ def adamw8_piece(
         ValueError: a tensor of another shape, dtype, layout or device; an offset that no piece starts at.
         Unsupported: a GPU before sm_80, or no NVRTC.
     """
-    check_gradients(gradient, previous, square_sums)
+    adamw.check_gradients(gradient, previous, square_sums)
     device, shape = gradient.device, gradient.shape
     n, blocks = shape[0], torch.Size((-(-shape[0] // SCALE_BLOCK),))
     narrow = (torch.bfloat16,)
-    check(weight, "weight", shape, narrow if remainder is not None else (*narrow, *FP32), device)
+    adamw.check(weight, "weight", shape, narrow if remainder is not None else (*narrow, *adamw.FP32), device)
     if remainder is not None:
-        check(remainder, "remainder", shape, (torch.int16,), device)
+        adamw.check(remainder, "remainder", shape, (torch.int16,), device)
     for name, codes, scales in (
         ("exp_avg", exp_avg_codes, exp_avg_scales),
         ("exp_avg_sq", exp_avg_sq_codes, exp_avg_sq_scales),
     ):
-        check(codes, f"{name}_codes", shape, (torch.uint8,), device)
-        check(scales, f"{name}_scales", blocks, FP32, device)
-    check_factor(factor, device)
-    if offset < 0 or offset % BLOCK or offset >> 32 != (offset + max(n, 1) - 1) >> 32:
+        adamw.check(codes, f"{name}_codes", shape, (torch.uint8,), device)
+        adamw.check(scales, f"{name}_scales", blocks, adamw.FP32, device)
+    adamw.check_factor(factor, device)
+    if offset < 0 or offset % adamw.BLOCK or offset >> 32 != (offset + max(n, 1) - 1) >> 32:
         raise ValueError(
-            f"{n} elements at offset {offset}: pieces start at multiples of {BLOCK} and do not cross one of 2^32"
+            f"{n} elements at offset {offset}: pieces start at multiples of {adamw.BLOCK} and do not cross one of 2^32"
         )
     states = exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales
     if device.type != "cuda":
@@ -274,9 +257,9 @@ def adamw8_piece(
     args = (
         *tensors,
         n,
-        aligned(weight, remainder, exp_avg_codes, exp_avg_sq_codes, gradient, previous),
+        adamw.aligned(weight, remainder, exp_avg_codes, exp_avg_sq_codes, gradient, previous),
         *counter_args(seed, numbers.step, offset),
         *numbers.words,
     )
-    compiled = _kernel(kind, gradient.dtype, dtype_of(previous), device)
-    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
+    compiled = _kernel(kind, gradient.dtype, adamw.dtype_of(previous), device)
+    compiled.launch((-(-n // adamw.BLOCK), 1, 1), adamw.THREADS, 64, args)

@@ -158,9 +158,7 @@ def _least_key(
     tl.store(least_ptr + row, tl.where(greedy, LEAST_KEY, least).to(tl.int32))
 
 
-def least_keys(
-    logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor
-) -> Tensor:  # fmt: skip
+def least_keys(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
     """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; words are contiguous."""
     rows, words = logits_BV.shape
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
