@@ -33,7 +33,8 @@ from torch import nn
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding({VOCAB}, {WIDTH}), nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, {VOCAB})
+        self.embed, self.inner, _ = nn.Embedding({VOCAB}, {WIDTH}), nn.Linear({WIDTH}, {WIDTH}), None
+        self.head = nn.Linear({WIDTH}, {VOCAB})
 
     def forward(self, ids):
         hidden = torch.relu(self.inner(self.embed(ids)))

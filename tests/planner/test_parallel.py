@@ -237,8 +237,8 @@ def test_a_plan_says_what_does_not_divide_and_what_would():
         return "; ".join(ParallelPlan(p, "ring", "a link", 1, tuple(strategies(work, p)), sizes).division())
 
     assert told(4) == (
-        "tensor parallelism: the vocabulary of 50,257 does not divide by 4 GPUs: the head is divided by its input features, or whole on "
-        "every GPU"
+        "tensor parallelism: the vocabulary of 50,257 does not divide by 4 GPUs: the head is divided by its input "
+        "features, or whole on every GPU"
     )
     assert told(2, SIZES[:2]) == "tensor parallelism: 28 attention heads and 4 key heads divide by 2 GPUs"
     assert (

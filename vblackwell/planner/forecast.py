@@ -155,7 +155,7 @@ class Forecast:
         return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
-        """The choice with its sizes, and what it takes; or what it lacks. ``in_full``: also what only people ask for."""
+        """The choice with its sizes and what it takes, ``in_full`` also what only people ask for; or what it lacks."""
         placed = self.place(choice)
         if isinstance(placed, Lacking):
             return placed
@@ -304,7 +304,9 @@ class Forecast:
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
-        """How ``free`` bytes of level 0 are divided: ring, gradients on their way, a few weights, the turn, more of either."""
+        """How ``free`` bytes of level 0 are divided: ring, gradients on their way, a few weights, the turn, more of
+        either.
+        """
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
@@ -326,7 +328,7 @@ class Forecast:
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=resident)
 
     def step_bytes(self, choice: Choice, trace: Trace) -> int:
-        """Activations, logits and workspace on the GPU, and a parameter's gradient before its group's buffer takes it."""
+        """Activations, logits, workspace, and a parameter's gradient before its group's buffer takes it."""
         parameters = self.model(choice.checkpointing).parameters()
         gradient = max((p.numel() * p.element_size() for p in parameters if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient
@@ -367,7 +369,8 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
     return base + most
 
 
-# -- what `vb estimate` says of an offload stack -------------------------------------------------------------------------
+# -- what `vb estimate` says of an offload stack
+# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -347,9 +347,9 @@ class VGPUResourceEstimator:
     ) -> dict[str, list[dict[str, Any]]]:
         """The dict that `VGPUStack` takes, for the weights, gradients and optimizer states of ``estimate``.
 
-        Level 0 is the first GPU without the CUDA context, P99's margin and the step's activations, logits and workspace:
-        enough for all states if they fit there, else what holds ``target_hit_rate`` of the weights. Then come the other
-        GPUs, RAM, and a disk for the rest.
+        Level 0 is the first GPU without the CUDA context, P99's margin and the step's activations, logits and
+        workspace: enough for all states if they fit there, else what holds ``target_hit_rate`` of the weights. Then
+        come the other GPUs, RAM, and a disk for the rest.
 
         Args:
             gpus: MiB of each GPU.

@@ -114,7 +114,7 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec
 
 
 def _of_factory(text: str) -> ModelSpec:
-    """``package.module:factory``, called without arguments; its forward takes token numbers and gives logits or a loss."""
+    """``package.module:factory``, called without arguments; its forward takes tokens and gives logits or a loss."""
     module_name, _, factory_name = text.partition(":")
     try:
         # Imports look into the working folder first, as under `python -m`.
@@ -144,8 +144,8 @@ def _of_factory(text: str) -> ModelSpec:
 
 
 def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What ``factory`` gives, on meta; and if it had to be built for real before, why. A module that can neither be built
-    nor copied there is the real one: it cannot be traced, and can be measured.
+    """What ``factory`` gives, on meta; and if it had to be built for real before, why. A module that can neither be
+    built nor copied there is the real one: it cannot be traced, and can be measured.
     """
     try:
         with torch.device("meta"):
@@ -156,7 +156,8 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     free = memory_facts().available_bytes
     refusal = (
         f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the "
-        f"{format_bytes(free)} of RAM that were free: leave out of the factory what needs values, such as .item() and files that are loaded"
+        f"{format_bytes(free)} of RAM that were free: leave out of the factory what needs values, such as "
+        ".item() and files that are loaded"
     )
     try:
         with StoragesWithBytes(free, refusal):
@@ -187,7 +188,8 @@ def _any_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": width, "n_layer": layers, "n_head": heads,
+        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
+        "n_embd": width, "n_layer": layers, "n_head": heads,
     }  # fmt: skip
 
 
@@ -200,8 +202,9 @@ def _llama(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
         "num_attention_heads",
         "num_key_value_heads",
     ]
-    values = fields.pop("shape")
-    return {"model_type": model_type, "tie_word_embeddings": False} | dict(zip(names, values, strict=True)) | fields
+    sizes = dict(zip(names, fields.pop("shape"), strict=True))
+    own = {"tie_word_embeddings": fields.pop("tied", False), "max_position_embeddings": fields.pop("positions")}
+    return {"model_type": model_type} | own | sizes | fields
 
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
@@ -209,25 +212,26 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
-    "tinyllama-1.1b": _llama(shape=(32000, 2048, 5632, 22, 32, 4), max_position_embeddings=2048),
-    "llama-7b": _llama(shape=(32000, 4096, 11008, 32, 32, 32), max_position_embeddings=2048, rms_norm_eps=1e-6),
-    "llama-13b": _llama(shape=(32000, 5120, 13824, 40, 40, 40), max_position_embeddings=2048, rms_norm_eps=1e-6),
-    "llama-3-8b": _llama(shape=(128256, 4096, 14336, 32, 32, 8), max_position_embeddings=8192, rope_theta=500000.0),
-    "llama-30b": _llama(shape=(32000, 6656, 17920, 60, 52, 52), max_position_embeddings=2048, rms_norm_eps=1e-6),
-    "llama-65b": _llama(shape=(32000, 8192, 22016, 80, 64, 64), max_position_embeddings=2048, rms_norm_eps=1e-6),
-    "llama-3-70b": _llama(shape=(128256, 8192, 28672, 80, 64, 8), max_position_embeddings=8192, rope_theta=500000.0),
-    "llama-3.1-405b": _llama(shape=(128256, 16384, 53248, 126, 128, 8), max_position_embeddings=131072, rope_theta=500000.0),
-    "llama-3.2-1b": _llama(shape=(128256, 2048, 8192, 16, 32, 8), max_position_embeddings=131072, tie_word_embeddings=True),
-    "llama-3.2-3b": _llama(shape=(128256, 3072, 8192, 28, 24, 8), max_position_embeddings=131072, tie_word_embeddings=True),
-    "mistral-7b": _llama("mistral", shape=(32000, 4096, 14336, 32, 32, 8), max_position_embeddings=32768, sliding_window=None),
-    "qwen2.5-0.5b": _llama("qwen2", shape=(151936, 896, 4864, 24, 14, 2), max_position_embeddings=32768, tie_word_embeddings=True),
-    "qwen2.5-1.5b": _llama("qwen2", shape=(151936, 1536, 8960, 28, 12, 2), max_position_embeddings=32768, tie_word_embeddings=True),
-    "qwen2.5-3b": _llama("qwen2", shape=(151936, 2048, 11008, 36, 16, 2), max_position_embeddings=32768, tie_word_embeddings=True),
-    "qwen2.5-7b": _llama("qwen2", shape=(152064, 3584, 18944, 28, 28, 4), max_position_embeddings=131072),
-    "qwen2.5-14b": _llama("qwen2", shape=(152064, 5120, 13824, 48, 40, 8), max_position_embeddings=131072),
-    "qwen2.5-32b": _llama("qwen2", shape=(152064, 5120, 27648, 64, 40, 8), max_position_embeddings=131072),
-    "qwen2.5-72b": _llama("qwen2", shape=(152064, 8192, 29568, 80, 64, 8), max_position_embeddings=131072),
+    "tinyllama-1.1b": _llama(shape=(32000, 2048, 5632, 22, 32, 4), positions=2048),
+    "llama-7b": _llama(shape=(32000, 4096, 11008, 32, 32, 32), positions=2048, rms_norm_eps=1e-6),
+    "llama-13b": _llama(shape=(32000, 5120, 13824, 40, 40, 40), positions=2048, rms_norm_eps=1e-6),
+    "llama-3-8b": _llama(shape=(128256, 4096, 14336, 32, 32, 8), positions=8192, rope_theta=500000.0),
+    "llama-30b": _llama(shape=(32000, 6656, 17920, 60, 52, 52), positions=2048, rms_norm_eps=1e-6),
+    "llama-65b": _llama(shape=(32000, 8192, 22016, 80, 64, 64), positions=2048, rms_norm_eps=1e-6),
+    "llama-3-70b": _llama(shape=(128256, 8192, 28672, 80, 64, 8), positions=8192, rope_theta=500000.0),
+    "llama-3.1-405b": _llama(shape=(128256, 16384, 53248, 126, 128, 8), positions=131072, rope_theta=500000.0),
+    "llama-3.2-1b": _llama(shape=(128256, 2048, 8192, 16, 32, 8), positions=131072, tied=True),
+    "llama-3.2-3b": _llama(shape=(128256, 3072, 8192, 28, 24, 8), positions=131072, tied=True),
+    "mistral-7b": _llama("mistral", shape=(32000, 4096, 14336, 32, 32, 8), positions=32768, sliding_window=None),
+    "qwen2.5-0.5b": _llama("qwen2", shape=(151936, 896, 4864, 24, 14, 2), positions=32768, tied=True),
+    "qwen2.5-1.5b": _llama("qwen2", shape=(151936, 1536, 8960, 28, 12, 2), positions=32768, tied=True),
+    "qwen2.5-3b": _llama("qwen2", shape=(151936, 2048, 11008, 36, 16, 2), positions=32768, tied=True),
+    "qwen2.5-7b": _llama("qwen2", shape=(152064, 3584, 18944, 28, 28, 4), positions=131072),
+    "qwen2.5-14b": _llama("qwen2", shape=(152064, 5120, 13824, 48, 40, 8), positions=131072),
+    "qwen2.5-32b": _llama("qwen2", shape=(152064, 5120, 27648, 64, 40, 8), positions=131072),
+    "qwen2.5-72b": _llama("qwen2", shape=(152064, 8192, 29568, 80, 64, 8), positions=131072),
     "mixtral-8x7b": _llama(
-        "mixtral", shape=(32000, 4096, 14336, 32, 32, 8), max_position_embeddings=32768, num_local_experts=8, num_experts_per_tok=2
+        "mixtral", shape=(32000, 4096, 14336, 32, 32, 8), positions=32768, num_local_experts=8,
+        num_experts_per_tok=2,
     ),
 }  # fmt: skip

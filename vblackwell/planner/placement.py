@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from vblackwell.errors import InsufficientMemory
@@ -35,13 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen.
-
-    Attributes:
-        batches: (sequences in a forward, forwards in a step) that the user's words allow.
-        checkpointing, placements, updates, activations: as in `Choice`.
-        states: formats of AdamW's moments that the user allows.
-    """
+    """What may be chosen, as in `Choice`; ``batches``: (sequences in a forward, forwards in a step)."""
 
     batches: tuple[tuple[int, int], ...]
     checkpointing: tuple[bool, ...] = (False, True)
@@ -52,21 +47,13 @@ class Space:
 
     def choices(self) -> Iterator[Choice]:
         """Every combination that means something."""
-        for batch, count in self.batches:
-            for checkpointing in self.checkpointing:
-                for states in self.states:
-                    yield from self._placed(Choice("resident", batch, count, checkpointing, states=states))
-
-    def _placed(self, one: Choice) -> Iterator[Choice]:
-        if "resident" in self.placements:
-            yield one
-        if "streamed" not in self.placements:
-            return
-        for activations in self.activations:
-            if activations == "host" and not one.checkpointing:
-                continue
-            for update in self.updates:
-                if one.states == "fp32" or update in ("level0", "auto"):
+        for (batch, count), checkpointing, states in product(self.batches, self.checkpointing, self.states):
+            one = Choice("resident", batch, count, checkpointing, states=states)
+            if "resident" in self.placements:
+                yield one
+            for activations, update in product(self.activations, self.updates):
+                waits_somewhere = activations == "level0" or checkpointing
+                if "streamed" in self.placements and waits_somewhere and (states == "fp32" or update == "level0"):
                     yield replace(one, placement="streamed", activations=activations, update=update)
 
 
@@ -175,13 +162,9 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice that was made, and why.
+    """The choice that was made; others that fit, fastest first, and what did not, with what it lacked.
 
-    Attributes:
-        choice, prediction: of the fastest that fits.
-        others: other choices that fit, fastest first. rejected: what did not, with what it lacked.
-        pruned: choices that could not have been the fastest, by arithmetic alone.
-        bounds: what there is. rates: where the machine's rates are from.
+    ``pruned``: how many could not have been the fastest, by arithmetic alone. ``rates``: where the machine's are from.
     """
 
     choice: Choice
@@ -222,7 +205,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {
-            "choice": asdict(self.choice), "predicted": asdict(self.prediction), "bounds": asdict(self.bounds), "rates": self.rates,
+            "choice": asdict(self.choice), "predicted": asdict(self.prediction), "bounds": asdict(self.bounds),
+            "rates": self.rates,
             "others": [{"choice": asdict(choice), "predicted": asdict(each)} for choice, each in self.others],
             "rejected": [{"choice": asdict(choice), "lacked": asdict(each)} for choice, each in self.rejected],
             "pruned": self.pruned,
@@ -242,8 +226,7 @@ def make_plan(
         least_seconds: a token, by arithmetic: no prediction may be below it.
         predict: a choice with its sizes filled in, or what it lacks.
 
-    Raises:
-        InsufficientMemory: none fits; with what the nearest lacks.
+    Raises InsufficientMemory, with what the nearest lacks, where none fits.
     """
     found: list[tuple[Choice, Prediction]] = []
     rejected: list[tuple[Choice, Lacking]] = []

@@ -89,7 +89,7 @@ class WhatFits:
         self._decoding = functools.cache(self._decode)
 
     def largest(self, task: str, place: Machine) -> list[Fit]:
-        """The largest model for ``task``, and the largest that stays on the GPU if that is another; [] where none fits."""
+        """The largest model for ``task``, and the largest that stays on the GPU if that is another."""
         found: list[Fit] = []
         for name in sorted(self._names, key=self.parameters, reverse=True):
             fit = self.fit(task, name, place, only_resident=bool(found))
@@ -118,7 +118,9 @@ class WhatFits:
         return self._packed(name) if only_resident else self.parameters(name) * MIN_PACKED
 
     def _most_speed(self, task: str, name: str, place: Machine) -> float:
-        """Tokens a second that ``name`` cannot pass: by products of a step, and by what must cross the link or the disk."""
+        """Tokens a second that ``name`` cannot pass: by products of a step, and by what must cross the link or the
+        disk.
+        """
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         if task == "run":
             passing = parameters * MIN_PACKED - bounds.gpu

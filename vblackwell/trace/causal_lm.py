@@ -23,7 +23,9 @@ from vblackwell.errors import ConfigurationError, Unsupported, nearest
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model that ``fields`` (a config.json) describe, in training mode, on meta; ConfigurationError where they cannot."""
+    """The model that ``fields`` (a config.json) describe, in training mode, on meta; ConfigurationError where they
+    cannot.
+    """
     was_on = gc.isenabled()
     gc.disable()  # ten thousand objects of transformers stay: looking for garbage among them is a tenth of its import
     try:

@@ -146,11 +146,15 @@ def _device(tensor: Tensor, getter: Callable[[Tensor], torch.device]) -> torch.d
     return CUDA if found.type == "meta" else found
 
 
+def _is_on_meta(tensor: Tensor) -> bool:
+    return Tensor.device.__get__(tensor).type == "meta"  # pyright: ignore[reportAttributeAccessIssue]
+
+
 _ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
     Tensor.device.__get__: _device,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cuda.__get__: lambda tensor, getter: Tensor.device.__get__(tensor).type == "meta",  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.is_cuda.__get__: lambda tensor, getter: _is_on_meta(tensor),  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.is_meta.__get__: lambda tensor, getter: False,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.get_device: lambda tensor, getter: 0 if Tensor.device.__get__(tensor).type == "meta" else -1,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.get_device: lambda tensor, getter: 0 if _is_on_meta(tensor) else -1,
 }
 
 
@@ -168,7 +172,7 @@ def _is_half(value: Any) -> bool:
 
 
 class WideSoftmax(torch.autograd.Function):
-    """The bytes of a softmax of half-precision values in fp32: it keeps its result, and its gradient is narrow again."""
+    """The bytes of a softmax of half-precision values in fp32: it keeps its result; its gradient is narrow."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, log: bool) -> Tensor:
@@ -189,10 +193,8 @@ class WideSoftmax(torch.autograd.Function):
 
 
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A softmax in fp32 of half-precision values, as CUDA computes it: from the values as they are, with no wide copy
-    of them.
-
-    Asked for with ``dtype``. None for any other softmax: autocast's own makes the copy.
+    """A softmax in fp32 (``dtype``) of half-precision values, as CUDA computes it, without a wide copy of them; None
+    for any other softmax: autocast's own makes the copy.
     """
     values: Any = args[0] if args else kwargs.get("input")
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -231,8 +233,8 @@ def unfused_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), with CUDA's fused dropout: half
-    precision in fp32; autocast does not reach inside.
+    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), with CUDA's fused dropout:
+    half precision in fp32; autocast does not reach inside.
     """
     with torch._C.DisableTorchFunction():
         narrow = query.dtype
@@ -311,9 +313,7 @@ def attention(
 
 
 def _saved(tensor: Tensor) -> dict[str, Any]:
-    """What checkpointing compares of a saved tensor; where it lies too, so that it must not depend on who asks, C++ or
-    Python.
-    """
+    """What checkpointing compares of a saved tensor, where it lies too: the same if C++ asks or Python."""
     with torch._C.DisableTorchFunction():
         return checkpoint._default_meta_extractor(tensor)
 
@@ -321,8 +321,10 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
 # Private names of torch that a trace stands on; there and with the same meaning in the versions that were tried.
 TRIED_VERSIONS = "2.11 to 2.13"
 PRIVATE_NAMES = (
-    (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"), (graph, "_engine_run_backward"),
-    (torch.UntypedStorage, "_cdata"), (checkpoint, "_allowed_determinism_checks_to_fns"), (checkpoint, "_default_meta_extractor"),
+    (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"),
+    (graph, "_engine_run_backward"),
+    (torch.UntypedStorage, "_cdata"), (checkpoint, "_allowed_determinism_checks_to_fns"),
+    (checkpoint, "_default_meta_extractor"),
     (checkpoint, "get_device_states"),
 )  # fmt: skip
 
@@ -398,8 +400,8 @@ def _patched(
         return call(module, *args, **kwargs)
 
     def run_engine(*args: Any, **kwargs: Any) -> Any:
-        # torch takes a mode off the stack before it hands `backward` to it. What the engine calls, functions' own
-        # backwards and the forwards that checkpointing repeats, has to see what the forward saw.
+        # torch takes a mode off the stack before it hands `backward` to it. Functions' own backwards and the forwards
+        # that checkpointing repeats have to see what the forward saw.
         with mode:
             return run_backward(*args, **kwargs)
 

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
             self.born_in.append(self.phase)
 
     def _cublas_workspace(self, name: str) -> None:
-        """What cuBLAS keeps from the first product on: one handle a thread, and autograd's backward has a separate one."""
+        """What cuBLAS keeps from the first product on: one handle a thread; autograd's backward is another."""
         thread = "backward" if "backward" in self.phase else "forward"
         if thread not in self._cublas:
             self._cublas.add(thread)

@@ -38,7 +38,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Untraceable(Unsupported):
-    """A model, loss or optimizer that cannot run on tensors without bytes, e.g. one that branches on a tensor's values."""
+    """A model, loss or optimizer that cannot run without bytes, e.g. one that branches on a tensor's values."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def refuse_frozen(model: nn.Module) -> None:
     frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
     raise ConfigurationError(
         f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-        "requires_grad_(True) on what is to learn, or train adapters over a frozen base (vb train --model FOLDER --lora 16)"
+        "requires_grad_(True) on what is to learn, or train adapters over a frozen base (vb train --model FOLDER "
+        "--lora 16)"
     )
 
 
@@ -180,8 +181,8 @@ def trace_training(
 def trace_forward(
     model: nn.Module, make_batch: Callable[[], Any], loss: Loss, capability: tuple[int, int] = (8, 0)
 ) -> tuple[Work, ...]:
-    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is issued
-    as one, without the host's time between them: decoding replays most of it as a graph.
+    """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is
+    issued as one, without the host's time between them: decoding replays most of it as a graph.
     """
     model = on_meta(model)
     recorder = Recorder(capability, counts_work=True)

@@ -44,8 +44,7 @@ class Work:
     """One operator, or what else the host does.
 
     Attributes:
-        flops: operations of matrix products. num_bytes: read and written. width: bytes an element of what it
-            multiplies.
+        flops: of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
         kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not
             see, or 'read', for which the host waits for the GPU.
         issues: the host's time for it, in operators as `vb doctor` measures them.
@@ -72,14 +71,12 @@ def read_work(phase: str) -> Work:
 
 
 def streaming_work(issues: float) -> tuple[Work, ...]:
-    """What the host does for layer groups that come and go (`Rates.streaming_issues`), in addition to the operators of
-    a resident step.
-    """
+    """What the host does for layer groups that come and go (`Rates.streaming_issues`), next to a resident step."""
     return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
 
 
 def module_issues(module: Any) -> float:
-    """The host's time for a call of ``module``, in addition to those of its operators and of the modules that it calls."""
+    """The host's time for a call of ``module``, next to those of its operators and of the modules it calls."""
     if type(module).__module__.startswith("torch.nn."):
         return TORCH_MODULE
     return MODEL if any(each.__name__ == "PreTrainedModel" for each in type(module).__mro__) else MODULE
@@ -117,7 +114,8 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
     """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor
-    at a time. A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly. What is lost
+    at a time. A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly.
+    What is lost
     is the part of the last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores
     lose by other things as well (`MATMUL_SHARE`).
     """
@@ -137,8 +135,8 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of the
 
 
 def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
-    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have kernels of
-    their own.
+    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have other
+    kernels.
     """
     if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
         return 0.0
@@ -260,8 +258,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
-    """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the GPU
-    makes; 0 where it reads nothing.
+    """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the
+    GPU makes; 0 where it reads nothing.
 
     Both begin a step with nothing to do, as after the last read of the one before. An operator runs when it has been
     issued and those before it are done; a read ends when all of these are.
@@ -281,9 +279,7 @@ def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> 
 
 
 def host_seconds(each: Work, rates: Rates) -> float:
-    """What the host takes for ``each``. An optimizer's loop over its parameters has neither autograd nor modules around
-    its operators.
-    """
+    """What the host takes for ``each``; an optimizer's loop has neither autograd nor modules around its operators."""
     if each.kind == "read":
         return each.issues * rates.read_issues * rates.issue_seconds
     in_loop = each.phase == "optimizer" and each.issues <= KERNEL

@@ -29,9 +29,7 @@ CUBLASLT_BYTES = 1024 * 1024
 
 
 def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
-    """Bytes that operator ``name`` ('aten_op.overload') takes for the length of its call on a GPU of so many
-    multiprocessors.
-    """
+    """Bytes that operator ``name`` ('aten_op.overload') takes for its call on a GPU of so many multiprocessors."""
     base = name.partition(".")[0]
     if base in ("sum", "mean"):
         return _sum(num_sms, *args)
@@ -40,9 +38,7 @@ def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) ->
 
 
 def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
-    """dQ accumulated in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads
-    share.
-    """
+    """dQ in fp32, one dot product a row, a header; gradients a query's head of keys and values that heads share."""
     b, n, s, h = query.shape
     rows, width = -(-s // 128) * 128, -(-h // 32) * 32
     shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
@@ -67,7 +63,8 @@ def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any, groups: int
+    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
+    groups: int
 ) -> tuple[int, ...]:  # fmt: skip
     """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights
     that cover an area. All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19).
@@ -97,7 +94,8 @@ def _convolution_backward(
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
     aligned = area * x.element_size() % 16 == 0
-    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make PARTS.
+    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
+    # PARTS.
     parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
     return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
@@ -195,7 +193,8 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
 
 
 def _head_and_loss(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, wide: bool, *wanted: bool
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, wide: bool,
+    *wanted: bool
 ) -> int:  # fmt: skip
     """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider
     than the output.

@@ -144,7 +144,9 @@ def _traced(
 
 
 def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stack: bool) -> Estimated:
-    """Whether it fits, the largest batch that does, how fast; and an offload stack, where it does not or it is asked for."""
+    """Whether it fits, the largest batch that does, how fast; and an offload stack, where it does not or it is asked
+    for.
+    """
     run, trace = found.run, found.trace
     found = replace(found, fits=fits(trace, gpu_bytes, run.capability, run.expandable))
     rates = None if found.card is None or found.measured is not None else rates_of(found.card)
@@ -225,8 +227,8 @@ class Way:
 
 
 def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) -> list[Advice]:
-    """What of ``others`` saves at least `MIN_SHARE` of the peak or of the time of ``tokens``, the most first: memory where
-    it is missing (``for_memory``), otherwise time.
+    """What of ``others`` saves at least `MIN_SHARE` of the peak or of the time of ``tokens``, the most first: memory
+    where it is missing (``for_memory``), otherwise time.
     """
     found = []
     for other in others:
@@ -254,8 +256,8 @@ def _cost(now: Way, other: Way, tokens: int) -> str:
 
 
 def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
-    """What would save memory or time, each line with its numbers; memory first where it does not fit. ``below``: bytes of
-    RAM and of disk that an offload stack may take.
+    """What would save memory or time, each line with its numbers; memory first where it does not fit. ``below``: bytes
+    of RAM and of disk that an offload stack may take.
     """
     ways = _Ways(estimated, below)
     now = ways.way("", estimated.run, estimated.trace)

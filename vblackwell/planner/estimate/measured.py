@@ -115,8 +115,8 @@ Marks = list[tuple[int, int, str]]  # (index into events, step, phase)
 
 
 def _categories(log: StorageLog, marks: Marks) -> tuple[str, ...]:
-    """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there before
-    weights.
+    """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there
+    before weights.
     """
     events = log.events
     found = ["activations"] * len(log.sizes)
@@ -153,8 +153,8 @@ class _OnCPU:
 @contextmanager
 def _recorded_on_cpu(free: int) -> Iterator[_OnCPU]:
     refusal = (
-        f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were free: "
-        "give a smaller --batch-size"
+        f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were "
+        "free: give a smaller --batch-size"
     )
     with StoragesWithBytes(free, refusal) as storages:
         yield _OnCPU(storages)

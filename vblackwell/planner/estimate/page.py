@@ -42,7 +42,8 @@ def page_of(estimated: Estimated) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light '
         'dark">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n<h1>{escape(estimated.model)}</h1>"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
+        f"<h1>{escape(estimated.model)}</h1>"
         f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
         + "\n".join(sections)
         + f"\n<footer>vblackwell {escape(metadata.version('vblackwell'))}</footer></main></body></html>\n"

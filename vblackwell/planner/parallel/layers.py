@@ -59,8 +59,8 @@ class Layer:
 
 
 def linear_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, ...]:
-    """The layers of ``model``, which is on meta, in the order in which ``forward`` calls them, as on the CPU: fused CUDA
-    paths may pass modules by.
+    """The layers of ``model``, which is on meta, in the order in which ``forward`` calls them, as on the CPU: fused
+    CUDA paths may pass modules by.
     """
     calls: list[tuple[str, nn.Module, Tensor | None]] = []
     handles = [

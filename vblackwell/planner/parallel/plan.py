@@ -1,4 +1,4 @@
-"""``vb estimate --gpus N``: the strategies of `vblackwell.planner.parallel.strategies` for a run, as a table or JSON."""
+"""``vb estimate --gpus N``: the strategies of `vblackwell.planner.parallel.strategies` as a table or JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class ParallelPlan:
         return strategy.gpu_bytes <= self.room
 
     def cells(self, each: Strategy) -> list[str]:
-        """What tables show of one that is possible: tokens/s, efficiency, waiting, sent a GPU, one holds, whether it fits."""
+        """What tables show of one that is possible: tokens/s, efficiency, waiting, sent a GPU, one holds, whether it
+        fits.
+        """
         return [
             f"{each.tokens / each.step_seconds:,.0f}", f"{each.efficiency:.0%}",
             f"{each.exposed_seconds / each.step_seconds:.0%}", format_bytes(int(each.sent_bytes)),
@@ -122,12 +124,8 @@ def _listed(words: Sequence[object], last: str = "and") -> str:
 def parallel_plan(
     run: Run, trace: Trace, batch_size: int, card: KnownGPU, gpu_bytes: int, num_gpus: int, topology: str
 ) -> ParallelPlan:
-    """Strategies for ``num_gpus`` such cards, joined by NVLink where the card has it, else by PCIe.
-
-    The share of the nominal rate is that of an H200's PCIe link both ways.
-
-    Raises:
-        ConfigurationError: fewer than two GPUs, or an unknown topology.
+    """Strategies for ``num_gpus`` such cards, joined by NVLink where the card has it, else by PCIe, at the share of the
+    nominal rate that an H200's PCIe link reaches both ways.
     """
     kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
     rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)

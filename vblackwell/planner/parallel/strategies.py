@@ -89,20 +89,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A step on several GPUs.
+    """A step of ``tokens`` on several GPUs.
 
     Attributes:
         name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a
             batch.
-        step_seconds, tokens: of one step of all GPUs together.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
-        sent_bytes: by each GPU in a step.
+        sent_bytes: by each GPU. gpu_bytes: most that one holds, activations of a tensor-parallel step counted whole.
         efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs
             the whole optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
-        gpu_bytes: most that one GPU holds; activations of a tensor-parallel step are counted whole, which is their
-            bound.
-        layers: (name, kind) of each layer, where layers are divided.
-        refused: why it is not possible, instead of numbers.
+        layers: (name, kind) of each layer, where layers are divided. refused: why it is not possible.
     """
 
     name: str
@@ -128,11 +124,7 @@ class _Net:
 
 
 def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link | None = None) -> list[Strategy]:
-    """All of them, the fastest first, those that are not possible last.
-
-    Raises:
-        ConfigurationError: fewer than two GPUs, an unknown topology.
-    """
+    """All of them, the fastest first, those that are not possible last."""
     check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
     found = [_tensor(work, net, KINDS, "tensor")]
@@ -161,7 +153,7 @@ def check_several(num_gpus: int, topology: str) -> None:
 def layer_cost(
     layer: Layer, kind: str, divided: bool, width: int, num_gpus: int, topology: str = "ring"
 ) -> tuple[Cost, Cost]:
-    """(forward, backward) of one layer; ``divided``: its input arrives as S. Its output leaves as the table above says."""
+    """(forward, backward) of one layer; ``divided``: its input arrives as S. Its output is the table's."""
     cost = _Net(num_gpus, topology, Link()).cost
     made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
     gathered = cost("all_gather", taken) if divided else Cost()
@@ -287,7 +279,7 @@ def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
 
 
 def _fsdp(work: Workload, net: _Net) -> Strategy:
-    """Every GPU a batch of ``work.tokens``; all states divided; weights gathered and gradients scattered unit by unit."""
+    """All states divided; weights gathered and gradients scattered unit by unit; a batch on every GPU."""
     if not work.units:
         return Strategy("fsdp", refused="no layer groups were found")
     p, last = net.num_gpus, len(work.units) - 1
