@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import xxhash
@@ -90,9 +89,7 @@ class CommitFolder:
                 "move it away"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -246,9 +243,6 @@ def prune(parent: Path, keep: int, prefix: str = "step-") -> list[Path]:
             raise disk_error("removing", path, error) from error
         remove_if_abandoned(gone)
     return old
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 class HashedFile:

@@ -36,12 +36,8 @@ from vblackwell.numerics.packed import PackedTensor
 PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
 FINE = "weight_fine"
 TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
-_KINDS = {
-    "nvfp4": "nvfp4-pack-quantized",
-    "mxfp4": "mxfp4-pack-quantized",
-    "int4": "pack-quantized",
-    "int8": "pack-quantized",
-}
+_KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+_KINDS |= {"int4": "pack-quantized", "int8": "pack-quantized"}
 OWN_METHOD = "vblackwell"
 
 
@@ -57,10 +53,9 @@ def opens_in_transformers(form: Format) -> bool:
 
 def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:
     """Why a weight (n, k) cannot be stored in ``form``; empty if it can."""
-    reasons = []
     if form.name in _KINDS and form.block_size is not None and k % form.block_size:
-        reasons.append(f"its rows of {k} are no multiple of the block of {form.block_size}")
-    return reasons
+        return [f"its rows of {k} are no multiple of the block of {form.block_size}"]
+    return []
 
 
 def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
@@ -182,13 +177,8 @@ def format_of_config(config: Mapping[str, Any]) -> Format:
     if len(groups) != 1 or groups[0].get("input_activations") or groups[0].get("output_activations"):
         raise Unsupported("only one group of weight-only quantised linears is read here: open the folder with vLLM")
     weights = groups[0].get("weights") or {}
-    key = (
-        kind,
-        weights.get("num_bits"),
-        weights.get("strategy"),
-        weights.get("group_size"),
-        weights.get("symmetric", True),
-    )
+    named = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
+    key = (kind, *named, weights.get("symmetric", True))
     known = {
         ("nvfp4-pack-quantized", 4, "tensor_group", 16, True): ("nvfp4", 16),
         ("mxfp4-pack-quantized", 4, "group", 32, True): ("mxfp4", 32),

@@ -240,11 +240,9 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
             f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id "
             "owner/name"
         )
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise _without_hub(model) from error
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     # Not in the cache: to be downloaded, as what is there in part. An id that cannot be one is told of there.
     with suppress(LocalEntryNotFoundError, HFValidationError):
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
@@ -254,7 +252,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
         found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT))
         lack = _lack(found)  # without a network, what is in the cache may come back as it is
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        raise _not_to_be_had(model, error) from error
     if lack is not None:
         raise _not_to_be_had(model, lack)
     return found
@@ -262,22 +260,15 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
 
 def find_config(model: str, revision: str | None = None) -> Path:
     """The config.json of a hub id; no weights are fetched for it. Raises ConfigurationError as `find_folder`."""
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-        )
-    except ImportError as error:
-        raise _without_hub(model) from error
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     with suppress(LocalEntryNotFoundError, HFValidationError):
         return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
-        raise _not_to_be_had(model, (str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        raise _not_to_be_had(model, error) from error
 
 
 def is_hub_id(model: str) -> bool:
@@ -285,13 +276,8 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
-def _without_hub(model: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{model}: no such folder, and hub ids need the package huggingface_hub: pip install huggingface_hub"
-    )
-
-
-def _not_to_be_had(model: str, reason: str) -> ConfigurationError:
+def _not_to_be_had(model: str, why: object) -> ConfigurationError:
+    reason = (str(why).strip() or type(why).__name__).splitlines()[0]
     return ConfigurationError(
         f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). Where "
         f"there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; or check "

@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,9 +116,7 @@ class SafetensorsShards:
     def __enter__(self) -> SafetensorsShards:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._coming.close()
             return
@@ -265,9 +262,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

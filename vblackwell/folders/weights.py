@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -224,9 +223,7 @@ class FolderWeights:
     def __enter__(self) -> FolderWeights:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
         self._ready.clear()
 
@@ -263,8 +260,6 @@ class FolderWeights:
         for name, target in self._targets.items():
             if not isinstance(target, nn.Parameter):
                 self(name, target)
-
-    # -- matching -----------------------------------------------------------------------------------------------------
 
     def _match(self) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
         """Recipes for the model's tensors; what nothing wants, and (name, why) of what cannot be used."""

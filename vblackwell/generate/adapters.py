@@ -205,9 +205,6 @@ class _Filling:
         out.copy_(self._ready.pop(name))
 
 
-# -- out -------------------------------------------------------------------------------------------------------------
-
-
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
     """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, in the order in which
     they can be had; and what yields names and values, one parameter at a time."""

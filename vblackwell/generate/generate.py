@@ -329,8 +329,8 @@ def stepper(
                 graph = DecodeGraph(model, known, rows)
             if graph is not None:
                 return graph.step(input_ids_BS)
-        if length == 1 and not asked and cache.get_seq_length():
-            asked, streamed = True, step_after(model, cache, rows, max_length - cache.get_seq_length())
+        if length == 1 and not asked and known.get_seq_length():
+            asked, streamed = True, step_after(model, known, rows, max_length - known.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
         return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)

@@ -115,7 +115,7 @@ def load_decoder(
             raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
     for name, tensor in load_state(folder, names=names, device=device):
         owner, _, leaf = name.rpartition(".")
-        if owner in chosen:
+        if fp4 is not None and owner in chosen:
             packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
             install_packed(model, owner, packed)
         else:

@@ -139,8 +139,6 @@ class StreamedStep:
         if self._cuda:
             self._capture()
 
-    # -- what is computed --------------------------------------------------------------------------------------------
-
     def _cut(self, twin: Decoder) -> list[_Stretch]:
         """The model's stages, in one stretch as far as nothing passes."""
         trunk, steady = twin.model, self._steady
@@ -210,8 +208,6 @@ class StreamedStep:
             self._busy -= {self._slot_of[group.index] for group in stretch.passing}
             self._bring()
         return self._value
-
-    # -- what passes -------------------------------------------------------------------------------------------------
 
     def _place_of(self, group: Group) -> Tensor:
         place = self._places[self._slot_of[group.index]]

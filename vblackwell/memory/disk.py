@@ -253,8 +253,6 @@ class DiskLevel(Level):
     def path(self) -> str:
         return str(self._file.path)
 
-    # -- placing: the range, and the file system's reservation of it ---------------------------------------------------
-
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
         return fit is not None and self._file.can_reserve(fit[1] + held_bytes)
@@ -275,8 +273,6 @@ class DiskLevel(Level):
 
     def _retake(self, extent: Extent) -> None:
         self._ranges.take(extent.offset, extent.held_bytes)
-
-    # -- moving --------------------------------------------------------------------------------------------------------
 
     def view(self, extent: Extent) -> None:
         return None

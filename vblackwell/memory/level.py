@@ -86,8 +86,6 @@ class Level(ABC):
         """What the cap leaves, in one piece or several."""
         return self.capacity_bytes - self._used
 
-    # -- allocating and freeing ----------------------------------------------------------------------------------------
-
     def can_allocate(self, num_bytes: int) -> bool:
         """Whether `allocate` would succeed now. Exact: fragmentation counts."""
         held_bytes = align_up(num_bytes, self.alignment)
@@ -174,8 +172,6 @@ class Level(ABC):
     def _retake(self, extent: Extent) -> None:  # noqa: B027
         """Take back the very range that `_give` gave."""
 
-    # -- moving --------------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def view(self, extent: Extent) -> torch.Tensor | None:
         """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where not addressable."""
@@ -211,7 +207,7 @@ class NullLevel(Level):
     ) -> None:
         super().__init__(name, device, capacity_bytes, alignment)
 
-    def view(self, extent: Extent) -> torch.Tensor | None:
+    def view(self, extent: Extent) -> None:
         return None
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:

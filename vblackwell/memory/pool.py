@@ -38,13 +38,12 @@ class Statistics:
         self._under_way: deque[tuple[Place, Place, Clock]] = deque()
 
     def found(self, level: int) -> None:
-        """A key was asked for and found on ``level``: a hit there, a miss on every level above."""
+        """A key was found on ``level``: a hit there, a miss on every level above."""
         for above in range(level):
             self.misses[above] += 1
         self.hits[level] += 1
 
     def moved(self, source: int, target: int, *, evicted: bool) -> None:
-        """A key went from one level to another, up or down."""
         if target < source:
             self.promotions[target] += 1
         elif target > source:
@@ -58,7 +57,6 @@ class Statistics:
             self._seconds[pair] = self._seconds.get(pair, 0.0) + seconds
 
     def link_started(self, source: Place, target: Place, num_bytes: int, transfer: Transfer) -> None:
-        """Bytes are going over a link; the time is collected when ``transfer`` is done."""
         self.link(source, target, num_bytes, None)
         self._collect()
         if transfer.clock is not None:
@@ -223,8 +221,6 @@ class LevelPool:
         self._reservations: dict[str, Reservation] = {}
         self._closed = False
 
-    # -- ranges --------------------------------------------------------------------------------------------------------
-
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
         """``num_bytes`` on exactly this level, counted as used and never evicted; a stack's keys there sink for it.
 
@@ -278,8 +274,6 @@ class LevelPool:
         except InsufficientMemory as error:
             raise does_not_fit(self.levels, f"on {self.levels[level].name} for {what}", num_bytes, error) from error
 
-    # -- counting ------------------------------------------------------------------------------------------------------
-
     def count_hit(self, level: int = 0) -> None:
         """Something was found on ``level`` by the owner of a reservation there."""
         with self._lock:
@@ -322,8 +316,6 @@ class LevelPool:
             if level.device == tensor.device:
                 return number
         return str(tensor.device)
-
-    # -- life ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""

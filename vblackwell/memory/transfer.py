@@ -48,7 +48,7 @@ def delayed() -> bool:
     return _delay is not None
 
 
-# How long a transfer took, None while it is under way: when it began (None where transfers of a link never overlap), and
+# How long a transfer took, None while it is under way: when it began (None where those of a link never overlap), and
 # seconds. Holds nothing that the transfer copies, so it may be kept for as long as one likes.
 Clock = Callable[[], tuple[float | None, float] | None]
 

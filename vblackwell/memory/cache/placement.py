@@ -157,8 +157,6 @@ class Placement:
         self._statistics = statistics
         self._lock = lock
 
-    # -- new bytes -----------------------------------------------------------------------------------------------------
-
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
         """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
         Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
@@ -227,8 +225,6 @@ class Placement:
             self._levels[level].materialise(extent)
         return extent
 
-    # -- another level -------------------------------------------------------------------------------------------------
-
     def promote(self, entry: Entry, target: int, *, background: bool = False) -> bool:
         """Raise ``entry`` to ``target`` if it fits, or colder and no more important ones can sink; whether it did."""
         plan = Plan(self._levels, self._policy, spare_expected=background)
@@ -294,8 +290,6 @@ class Placement:
         with self._lock:
             level.release(old)
             entry.stray, entry.extent = stray, None
-
-    # -- replacing and dropping ----------------------------------------------------------------------------------------
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
         """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did. A write that
@@ -370,8 +364,6 @@ class Placement:
                 self._levels[entry.level].free(entry.extent)
             entry.extent = entry.stray = None
 
-    # -- carrying plans out --------------------------------------------------------------------------------------------
-
     def _begin(self, plan: Plan) -> None:
         """Hide what the plan moves. Under the lock, with the planning."""
         for move in plan.moves:
@@ -396,27 +388,17 @@ class Placement:
         start = time.perf_counter()
         target = self._levels[move.target]
         target.materialise(move.target_extent)
-        if entry.extent is not None:
-            self._copy(self._levels[entry.level], entry.extent, target, move.target_extent)
+        there = entry.stray if entry.extent is None else self._levels[entry.level].view(entry.extent)
+        if there is None:
+            assert entry.extent is not None
+            here = target.view(move.target_extent)  # None: both are disks, and the bytes pass through RAM
+            there = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu") if here is None else here
+            self._levels[entry.level].read(entry.extent, there).finish()
+            if here is None:
+                target.write(move.target_extent, there).finish()
         else:
-            assert entry.stray is not None
-            target.write(move.target_extent, entry.stray).finish()
+            target.write(move.target_extent, there).finish()
         self._count(move.source, move.target, entry.num_bytes, time.perf_counter() - start)
-
-    @staticmethod
-    def _copy(source: Level, extent: Extent, target: Level, target_extent: Extent) -> None:
-        """Between two levels; through RAM where both are disks."""
-        bytes_there = source.view(extent)
-        if bytes_there is not None:
-            target.write(target_extent, bytes_there).finish()
-            return
-        bytes_here = target.view(target_extent)
-        if bytes_here is not None:
-            source.read(extent, bytes_here).finish()
-            return
-        in_ram = torch.empty(extent.num_bytes, dtype=torch.uint8, device="cpu")
-        source.read(extent, in_ram).finish()
-        target.write(target_extent, in_ram).finish()
 
     def _commit(self, move: Move) -> None:
         """The bytes of the entry have arrived. Under the lock."""
@@ -450,8 +432,6 @@ class Placement:
             buffer = self._levels[0].view(entry.extent)
             assert buffer is not None, "level 0 is addressable"
             entry.show(buffer)
-
-    # -- bytes ---------------------------------------------------------------------------------------------------------
 
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
