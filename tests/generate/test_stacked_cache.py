@@ -14,7 +14,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.generate.generate import columns
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
-from vblackwell.generate.steps import room_for
+from vblackwell.generate.steps import level0_for
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.generation import CacheShape, Level0Budget, cache_shape, layers_on_level0, level0_budget
 
@@ -157,5 +157,5 @@ def test_how_level0_is_divided():
 
 
 def test_a_model_that_is_in_no_stack_writes_with_its_own(model):
-    with room_for(model, 1, 10) as found:
+    with level0_for(model, 1, 10) as found:
         assert found == (None, None)

@@ -14,7 +14,7 @@ from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.generate.generate import columns
 from vblackwell.generate.load import open_streamed
 from vblackwell.generate.sampling import Sampling
-from vblackwell.generate.steps import room_for
+from vblackwell.generate.steps import level0_for
 from vblackwell.generate.streamed_step import reasons_against
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
@@ -108,7 +108,7 @@ def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
 
     def write(model, kind, extra, stack):
         before = carried(stack)
-        with room_for(model, 4, 48) as (cache, _):
+        with level0_for(model, 4, 48) as (cache, _):
             taken = not reasons_against(model, cache)
             written = list(columns(model, prompts.tolist(), 32, Sampling(temperature=0), 0, 5, cache))
         assert len(written) == 32

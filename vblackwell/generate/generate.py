@@ -34,10 +34,10 @@ from vblackwell.generate.steps import (
     OwnState,
     check_one_pass,
     keeps_own_state,
+    level0_for,
     may_capture,
     read_in_chunks,
     reads_masks,
-    room_for,
 )
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
@@ -90,9 +90,9 @@ def generate(
     pace = pace or Pace()
     pace.begin()
     numbers = encode(model, tokenizer, prompt, special_tokens)
-    count = room(model, len(numbers), max_new_tokens)
+    count = count_allowed(model, len(numbers), max_new_tokens)
     over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
-    with writing(model), room_for(model, 1, len(numbers) + count) as (cache, chunk):
+    with writing(model), level0_for(model, 1, len(numbers) + count) as (cache, chunk):
         step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
         prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
         for (token,) in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
@@ -119,10 +119,10 @@ def generate_batch(
     pace.begin()
     numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
     longest = max(map(len, numbers))
-    count = room(model, longest, max_new_tokens)
+    count = count_allowed(model, longest, max_new_tokens)
     written: list[list[int]] = [[] for _ in prompts]
     over, open_rows = end_tokens(model) | set(ends), set(range(len(prompts)))
-    with writing(model), room_for(model, len(prompts), longest + count) as (cache, chunk):
+    with writing(model), level0_for(model, len(prompts), longest + count) as (cache, chunk):
         for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
             for row in list(open_rows):
                 if tokens[row] in over:
@@ -266,7 +266,7 @@ def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: 
     return [start]
 
 
-def room(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
+def count_allowed(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
     """How many tokens may be added; raises ConfigurationError for none, fewer than were asked for, or no limit stated
     and none given."""
     limit = position_limit(model)

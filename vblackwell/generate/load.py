@@ -3,7 +3,7 @@ folder.
 
 A folder that was committed by us is verified first. `open_resident` holds all of a model on one device. `open_streamed`
 reads the weights into the lower levels of a stack, and each layer is loaded before it is needed: what of level 0 is not
-kept free for keys, values and workspace holds layers that stay, and on a GPU `room_for` divides it for each text.
+kept free for keys, values and workspace holds layers that stay, and on a GPU `level0_for` divides it for each text.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def open_streamed(
     level = stack.levels[0]
     if stack.level0_device.type == "cuda":
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
-        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `room_for` divides anew for each text
+        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `level0_for` divides anew for each text
     model = load_causal_lm(
         folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers,
         keep=keep, **placement,

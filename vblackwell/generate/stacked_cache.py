@@ -53,7 +53,7 @@ class StackedCache(Cache):
             self.close()
             raise
         self._passing = _Passing(stack, self._ram() if streamed else 0, places, [made[index] for index in streamed])
-        layers: list[Any] = [_Layer(shape, room) for room in made]
+        layers: list[Any] = [_Layer(shape, held_TPBKH) for held_TPBKH in made]
         for order, index in enumerate(streamed):
             layers[index] = _PassingLayer(shape, made[index], self._passing, order)
         super().__init__(layers=layers)
@@ -82,8 +82,8 @@ class StackedCache(Cache):
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
         made: Any = self.layers[layer]
         assert type(made) is _Layer, "it passes through"
-        room_2BKTH = made._room.permute(1, 2, 3, 0, 4)
-        return room_2BKTH[0], room_2BKTH[1]
+        seen_2BKTH = made._held_TPBKH.permute(1, 2, 3, 0, 4)
+        return seen_2BKTH[0], seen_2BKTH[1]
 
     @property
     def passes(self) -> bool:
@@ -114,8 +114,8 @@ def _give_back(stack: weakref.ref[LevelPool], held: list[Reservation]) -> None:
     held.clear()
 
 
-def _shaped(room: Tensor, shape: CacheShape) -> Tensor:
-    return room.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
+def _shaped(held_TPBKH: Tensor, shape: CacheShape) -> Tensor:
+    return held_TPBKH.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
 def _streamed_layers(layers: int, on_level0: int) -> list[int]:
@@ -127,9 +127,9 @@ def _streamed_layers(layers: int, on_level0: int) -> list[int]:
 class _Layer(DynamicLayer):
     """The cache of a layer that lives where it is read."""
 
-    def __init__(self, shape: CacheShape, room_TPBKH: Tensor) -> None:
+    def __init__(self, shape: CacheShape, held_TPBKH: Tensor) -> None:
         super().__init__()
-        self._shape, self._room, self._length = shape, room_TPBKH, 0
+        self._shape, self._held_TPBKH, self._length = shape, held_TPBKH, 0
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -137,19 +137,19 @@ class _Layer(DynamicLayer):
         end = self._length + key_states.shape[2]
         if end > self._shape.positions:
             raise ConfigurationError(f"position {end} is beyond the cache's {self._shape.positions}")
-        room = self._enter()
+        held_TPBKH = self._enter()
         for part, new in enumerate((key_states, value_states)):
-            room[self._length : end, part].copy_(new.permute(2, 0, 1, 3))
-        self._append(room, self._length, end)
+            held_TPBKH[self._length : end, part].copy_(new.permute(2, 0, 1, 3))
+        self._append(held_TPBKH, self._length, end)
         self._length = end
-        seen = room[:end].permute(1, 2, 3, 0, 4)
+        seen = held_TPBKH[:end].permute(1, 2, 3, 0, 4)
         return seen[0], seen[1]
 
     def _enter(self) -> Tensor:
         """Room on level 0 that holds what the layer has seen."""
-        return self._room
+        return self._held_TPBKH
 
-    def _append(self, room: Tensor, begin: int, end: int) -> None:
+    def _append(self, held_TPBKH: Tensor, begin: int, end: int) -> None:
         """Positions ``begin`` to ``end`` of what `_enter` gave were written."""
 
     def get_seq_length(self) -> int:
@@ -170,8 +170,8 @@ class _PassingLayer(_Layer):
     def _enter(self) -> Tensor:
         return self._passing.enter(self._order)
 
-    def _append(self, room: Tensor, begin: int, end: int) -> None:
-        self._passing.append(self._order, room, begin, end)
+    def _append(self, held_TPBKH: Tensor, begin: int, end: int) -> None:
+        self._passing.append(self._order, held_TPBKH, begin, end)
 
 
 class _Passing:
@@ -228,9 +228,9 @@ class _Passing:
                 target.copy_(source, non_blocking=True)
             self._arrived[place] = stream.record_event()
 
-    def append(self, order: int, room: Tensor, begin: int, end: int) -> None:
+    def append(self, order: int, held_TPBKH: Tensor, begin: int, end: int) -> None:
         """Write new positions back."""
-        source, target = room[begin:end], self._storage[order][begin:end]
+        source, target = held_TPBKH[begin:end], self._storage[order][begin:end]
         self._stack.count_link(0, self._level, source.nbytes, None if self._cuda else 0.0)
         if not self._cuda:
             target.copy_(source)

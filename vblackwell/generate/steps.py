@@ -187,7 +187,7 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
 
 
 @contextmanager
-def room_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
+def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
     """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``.
 
     Yields:

@@ -29,7 +29,7 @@ from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point
 from vblackwell.errors import VBError
 from vblackwell.generate.generate import columns, stepper
 from vblackwell.generate.sampling import Arrival, Sampling, sample
-from vblackwell.generate.steps import room_for
+from vblackwell.generate.steps import level0_for
 from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)
@@ -143,7 +143,7 @@ class Ours(System):
                 if cache is not None:
                     cache.close()
             return
-        with room_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
+        with level0_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
             self.passing = None if cache is None else len(cache._passing._storage)
             yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 

@@ -113,15 +113,9 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
         for key in ("capacity_mb", "device"):
             if key not in raw:
                 raise ConfigurationError(f"level {number} lacks {key!r}")
-        speed = raw.get("speed_gbps")
-        parsed.append(
-            LevelConfig(
-                str(raw["device"]),
-                parse_capacity(raw["capacity_mb"]),
-                None if speed is None else float(speed),
-                None if raw.get("path") is None else os.fspath(raw["path"]),
-            )
-        )
+        speed, path = raw.get("speed_gbps"), raw.get("path")
+        speed, path = None if speed is None else float(speed), None if path is None else os.fspath(path)
+        parsed.append(LevelConfig(str(raw["device"]), parse_capacity(raw["capacity_mb"]), speed, path))
     return parsed
 
 

@@ -125,10 +125,7 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self, key: str, owner: str | None, priority: int, layout: Layout) -> None:
-        self.key = key
-        self.owner = owner
-        self.priority = priority
-        self.layout = layout
+        self.key, self.owner, self.priority, self.layout = key, owner, priority, layout
         self.level = 0
         self.extent: Extent | None = None
         self.stray: torch.Tensor | None = None
@@ -185,8 +182,5 @@ KIND_PRIORITIES = (
 
 def default_priority(key: str) -> int:
     """Priority by what the name says: embedding 10, attention 7, feed-forward 5, norm 3; 5 where it says nothing."""
-    name = key.lower()
-    for priority, words in KIND_PRIORITIES:
-        if any(word in name for word in words):
-            return priority
-    return 5
+    found = (priority for priority, words in KIND_PRIORITIES if any(word in key.lower() for word in words))
+    return next(found, 5)

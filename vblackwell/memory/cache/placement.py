@@ -60,10 +60,8 @@ class Plan:
     ) -> None:
         self.moves: list[Move] = []
         self.refusal: Exception | None = None  # the last thing a level said
-        self._levels = levels
-        self._policy = policy
-        self._by_order = by_order
-        self._spare_expected = spare_expected
+        self._levels, self._policy = levels, policy
+        self._by_order, self._spare_expected = by_order, spare_expected
         self._moved: set[Entry] = set()
 
     def make_room(
@@ -152,10 +150,7 @@ class Placement:
 
     def __init__(self, levels: Sequence[Level], policy: LRU, statistics: Statistics, lock: threading.Lock) -> None:
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
-        self._levels = levels
-        self._policy = policy
-        self._statistics = statistics
-        self._lock = lock
+        self._levels, self._policy, self._statistics, self._lock = levels, policy, statistics, lock
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
         """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
