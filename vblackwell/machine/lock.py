@@ -43,7 +43,6 @@ def lock_file(path: Path) -> int:
 
 
 def disk_error(action: str, path: Path, error: OSError) -> DiskError:
-    """The system's refusal as an error for the user: what, where, the system's word, what to do."""
     if isinstance(error, DiskError):
         return error
     return DiskError(f"{action} {path} failed: {error.strerror or error}; check that it is writable and has room")
@@ -66,7 +65,6 @@ def make_work_folder(path: Path) -> int:
 
 
 def remove_if_abandoned(path: Path) -> bool:
-    """Deletes the work folder ``path`` unless a living process holds it; whether it is gone."""
     descriptor = _lock(path)
     if descriptor is None:
         return not path.exists()

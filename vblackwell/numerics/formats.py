@@ -49,9 +49,8 @@ class Format:
     """One block format. Frozen: the numbers a kernel or a file relies on.
 
     Attributes:
-        name: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
         block_size: elements of the last dimension that share a scale; ``None`` is the whole row.
-        bits: bits an element takes; two 4-bit codes share a byte, low nibble first.
+        bits: an element takes; two 4-bit codes share a byte, low nibble first.
         scale_dtype: how block scales are stored; uint8 stands for the bits of E4M3 (nvfp4) or E8M0 (mxfp4).
         values: what each 4-bit code means; empty for int8.
         max_value: largest magnitude of a code.

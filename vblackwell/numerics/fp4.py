@@ -47,10 +47,9 @@ class BlockScale:
 
 
 class FP4Codec:
-    """Encodes and decodes one format.
+    """Encodes and decodes one format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
 
     Args:
-        format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
         scale_search: 'mse' (least squared error) or 'max' (the plain published scale).
         block_size: for int4 (32, 128) and int8 (``None``: the row; or any even number).
 
@@ -70,11 +69,8 @@ class FP4Codec:
         )
 
     def decode(self, codes: Tensor, scale: BlockScale) -> Tensor:
-        """The tensor that ``encode`` packed, in its shape and dtype.
-
-        Raises:
-            ConfigurationError: ``scale`` belongs to another format.
-            CorruptData: codes and scales do not fit each other.
+        """The tensor that ``encode`` packed, in its shape and dtype; raises ConfigurationError for ``scale`` of another
+        format, CorruptData where codes and scales do not fit.
         """
         if scale.form != self.form:
             raise ConfigurationError(

@@ -77,13 +77,8 @@ def dequantize(
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A tensor in a block format. Immutable; its tensors may be shared, moved and stored, never written to.
-
-    Attributes:
-        form: the format, with its block size.
-        shape: logical shape, without padding.
-        dtype: what ``dequantize`` returns: float32, bfloat16 or float16.
-        codes, block_scales, tensor_scale: see the module's docstring.
+    """A tensor in a block format, of logical ``shape`` without padding, that ``dequantize`` returns as ``dtype``. Its
+    tensors may be shared, moved and stored, never written to.
     """
 
     form: Format
@@ -99,7 +94,6 @@ class PackedTensor:
 
     @property
     def k(self) -> int:
-        """Length of a row."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -113,7 +107,6 @@ class PackedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes, scales and padding."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -131,7 +124,6 @@ class PackedTensor:
         return PackedTensor(self.form, self.shape, self.dtype, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors to store, by name. With ``meta()`` they are everything."""
         return {"codes": self.codes, "block_scales": self.block_scales, "tensor_scale": self.tensor_scale}
 
     def meta(self) -> dict[str, Any]:

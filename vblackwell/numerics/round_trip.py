@@ -1,26 +1,24 @@
 """Encode and decode at once: the weights a straight-through forward multiplies by.
 
 The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there
-nothing here reads a value on the host where the tensor is on a GPU, so a training step stays asynchronous; inf and NaN
-are not refused but come out as NaN, where the loss shows them. `max` scales and not `mse`, because the search would
-cost more than the layer's matmul, and because a scale that follows the largest weight moves smoothly while weights
-train.
+nothing here reads a value on the host where the tensor is on a GPU; inf and NaN come out as NaN, where the loss shows
+them. `max` scales, because a search would cost more than the layer's matmul, and because a scale that follows the
+largest weight moves smoothly while weights train.
 
 fp32 where fp64 would round the same way. An element's code depends on which boundaries ``b`` (half-way between values,
 at most three bits) its quotient ``w / (s * ts)`` exceeds. Here ``q = w / ts`` and ``u = q / s`` are two correctly
 rounded fp32 divisions, and
 
 * ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it: rounding is monotone and keeps
-``c``;
+  ``c``;
 * ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is further from ``b`` than half
-a unit in
-  its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands), are.
+  a unit in its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands), are.
 
 So the fp32 quotient decides, unless it is a boundary itself. Those elements are compared again in fp64, where ``c *
-ts`` is exact: all elements without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and
-int4 bf16 ones, whose products with boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale
-takes the place of ``ts``. nf4's boundaries have 25 bits; a table of 2^13 cells answers for cells without a boundary,
-fp64 for the others.
+ts`` is exact: all without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and int4 bf16
+ones, whose products with boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale takes the
+place of ``ts``. nf4's boundaries have 25 bits; a table of 2^13 cells answers for cells without a boundary, fp64 for the
+others.
 
 ``B`` blocks, ``E`` elements a block.
 """

@@ -45,11 +45,8 @@ _TOP = 7 * 16 + 7  # the largest magnitude, in sixteenths of a code
 
 @dataclass(frozen=True, eq=False)
 class SeparatedTensor:
-    """A tensor in two parts. Immutable, as its parts are. A stack holds it whole, or its parts under separate keys.
-
-    Attributes:
-        coarse: the nvfp4 part.
-        fine: uint8 (N, P / 2), two codes a byte, low nibble first, as the coarse codes.
+    """A tensor in two parts: nvfp4, and ``fine``, uint8 (N, P / 2), packed as the coarse codes. A stack holds it whole,
+    or its parts under separate keys.
     """
 
     coarse: PackedTensor
@@ -96,7 +93,6 @@ class SeparatedTensor:
         return separated
 
     def check(self) -> None:
-        """Raises CorruptData where the parts do not fit each other, looking at shapes and types only."""
         coarse = self.coarse
         coarse.check()
         if coarse.format != FORM.name:
@@ -163,7 +159,6 @@ def dequantize(
 
 
 def _position(u: Tensor) -> Tensor:
-    """Where a magnitude lies on the scale of codes: the code itself at a value of E2M1, linear between and beyond."""
     return torch.minimum(torch.minimum(u * 2, u + 2), u * 0.5 + 4)
 
 

@@ -6,10 +6,10 @@ give the same bits.
 A block of 256 elements shares an fp32 scale, its largest value over the largest code. Codes are small floating-point
 numbers, because moments of one block spread over decades and their relative error is what an update sees:
 
-- m: a sign, three exponent and four mantissa bits, largest over smallest 1984. Below that a moment is zero now and
-then. - sqrt(v), not v: half the exponent range for the same numbers, and the divisor is what is kept. Three exponent
-and five mantissa bits, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small would be
-an update too large, one too large is an update too small.
+- m: a sign, three exponent and four mantissa bits, largest over smallest 1984. Below that one may become zero.
+- sqrt(v), not v: half the exponent range for the same numbers, and the divisor is what is kept. Three exponent and five
+  mantissa bits, largest over smallest 4032. What is not zero is never kept as zero: a divisor too small would be an
+  update too large, one too large is an update too small.
 
 Both are rounded at random, with a probability that makes the mean right: a moving average with beta2 = 0.999 moves by a
 few parts in ten thousand a step, and rounded to nearest it would stay where it is for ever. The random bits are a
