@@ -49,8 +49,8 @@ from vblackwell.offload.layout.groups import (
     pieces_of,
 )
 from vblackwell.offload.movement.state import Worker
-from vblackwell.offload.storage.staging import Stage, Staged, on_disk
-from vblackwell.offload.storage.storage import Ranges, Stamp, Storage
+from vblackwell.offload.storage.staging import Stage, Staged
+from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 
 ALIGNMENT = 512
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
@@ -321,11 +321,12 @@ class Lane:
     Args:
         memory: level-0 bytes that the ring is cut from, at least `smallest_buffer` of every group.
         num_buffers: places of the ring.
+        stage: for ranges on a disk; None where the stack has none.
     """
 
     def __init__(
-        self, stack: VGPUStack, storage: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues, stage: Stage,
-        worker: Worker,
+        self, stack: VGPUStack, storage: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues,
+        stage: Stage | None, worker: Worker,
     ) -> None:  # fmt: skip
         self._buffer_bytes = size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
@@ -410,7 +411,7 @@ class Lane:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.kinds}
             far = on_disk(sources)
-            staged = self._stage.ready(wanted.group, sources) if far else None
+            staged = self._stage.ready(wanted.group, sources) if far and self._stage is not None else None
             if staged is None and far:
                 return
             self._expected.popleft()
@@ -424,14 +425,14 @@ class Lane:
         self._sweep()
         states = self._states_below(job.group) + (["weight"] if job.weight is None else [])
         sources = {kind: job.sources[kind] for kind in states}
-        staged = self._stage.take(job.group, sources, job.targets)
+        staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]
         try:
             return self._submit(job, sources, staged)
         except BaseException:
             self._start_over()
-            if staged is not None:
+            if self._stage is not None and staged is not None:
                 self._stage.drop(staged)
             raise
 
@@ -463,7 +464,7 @@ class Lane:
         self._stored[group.index] = copied
         self._in_use.append((copied, job.factor))
         computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
-        if staged is None:
+        if self._stage is None or staged is None:
             return LaneEnd(computed, weights, weights)
         stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
         return LaneEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
@@ -583,7 +584,8 @@ class Lane:
         """Let weights that are loaded from now on be those that ``end`` stores."""
         for queue in self._queues.loading():
             end.weights.wait_on(queue)
-        self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
+        if self._stage is not None:
+            self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
     def synchronize(self) -> None:
         """Return when the queues are empty."""
@@ -593,5 +595,6 @@ class Lane:
     def drain(self) -> None:
         """Return when everything submitted is stored."""
         self.synchronize()
-        self._stage.drain()
+        if self._stage is not None:
+            self._stage.drain()
         self._sweep()

@@ -217,7 +217,8 @@ def make_lane(stack: VGPUStack, storage: Storage, ring: Reservation, worker: Wor
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.view()
     assert memory is not None, "level 0 is addressable"
-    count, stage = num_buffers(memory.numel(), least_bytes), Stage(storage)
+    count = num_buffers(memory.numel(), least_bytes)
+    stage = Stage(storage) if any(level.device is None for level in stack.levels) else None
     if memory.is_cuda:
         return CudaLane(stack, storage, memory, count, CudaQueues(memory.device), stage, worker)
     return Lane(stack, storage, memory, count, WorkerQueues(worker), stage, worker)

@@ -478,7 +478,7 @@ class DeviceUpdates:
 
     def free_shadows(self) -> bool:
         """Give up shadows that are not in use; False if there are none."""
-        if not self._shadows.has_spare:
+        if not any(self._shadows.spare.values()):
             return False
         self._lane.drain()
         self._shadows.free_spare()

@@ -15,7 +15,7 @@ update of any group, at every wait for the group's own, and whenever its range i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -28,25 +28,10 @@ from vblackwell.memory.pool import Reservation
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
-from vblackwell.offload.storage.storage import Ranges, Stamp, Storage
+from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 from vblackwell.units import align_up
 
 MAX_SKIPPED = 4 * MAX_SETS  # updates of other groups, after which what was read ahead is given up
-
-
-def on_disk(ranges: Ranges) -> dict[str, Reservation]:
-    """Those that copies to and from level 0 cannot reach."""
-    return {kind: reservation for kind, reservation in ranges.items() if not reservation.is_addressable}
-
-
-def places_in(sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Where in a set each kind lies: ``sizes`` bytes from a page on, one after the other."""
-    found: dict[str, slice] = {}
-    start = 0
-    for kind, num_bytes in sizes.items():
-        found[kind] = slice(start, start + num_bytes)
-        start += align_up(num_bytes, PAGE)
-    return found
 
 
 def failure_of(transfer: Transfer) -> BaseException | None:
@@ -170,7 +155,7 @@ class Stage:
 
         def start() -> list[Transfer]:
             for kind, reservation in writes.items():
-                transfer = storage.start_write(reservation, staged.views[kind])
+                transfer = storage.start(reservation, staged.views[kind], write=True)
                 started.extend([] if transfer is None else [transfer])
             return started
 
@@ -262,10 +247,13 @@ class Stage:
         return Staged(group, memory, fits, {kind: memory[part] for kind, part in parts.items()}, taken)
 
     def _parts(self, group: Group) -> dict[str, slice]:
-        """Where the group's ranges lie in its memory."""
-        return places_in(
-            {kind: reservation.num_bytes for kind, reservation in on_disk(self._storage.own_ranges(group)).items()}
-        )
+        """Where the group's ranges lie in its memory: from a page on, one after the other."""
+        found: dict[str, slice] = {}
+        start = 0
+        for kind, reservation in on_disk(self._storage.own_ranges(group)).items():
+            found[kind] = slice(start, start + reservation.num_bytes)
+            start += align_up(reservation.num_bytes, PAGE)
+        return found
 
     def _adopt_sets(self) -> None:
         self._storage.sets_in_use = True
@@ -347,7 +335,7 @@ class Stage:
     def _read(self, staged: Staged, reads: Ranges) -> None:
         for kind, reservation in reads.items():
             stamp = self._storage.ledger.stamp(reservation)
-            read = self._storage.start_read(reservation, staged.views[kind])
+            read = self._storage.start(reservation, staged.views[kind], write=False)
             if read is not None:
                 staged.stamps[kind] = stamp
                 staged.reads.append(read)

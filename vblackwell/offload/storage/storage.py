@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.memory.level import Extent, Level, Transfer
+from vblackwell.memory.level import Level, Transfer
 from vblackwell.memory.pool import LevelPool, Reservation
 from vblackwell.offload.layout.groups import STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
@@ -26,6 +26,11 @@ from vblackwell.units import align_up, format_bytes
 
 Ranges = dict[str, Reservation]  # of one group, by kind
 Stamp = tuple[Reservation, int]
+
+
+def on_disk(ranges: Ranges) -> dict[str, Reservation]:
+    """Those that copies to and from level 0 cannot reach."""
+    return {kind: reservation for kind, reservation in ranges.items() if not reservation.is_addressable}
 
 
 class Ledger:
@@ -328,25 +333,16 @@ class Storage:
 
     # -- bytes, in the background --------------------------------------------------------------------------------------
 
-    def start_read(self, reservation: Reservation, out: torch.Tensor) -> Transfer | None:
-        """Begin to read the range, whose last write is over, into host memory; None if the storage is closed."""
-        level = reservation.level
-        return self._start(self.stack.levels[level].read, reservation, out, level, self.plan.staging_level)
-
-    def start_write(self, reservation: Reservation, source: torch.Tensor) -> Transfer | None:
-        """Begin to write the range from host memory; None if the storage is closed."""
-        level = reservation.level
-        return self._start(self.stack.levels[level].write, reservation, source, self.plan.staging_level, level)
-
-    def _start(
-        self, move: Callable[[Extent, torch.Tensor], Transfer], reservation: Reservation, memory: torch.Tensor,
-        source: int, destination: int,
-    ) -> Transfer | None:  # fmt: skip
+    def start(self, reservation: Reservation, memory: torch.Tensor, *, write: bool) -> Transfer | None:
+        """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
+        level, staging = reservation.level, self.plan.staging_level
         with self._lock:
             if self._closed:
                 return None
+            move = self.stack.levels[level].write if write else self.stack.levels[level].read
             transfer = move(reservation.extent, memory)
             self.in_flight.add(transfer)
+        source, destination = (staging, level) if write else (level, staging)
         self.stack.count_transfer(source, destination, reservation.num_bytes, transfer)
         return transfer
 
@@ -373,7 +369,7 @@ class Shadows:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._spare: dict[tuple[int, int], list[Reservation]] = {}
+        self.spare: dict[tuple[int, int], list[Reservation]] = {}  # by level and bytes
         self.num_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
@@ -386,30 +382,24 @@ class Shadows:
             return None
         for kind in kinds:
             original = self._storage.range(group, kind)
-            spare = self._spare.get((original.level, original.num_bytes))
+            spare = self.spare.get((original.level, original.num_bytes))
             try:
-                found[kind] = spare.pop() if spare else self._reserve(original)
+                if not spare:
+                    spare = [self._storage.take("shadow", original.num_bytes, original.level)]
+                    self.num_bytes += original.num_bytes
             except InsufficientMemory:
                 self.give_back(found)
                 return None
+            found[kind] = spare.pop()
         return found
-
-    def _reserve(self, original: Reservation) -> Reservation:
-        reservation = self._storage.take("shadow", original.num_bytes, original.level)
-        self.num_bytes += reservation.num_bytes
-        return reservation
 
     def commit(self, group: Group, shadows: Ranges) -> None:
         """What was written to ``shadows`` is what the group's ranges hold from now on."""
         self.give_back({kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()})
 
-    @property
-    def has_spare(self) -> bool:
-        return any(self._spare.values())
-
     def free_spare(self) -> None:
         """Give unused shadows, which nothing reads or writes any more, back to their levels."""
-        for spare in self._spare.values():
+        for spare in self.spare.values():
             while spare:
                 shadow = spare.pop()
                 self.num_bytes -= shadow.num_bytes
@@ -418,4 +408,4 @@ class Shadows:
     def give_back(self, shadows: Ranges) -> None:
         """Keep ranges for the next `take`. What is queued on them comes before its writes, in the lane's order."""
         for shadow in shadows.values():
-            self._spare.setdefault((shadow.level, shadow.num_bytes), []).append(shadow)
+            self.spare.setdefault((shadow.level, shadow.num_bytes), []).append(shadow)
