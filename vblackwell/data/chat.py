@@ -57,14 +57,7 @@ from vblackwell.data.corpus import (
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id
 from vblackwell.errors import ConfigurationError, CorruptData, nearest
-from vblackwell.folders.chat_prompt import (
-    CHAT_TEMPLATE,
-    bounded,
-    check_written,
-    open_tokenizer,
-    reason_of,
-    special_after,
-)
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, special_after
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
@@ -250,20 +243,8 @@ class ChatTemplate:
         return special_after(tokenizer, text.rpartition(mark)[2])
 
     def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[Span]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        special: dict[str, Any] = dict(self.special)
-        try:
-            with bounded():
-                (text,), found = render_jinja_template(
-                    conversations=[messages], chat_template=self.source, return_assistant_tokens_mask=spans, **special
-                )
-            check_written(text)
-        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
-            raise ConfigurationError(
-                f"{place}: {self.origin} refuses it ({reason_of(error)}); change the line or the template"
-            ) from error
-        return text, [(int(start), int(end)) for start, end in found[0]] if spans else []
+        refusal = (f"{place}: {self.origin} refuses it", "; change the line or the template")
+        return render(self.source, messages, dict(self.special), refusal, spans=spans)
 
 
 def _marked(message: Message, begin: str, end: str) -> Message:

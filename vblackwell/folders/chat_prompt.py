@@ -39,7 +39,7 @@ class Chat:
     """How a folder's model is talked to; see `open_chat`."""
 
     folder: Path
-    _tokenizer: Any  # of transformers
+    _special: dict[str, Any]  # texts of special tokens by name
     _template: str
 
     def prompt(self, message: str) -> str:
@@ -54,17 +54,8 @@ class Chat:
         return set() if found is None else {found}
 
     def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
-        try:
-            with bounded():
-                text = self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, chat_template=self._template, **options
-                )
-            check_written(text)
-            return text
-        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
-            raise ConfigurationError(
-                f"the chat template of {self.folder} refuses a user's message ({reason_of(error)}): leave --chat out"
-            ) from error
+        refusal = (f"the chat template of {self.folder} refuses a user's message", ": leave --chat out")
+        return render(self._template, messages, self._special | options, refusal)[0]
 
 
 def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
@@ -74,7 +65,7 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
     try:
         brought = None if adapter is None else adapter / CHAT_TEMPLATE
         if brought is not None and brought.is_file():
-            return Chat(adapter or folder, opened, brought.read_text(encoding="utf-8"))
+            return Chat(adapter or folder, opened.special_tokens_map, brought.read_text(encoding="utf-8"))
         template = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -84,18 +75,34 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on "
             "conversations"
         )
-    return Chat(folder, opened, template)
+    return Chat(folder, opened.special_tokens_map, template)
 
 
-def check_written(text: str) -> None:
-    """Raises ValueError where a template wrote more than any conversation is."""
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"it writes {len(text)} characters")
+def render(
+    template: str,
+    messages: list[dict[str, str]],
+    names: dict[str, Any],
+    refusal: tuple[str, str],
+    *,
+    spans: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """What a template writes of ``messages``, and with ``spans`` from where to where it says that the model writes.
 
+    ``names`` are what it may refer to; ``refusal`` is what an error says before and after the reason.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-def reason_of(error: Exception) -> str:
-    """What a template raised, in a line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    try:
+        with bounded():
+            (text,), found = render_jinja_template(
+                conversations=[messages], chat_template=template, return_assistant_tokens_mask=spans, **names
+            )
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it writes {len(text)} characters")
+    except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"{refusal[0]} ({reason}){refusal[1]}") from error
+    return text, [(int(start), int(end)) for start, end in found[0]] if spans else []
 
 
 def open_tokenizer(folder: Path) -> Any:

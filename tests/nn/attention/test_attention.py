@@ -13,7 +13,7 @@ from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import AttentionRequest, attention, attention_backends, choose_attention
-from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, from_multihead_attention
+from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
 
 
 def pair(dtype=torch.float64, bias=True, **options):
@@ -74,23 +74,6 @@ def test_a_converted_causal_module():
 def test_what_cannot_be_converted(options):
     with pytest.raises(Unsupported, match="MultiheadAttention with"):
         from_multihead_attention(nn.MultiheadAttention(16, 2, **options))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"rotary_theta": 1e4, "n_kv_heads": 1}, {"softcap": 2.0}], ids=str
-)
-def test_decoding_with_a_cache_is_the_whole_at_once(options):
-    torch.manual_seed(0)
-    layer = FlashAttention(32, 2, causal=True, **options).double().eval()
-    x = torch.randn(2, 7, 32, dtype=torch.float64)
-    with torch.no_grad():
-        whole, cache = layer(x), AttentionCache(7)
-        parts = torch.cat([layer(piece, cache=cache) for piece in x.split([3, 1, 2, 1], dim=1)], dim=1)
-        torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
-        with pytest.raises(ConfigurationError, match="beyond the cache's 7"):
-            layer(x[:, :1], cache=cache)
-    with pytest.raises(Unsupported, match="no_grad"):
-        layer(x, cache=AttentionCache(7))
 
 
 def test_dropout_only_while_training():

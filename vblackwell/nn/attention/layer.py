@@ -1,6 +1,6 @@
-"""``FlashAttention``: self-attention on the fastest backend that accepts it; its cache, and tables of rotary positions.
+"""``FlashAttention``: self-attention on the fastest backend that accepts it; and tables of rotary positions.
 
-Legend: B batch, S new positions, T all positions, D model width, N query heads, K key-value heads, H head width.
+Legend: B batch, S positions, D model width, N query heads, K key-value heads, H head width.
 """
 
 from __future__ import annotations
@@ -33,33 +33,6 @@ def rotary_tables_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Te
     angles = positions.to(torch.float32)[..., None] * (1.0 / (theta**exponents))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
-
-
-class AttentionCache:
-    """Keys and values that one layer's attention has seen; memory for ``max_length`` positions comes with the first."""
-
-    def __init__(self, max_length: int) -> None:
-        if max_length < 1:
-            raise ConfigurationError(f"a cache of {max_length} positions: give at least 1")
-        self.max_length = max_length
-        self.length = 0  # positions seen so far
-        self.tensors: tuple[Tensor, Tensor] | None = None  # (B, K, max_length, H) each
-
-    def extend(self, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the new keys and values after the old; returns all so far, (B, K, T, H) each."""
-        end = self.length + k_BKSH.shape[2]
-        if end > self.max_length:
-            raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer cache")
-        if self.tensors is None:
-            shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
-            self.tensors = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
-        keys, values = self.tensors
-        if keys.shape[0] != k_BKSH.shape[0]:
-            raise ConfigurationError(f"a batch of {k_BKSH.shape[0]} for a cache of {keys.shape[0]}: make a new cache")
-        keys[:, :, self.length : end] = k_BKSH
-        values[:, :, self.length : end] = v_BKSH
-        self.length = end
-        return keys[:, :, :end], values[:, :, :end]
 
 
 class FlashAttention(nn.Module):
@@ -126,16 +99,14 @@ class FlashAttention(nn.Module):
                 projection.quantize()
         return self
 
-    def forward(self, x_BSD: Tensor, mask: Tensor | None = None, cache: AttentionCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
         """What each position gathers, (B, S, D).
 
         Args:
-            x_BSD: inputs; with a cache, the positions that follow what it holds.
-            mask: (S, T), (B, S, T) or (B, N, S, T), each dimension may be 1: boolean (True attends) or added.
-            cache: earlier positions; extended by this call. Not for training.
+            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added.
 
         Raises:
-            ConfigurationError: an input or mask of another shape or type, or a full cache.
+            ConfigurationError: an input or mask of another shape or type.
             Unsupported: no backend (or not the one asked for) takes this; the message has every backend's reasons.
         """
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.d_model:
@@ -148,13 +119,8 @@ class FlashAttention(nn.Module):
         q, k, v = (
             part.unflatten(-1, (count, self.head_dim)).transpose(1, 2) for part, count in zip(parts, heads, strict=True)
         )
-        start = 0 if cache is None else cache.length
         if self.rotary_theta is not None:
-            q, k = rotary(q, k, *rotary_tables(start, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
-        if cache is not None:
-            if torch.is_grad_enabled() and k.requires_grad:
-                raise Unsupported("attention with a cache keeps no gradients: call it under torch.no_grad()")
-            k, v = cache.extend(k, v)
+            q, k = rotary(q, k, *rotary_tables(0, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
         y_BNSH, self.backend = attention(
             q, k, v, mask=mask, causal=self.causal, bottom_right=True, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, backend=self.wanted_backend,

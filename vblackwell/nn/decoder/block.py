@@ -24,7 +24,7 @@ from vblackwell.kernels.attention.decode import decode_attention
 from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm, rotary, store_rotated
 from vblackwell.nn.attention.backends import attention
-from vblackwell.nn.attention.layer import AttentionCache, FlashAttention, rotary_tables
+from vblackwell.nn.attention.layer import FlashAttention, rotary_tables
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
@@ -44,28 +44,39 @@ BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
 
 
 class KVCache:
-    """An `AttentionCache` of ``max_length`` positions for every layer of a ``Decoder``."""
+    """Keys and values of every layer of a ``Decoder``; memory for ``max_length`` positions comes with the first.
+
+    Growing by concatenation instead would copy the whole cache at every token.
+    """
 
     def __init__(self, config: DecoderConfig, max_length: int) -> None:
         if not 1 <= max_length <= config.max_position:
             raise ConfigurationError(f"a cache of {max_length} positions: the model's limit is {config.max_position}")
-        self._layers = [AttentionCache(max_length) for _ in range(config.num_layers)]
         self.max_length = max_length
         self.length = 0  # positions read so far, by all layers
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # (B, K, max_length, H) each
 
     def extend(self, layer: int, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
-        cache = self._layers[layer]
-        cache.length = self.length
-        return cache.extend(k_BKSH, v_BKSH)
+        """Stores the new keys and values of a layer; returns all of them so far, (B, K, T, H) each."""
+        end = self.length + k_BKSH.shape[2]
+        if end > self.max_length:
+            raise ConfigurationError(f"position {end} is beyond the cache's {self.max_length}: make a longer cache")
+        if layer not in self._layers:
+            shape = (*k_BKSH.shape[:2], self.max_length, k_BKSH.shape[3])
+            self._layers[layer] = (k_BKSH.new_empty(shape), v_BKSH.new_empty(shape))
+        keys, values = self._layers[layer]
+        if keys.shape[0] != k_BKSH.shape[0]:
+            raise ConfigurationError(f"a batch of {k_BKSH.shape[0]} for a cache of {keys.shape[0]}: make a new cache")
+        keys[:, :, self.length : end] = k_BKSH
+        values[:, :, self.length : end] = v_BKSH
+        return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, num_positions: int) -> None:
         self.length += num_positions
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer that has stored some, all positions (B, K, T, H) each."""
-        found = self._layers[layer].tensors
-        assert found is not None, "a prompt was read"
-        return found
+        """Keys and values of a layer that has stored some, all positions (B, K, max_length, H) each."""
+        return self._layers[layer]
 
 
 class SteadyCache:

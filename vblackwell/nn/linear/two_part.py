@@ -344,7 +344,7 @@ class VBOptimizedLinear(PackedLinear):
         return BITS[self.settings.precision]
 
     def quantize(self) -> VBOptimizedLinear:
-        """Packs the weight and lets go of the original, if it is finite; a packed layer stays as it is. Returns self."""
+        """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:
             self._adopt(pack(weight, self.settings.precision, self._name()))
