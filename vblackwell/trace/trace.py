@@ -299,7 +299,7 @@ def last_module_with_weights(
     key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
     if remembered and key in _known_heads:
         return modules[_known_heads[key]]
-    called: list[str] = []
+    called: list[Any] = []
     handles = [
         module.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
         for name, module in modules.items()

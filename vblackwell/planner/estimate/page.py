@@ -103,7 +103,7 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Time
     count, length = max(1, min(moments, end - begin)), max(1, end - begin)
     allocator = CachingAllocator(None, expandable)
     blocks: dict[int, Block | None] = {}
-    live = dict.fromkeys(CATEGORIES, 0)
+    live: dict[str, int] = {category: 0 for category in CATEGORIES}
     best: list[tuple[int, dict[str, int], int]] = [(-1, {}, 0)] * count
     for position, event in enumerate(trace.events[:end]):
         index = event if event >= 0 else ~event
