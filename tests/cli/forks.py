@@ -186,7 +186,7 @@ def _serve() -> None:
     import vblackwell.memory.cache.stack
     import vblackwell.train.run  # noqa: F401
 
-    for name in sys.argv[1:]:
+    for name in ("numpy.ma", *sys.argv[1:]):
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:

@@ -29,7 +29,7 @@ def words(place, folder: Path, chat: Path, *more: str) -> list[str]:
     return ["train", "--model", str(folder), "--data", str(chat), "--disk-path", str(place.folder), *RUN, *more]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_answers_are_learnt(kind, place, folders, chat):  # noqa: F811
     """By our decoder and by a model of transformers, packed and not;
     the first losses are those of nothing but answers.

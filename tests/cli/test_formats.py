@@ -15,7 +15,9 @@ RESIDENT = ["--fast-memory", "16MiB", "--host-memory", "8MiB", "--placement", "r
 
 
 @pytest.mark.parametrize(
-    "flags", [["--precision", "fp32"], ["--precision", "bf16", "--masters", "stochastic"]], ids=str
+    "flags",
+    [pytest.param(["--precision", "fp32"], marks=pytest.mark.slow), ["--precision", "bf16", "--masters", "stochastic"]],
+    ids=str,
 )
 def test_a_killed_run_ends_elsewhere_with_the_same_weights(place, flags):
     words = place.train_words(

@@ -54,7 +54,7 @@ def adapters_of(model) -> dict[str, torch.Tensor]:
     return {name: state["weight"] for name, state in export_state(model, only=is_adapter)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa: F811
     """The same adapters after two steps, bit for bit; the files open in peft and transformers, with equal logits."""
     folder = written(kind)

@@ -38,7 +38,7 @@ def optimizer_of(model: nn.Module) -> VGPUAdamW:
     return VGPUAdamW(model.parameters(), lr=3e-3, max_grad_norm=0.5, update_in_backward=True)
 
 
-@pytest.mark.parametrize("case", [DECODER, GPT2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [DECODER, pytest.param(GPT2, marks=pytest.mark.slow)], ids=lambda case: case.name)
 def test_written_by_one_stack_read_by_another_and_by_none(case: Case, make_stack: MakeStack):
     def tight(model: nn.Module) -> None:
         enable_vgpu_stack_optimization(model, make_stack(110 << 10))

@@ -43,7 +43,7 @@ def test_the_page_has_every_card_and_task():
         assert all(f"| {words} | " in section(card) for words in WORDS.values())
 
 
-@pytest.mark.parametrize("task", ["run", "train"])
+@pytest.mark.parametrize("task", [pytest.param("run", marks=pytest.mark.slow), "train"])
 def test_a_row_is_what_the_code_says(task):
     """Of the smallest card, the largest that stays on it."""
     rows = re.findall(rf"^\| {WORDS[task]} \| (\S+) .*$", section("RTX 3070"), re.MULTILINE)

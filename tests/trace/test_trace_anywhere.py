@@ -88,6 +88,7 @@ def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
     )  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_leaves_a_gpu_alone_that_would_not_start(monkeypatch, checkpointing, autocast):

@@ -43,7 +43,7 @@ def test_values_and_gradients(format, activation):
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("activation", [pytest.param("none", marks=pytest.mark.slow), "gelu"])
 def test_opcheck(activation):
     """Schema, fake tensor, autograd registration and AOT dispatch, as torch.library checks them."""
     x, bias = torch.randn(3, K, requires_grad=True), torch.randn(N, requires_grad=True)

@@ -186,6 +186,7 @@ TestNextUseStack = NextUseMachine.TestCase
 TestNextUseStack.settings = _SETTINGS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", ["lru", "next_use"])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_several_threads(policy: str, delayed: bool, no_delay_left: None):

@@ -32,7 +32,7 @@ def test_quantising_needs_a_third_of_the_layer_in_extra(format, dtype, rows, sea
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        ("nvfp4", torch.float32), ("mxfp4", torch.bfloat16),
+        ("nvfp4", torch.float32), pytest.param("mxfp4", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("nvfp4", torch.bfloat16, marks=pytest.mark.slow), pytest.param("mxfp4", torch.float32,
         marks=pytest.mark.slow),
     ],

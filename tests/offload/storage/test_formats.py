@@ -267,7 +267,11 @@ def test_random_bits_depend_on_seed_and_name_alone(make_stack: MakeStack):
 # -- what else is in a model -------------------------------------------------------------------------------------------
 
 
-@packed_form
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=() if form.masters == "stochastic" else pytest.mark.slow) for form in PACKED],
+    ids=str,
+)
 def test_sliced_leaves_are_updated_on_level_0_too(form: Form, make_stack: MakeStack):
     found = []
     for where in ("resident", "streamed"):

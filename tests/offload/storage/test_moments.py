@@ -55,7 +55,7 @@ def raw_moments(model: nn.Module, optimizer: VGPUAdamW) -> dict[str, list[torch.
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks=pytest.mark.slow if form.dtype is None else ()) for form in PACKED],
+    [pytest.param(form, marks=() if form.masters == "stochastic" else pytest.mark.slow) for form in PACKED],
     ids=lambda form: f"{form.states}-{form.masters}-{form.dtype}",
 )
 def test_a_run_goes_on_elsewhere_as_if_it_had_not_stopped(form: Form, make_stack: MakeStack):
