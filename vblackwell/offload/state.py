@@ -31,10 +31,7 @@ ParameterState = dict[str, torch.Tensor]
 
 
 def export_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    only: Callable[[str], bool] | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, only: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, ParameterState]]:
     """``(name, {'weight', and if stepped 'exp_avg', 'exp_avg_sq', 'step'})`` of each parameter, on the CPU, one by one.
 

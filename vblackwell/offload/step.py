@@ -75,8 +75,7 @@ class Speculation:
         return early
 
     def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> bool:
-        """The step has come: whether the group was updated early as the step asks; an update that was not is rolled
-        back.
+        """The step has come: whether the group was updated early as it asks; any other update is rolled back.
 
         Raises:
             StepAbandoned: it is not, and it was final.
@@ -199,10 +198,7 @@ class StepControl:
 
     def use_of(self, buffer: GradientBuffer, adding: bool) -> UpdateUse:
         """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and
-        is possible.
-
-        Args:
-            adding: it will be added to a gradient in host memory.
+        is possible. ``adding``: it will be added to a gradient in host memory.
         """
         source, group = self.source, buffer.group
         if source is None:
@@ -368,9 +364,7 @@ class StepControl:
         return found
 
     def commit_step(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
-        """The step has come: commit early updates that are as it asks, queue the others with gradients times
-        ``factor``.
-        """
+        """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
         self._gradients.finish_backward()
         self.scale_stored()
         for group in self._groups:
@@ -416,9 +410,7 @@ class Loading:
         self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
 
     def acquire(self, group: Group) -> torch.Tensor:
-        """The group's bytes on level 0, arrived, not dropped until they are unpinned; the groups after it start to
-        load.
-        """
+        """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
         self._load(group)
         buffer = self._weights.pin(group)
         try:
@@ -459,9 +451,7 @@ class Loading:
         weights.arrive(group)
 
     def prefetch(self, group: Group) -> bool:
-        """Start loading ``group`` if that costs nothing that is needed sooner; False if it was not possible. Never
-        blocks.
-        """
+        """Start loading ``group`` if that costs nothing that is needed sooner; False if not. Never blocks."""
         weights = self._weights
         if weights.is_loaded(group):
             return True
@@ -487,9 +477,7 @@ class Loading:
                 return
 
     def _prefetch_frozen(self) -> None:
-        """The next copies are begun whatever pass they belong to, because no update lies between passes: so the link
-        always works.
-        """
+        """The next copies begin whatever pass they belong to: no update lies between, and the link always works."""
         weights, begun = self._weights, 0
         if weights.all_loaded:
             return

@@ -20,7 +20,6 @@ from vblackwell.offload.layout.placement import (
     passing_bytes,
     place_streamed,
     spaces,
-    tabulated,
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
@@ -97,10 +96,13 @@ def forecast_step(
 
 
 def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[str, list[int]]:
-    """Ranges, and what is in no range: loaded weights, gradients on their way, and copies for a rollback."""
-    table, rest = tabulated(found, storage), [0] * (len(storage.levels) - 1)
+    """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, rollbacks."""
+    table, levels = storage.bytes_by_level(), storage.levels
+    held, rest = [sum(row) for row in zip(*table.values(), strict=True)], [0] * (len(levels) - 1)
     largest = max((group.num_bytes for group in found.trainable), default=0)
-    table["loaded"][0] = min(found.budget_bytes, sum(group.num_bytes for group in found.groups))
+    table["staging"] = [level.used_bytes - num_bytes for level, num_bytes in zip(levels, held, strict=True)]
+    table["ring"] = [found.ring_bytes, *rest]
+    table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
     table["leaving"] = [2 * largest, *rest]
     table["lent"] = [HELD * largest if found.on_level0 else 0, *rest]

@@ -394,13 +394,3 @@ def spaces(capacities: Sequence[int], name: str = "cpu") -> list[LevelSpace]:
         LevelSpace(each, kind, size // alignment * alignment, 0, alignment)
         for size, (each, kind, alignment) in zip(capacities, levels, strict=False)
     ]
-
-
-def tabulated(found: StreamedPlacement, storage: StoragePlan) -> dict[str, list[int]]:
-    """Bytes by level of the ranges of ``storage``, 'staging' with what rounding adds, 'ring' and 'loaded' weights."""
-    table, levels = storage.bytes_by_level(), storage.levels
-    held = [sum(row) for row in zip(*table.values(), strict=True)]
-    table["staging"] = [level.used_bytes - num_bytes for level, num_bytes in zip(levels, held, strict=True)]
-    rest = [0] * (len(levels) - 1)
-    table["ring"], table["loaded"] = [found.ring_bytes, *rest], [found.budget_bytes, *rest]
-    return table
