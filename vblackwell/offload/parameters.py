@@ -351,9 +351,9 @@ class UsedParameters:
             with engine.lock, _unseen():
                 for slot in slots:
                     if not groups or slot.group is not groups[-1]:
-                        buffer = engine.loading.acquire(slot.group)
+                        engine.loading.acquire(slot.group)
                         groups.append(slot.group)
-                    self._pin(slot, buffer)
+                    self._pin(slot)
                     taken.append(slot)
             # The cache is keyed by parameter and would hold the casts of every group until the context ends.
             torch.set_autocast_cache_enabled(False)
@@ -372,13 +372,13 @@ class UsedParameters:
                     for group in groups:
                         engine.weights.unpin(group)
 
-    def _pin(self, slot: Slot, buffer: torch.Tensor) -> None:
+    def _pin(self, slot: Slot) -> None:
         param, pins = slot.param, self._pins.get(slot, 0)
         self._pins[slot] = pins + 1
         if pins == 0:
             param.__class__ = _used_class(slot.plain_class)
             with torch.inference_mode(False):
-                _DATA_SET(param, slot.view(buffer))
+                _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
             if param.requires_grad and slot not in self._hooks:
                 self._hooks[slot] = param.register_post_accumulate_grad_hook(self._gradient_hook(slot))
             self._seen_versions[slot] = param._version
@@ -540,7 +540,9 @@ def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator
         for inner in module.modules():
             params: dict[str, Any] = inner._parameters
             for name, param in params.items():
-                found = None if param is None else engine_and_slot(param)
+                if param is None:
+                    continue
+                found = engine_and_slot(param)
                 if found is not None and found[1] in wanted:
                     replaced.append((params, name, param))
                     params[name] = param.view_as(param)

@@ -177,7 +177,7 @@ class Resident:
             "largest_group_bytes": max(group.num_bytes for group in self.groups),
             "sliced": [],
             "weights_budget_bytes": sum(group.num_bytes for group in self.groups),
-            "bytes_by_level": self.storage.bytes_by_level(),
+            "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": of_all(group.formats for group in self.groups).summary(),
             "undo_bytes": 0,
         }
