@@ -52,7 +52,7 @@ class InsufficientMemory(VBError):
 
 
 class DiskError(VBError, OSError):
-    """A read or write on a disk level or checkpoint failed; the message has file, offset, size and the system's word."""
+    """A read or write on a disk level or checkpoint failed; the message has file, offset, size and the system's own."""
 
 
 class CorruptData(VBError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,7 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import Progress
-from vblackwell.train.trainer import Hooks, Parts, Schedule, Trainer, TrainerState, half_of
+from vblackwell.train.trainer import Parts, Schedule, Trainer, TrainerState, half_of
 
 STEPS, SEQUENCES, LENGTH = 4, 6, 8
 
@@ -81,8 +80,8 @@ def build():
 
         torch.manual_seed(3)
         stop = SimpleNamespace(wanted=False)
-        hooks = Hooks(records.append, checkpoint, nullcontext)  # type: ignore[arg-type]
-        return Trainer(config, parts, Progress(), stop, hooks), [records, states]  # type: ignore[arg-type]
+        trainer = Trainer(config, parts, Progress(), stop, records.append, checkpoint)  # type: ignore[arg-type]
+        return trainer, [records, states]
 
     yield make
     for model, stack in opened:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.progress import Progress
 from vblackwell.train.trainer import (
-    Hooks,
     LossScaler,
     Parts,
     Schedule,
@@ -93,7 +91,7 @@ def make():
         records, states = [], []
         stop = stop or SimpleNamespace(wanted=False)
         torch.manual_seed(3)
-        trainer = Trainer(config, parts, Progress(), stop, Hooks(records.append, states.append, nullcontext))
+        trainer = Trainer(config, parts, Progress(), stop, records.append, states.append)
         return trainer, records, states
 
     yield build
@@ -133,13 +131,13 @@ def test_a_loss_that_is_not_finite_changes_nothing(make, bad, capsys):
     trainer, records, _ = make(spoil={3: bad}, max_steps=3)
     seen = []
     trainer.parts.model.on_forward = lambda count: None
-    hooks_record = trainer._hooks.record
+    hooks_record = trainer._record
 
     def record(line):
         hooks_record(line)
         seen.append(weights(trainer))
 
-    object.__setattr__(trainer._hooks, "record", record)
+    trainer._record = record
     trainer.run()
     assert [line.skipped for line in records] == [False, False, True]
     assert not same(seen[0], seen[1]) and same(seen[1], seen[2])
@@ -274,7 +272,7 @@ def test_a_step_that_cannot_be_recorded_is_in_a_checkpoint(make, monkeypatch):
             raise DiskError("writing metrics.jsonl failed")
         records.append(line)
 
-    object.__setattr__(trainer._hooks, "record", record)
+    trainer._record = record
     with pytest.raises(DiskError, match="metrics.jsonl failed. Step 4 is in a checkpoint"):
         trainer.run()
     full.clear()
@@ -291,8 +289,8 @@ def test_it_is_said_that_no_checkpoint_could_be_written_either(make):
     def refuse(what):
         raise DiskError("no room")
 
-    object.__setattr__(trainer._hooks, "record", refuse)
-    object.__setattr__(trainer._hooks, "checkpoint", refuse)
+    trainer._record = refuse
+    trainer._checkpoint = refuse
     with pytest.raises(DiskError, match="no room. No checkpoint of step 1 could be written either: no room"):
         trainer.run()
 

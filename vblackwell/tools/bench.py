@@ -198,7 +198,7 @@ def _length(model: nn.Module, seq_length: int | None) -> int:
 
 
 def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf): a few steps of training have something to learn."""
+    """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf), so that a few steps have something to learn."""
     generator = torch.Generator().manual_seed(seed)
     weights_V = torch.arange(1, vocab_size + 1, dtype=torch.float64).pow(-_ZIPF)
     drawn = torch.rand(shape, dtype=torch.float64, generator=generator) * weights_V.sum()

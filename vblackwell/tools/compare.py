@@ -45,8 +45,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model took for an input: median of a pass, bytes of parameters and buffers as they are packed, and the most
-    that a pass allocated in addition at a time.
+    """What a model took for an input: median of a pass, bytes of parameters and buffers as they are packed, and the
+    most that a pass allocated in addition at a time.
     """
 
     milliseconds: float

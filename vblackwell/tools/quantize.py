@@ -2,8 +2,8 @@
 
 Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and
 memory for one layer. Embeddings, head and norms are copied, in the type that transformers runs the format in. Where
-transformers makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised folder
-it joins packed tensors alone. The folder appears complete under its name or not at all.
+transformers makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised
+folder it joins packed tensors alone. The folder appears complete under its name or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run says while it runs (a live line on a terminal, a few plain lines everywhere else), and requests to stop."""
+"""What a run says while it runs (a live line on a terminal, a few plain lines elsewhere), and requests to stop it."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Whether the run was asked to stop. Inside ``with``, SIGTERM and SIGINT ask for a checkpoint; a second SIGINT leaves
-    at once.
+    """Whether the run was asked to stop. Inside ``with``, SIGTERM and SIGINT ask for a checkpoint; a second SIGINT
+    leaves at once.
 
     A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising would land
     in the middle of an optimizer step or of a checkpoint. While data is read there is no such state, and it raises.

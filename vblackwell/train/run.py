@@ -29,7 +29,7 @@ from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest, open_progress
 from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
-from vblackwell.train.trainer import Hooks, Trainer
+from vblackwell.train.trainer import Trainer
 from vblackwell.units import format_bytes, format_seconds
 
 
@@ -161,8 +161,7 @@ class _Run:
                     self.losses.setdefault(f"first_{name}", value)
                     self.losses[f"last_{name}"] = value
 
-        hooks = Hooks(record, self.checkpoints.write, step_context)
-        return Trainer(config, parts, self.progress, self.stop, hooks)
+        return Trainer(config, parts, self.progress, self.stop, record, self.checkpoints.write, step_context)
 
     def _sample(self) -> None:
         """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""

@@ -93,19 +93,19 @@ class TrainerState:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What the loop calls: with every step's record, with the state where a checkpoint is due, and around every step."""
-
-    record: Callable[[StepRecord], None]
-    checkpoint: Callable[[TrainerState], None]
-    step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
 class Trainer:
-    """Runs ``config.max_steps`` steps, or until somebody asks to stop."""
+    """Runs ``config.max_steps`` steps, or until somebody asks to stop.
 
-    def __init__(self, config: TrainConfig, parts: Parts, progress: Progress, stop: StopRequest, hooks: Hooks) -> None:
+    Args:
+        record, checkpoint: called with each step's record, and with the state where a checkpoint is due.
+        step_context: wraps every step, for profiling.
+    """
+
+    def __init__(
+        self, config: TrainConfig, parts: Parts, progress: Progress, stop: StopRequest,
+        record: Callable[[StepRecord], None], checkpoint: Callable[[TrainerState], None],
+        step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:  # fmt: skip
         assert config.max_steps is not None
         self.config = config
         self.parts = parts
@@ -118,7 +118,7 @@ class Trainer:
         self._unrecorded: StepRecord | None = None
         self._progress = progress
         self._stop = stop
-        self._hooks = hooks
+        self._record, self._checkpoint, self._step_context = record, checkpoint, step_context
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -160,22 +160,22 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the last step or a stop request. What is due at the last step is done. Raises TrainingDiverged."""
+        """Train until the last step, at which all is done that is due, or a stop request. Raises TrainingDiverged."""
         self._progress.start(self.step, self.total_steps)
         saved_step = self.step
         if self._unrecorded is not None:
             self._finish(self._unrecorded)
         while self.step < self.total_steps and not self._stop.wanted:
-            with self._hooks.step_context():
+            with self._step_context():
                 record = self._one_step()
             if record is None:
                 break
             self._finish(record)
             if self._due(self.config.checkpoint_every):
-                self._hooks.checkpoint(self.state())
+                self._checkpoint(self.state())
                 saved_step = self.step
         if self._stop.wanted and self.step != saved_step:
-            self._hooks.checkpoint(self.state())
+            self._checkpoint(self.state())
         if self.step == self.total_steps == self._skipped:
             raise TrainingDiverged(
                 f"none of the {self.step} steps had a loss and gradients that are finite: nothing was learnt, and "
@@ -191,11 +191,11 @@ class Trainer:
         if due and record.val_loss is None:
             record = replace(record, val_loss=self.validate())
         try:
-            self._hooks.record(record)
+            self._record(record)
         except DiskError as error:  # the run cannot go on; its last step is kept, if that can be
             self._unrecorded = record
             try:
-                self._hooks.checkpoint(self.state())
+                self._checkpoint(self.state())
             except DiskError as second:
                 text = f"{error}. No checkpoint of step {self.step} could be written either: {second}"
                 raise DiskError(text) from error
@@ -230,7 +230,7 @@ class Trainer:
         self.step += 1
         self._skipped += skipped
         seconds = time.perf_counter() - began
-        return self._record(loss, learning_rate, seconds, traffic_of(parts.stack.get_stats()).since(before), skipped)
+        return self._record_of(loss, learning_rate, seconds, traffic_of(parts.stack.get_stats()).since(before), skipped)
 
     def _forward_and_backward(self) -> list[LateScalar] | None:
         """Every micro-batch's share of the loss; None where memory ran out and fewer sequences at a time may fit."""
@@ -291,7 +291,9 @@ class Trainer:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         return finite
 
-    def _record(self, loss: float, learning_rate: float, seconds: float, moved: Traffic, skipped: bool) -> StepRecord:
+    def _record_of(
+        self, loss: float, learning_rate: float, seconds: float, moved: Traffic, skipped: bool
+    ) -> StepRecord:
         norm = self.parts.optimizer.grad_norm if math.isfinite(loss) else None
         return StepRecord(
             step=self.step,
@@ -377,7 +379,7 @@ class Sent:
     """A tensor on its way to ``device`` from now on, past everything else that is being copied; on a CPU it is there.
 
     A copy that the computing stream waits for holds up all after it, and where weights are streamed the copy engines
-    always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts as soon as the host asks.
+    always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts when the host asks.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
