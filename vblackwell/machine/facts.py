@@ -52,7 +52,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The file system behind a path."""
+    """The file system of a path."""
 
     path: Path
     free_bytes: int

@@ -10,7 +10,7 @@ from vblackwell.kernels.runtime.registry import runs_triton
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
 
-LARGEST_EXPONENT = 115  # of the tensor scale: beyond, a decoded value may leave fp32, which the oracle looks at
+LARGEST_EXPONENT = 115  # of the tensor scale: beyond, a decoded value may leave fp32: left to the oracle
 SMALLEST_EXPONENT = -126
 
 

@@ -25,7 +25,7 @@ _MOST: tl.constexpr = tl.constexpr(MAX_UNIFORM)
 _PROGRAMS = 1024  # some for each multiprocessor, where the rows alone are fewer
 CUT_LANES, CUT_WARPS = 4096, 16  # 120 registers a thread hold the kept words and their probabilities
 KEPT: tl.constexpr = tl.constexpr(4)
-LEAST_KEY: tl.constexpr = tl.constexpr(-(1 << 31))  # below any logit's
+MIN_KEY: tl.constexpr = tl.constexpr(-(1 << 31))  # below any logit's
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _value(key):
 
 @triton.jit
 def _keys(logits, column, temperature, WORDS: tl.constexpr):
-    return tl.where(column < WORDS, ordered(scaled(logits, column, temperature, WORDS)), LEAST_KEY)
+    return tl.where(column < WORDS, ordered(scaled(logits, column, temperature, WORDS)), MIN_KEY)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _least_key(
     temperature = tl.where(greedy, 1.0, temperature)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     lane = tl.arange(0, LANES)
-    a = tl.full([LANES], LEAST_KEY, tl.int32)
+    a = tl.full([LANES], MIN_KEY, tl.int32)
     b, c, d = a, a, a
     for start in tl.range(0, WORDS, LANES, num_stages=3):
         x = _keys(logits, start + lane, temperature, WORDS)
@@ -109,10 +109,10 @@ def _least_key(
     top_key = tl.max(a, 0)
     top = _value(top_key)
     # No word above this is missing among the kept ones.
-    dropped = tl.full([], LEAST_KEY, tl.int64)
+    dropped = tl.full([], MIN_KEY, tl.int64)
     if WORDS > KEPT * LANES:
         dropped = tl.max(d, 0).to(tl.int64)
-    low = tl.full([], LEAST_KEY, tl.int64)
+    low = tl.full([], MIN_KEY, tl.int64)
     if (top_k > 0) & (top_k < WORDS) & (greedy == 0):
         high = top_key.to(tl.int64) + 1
         while high - low > 1:  # top_k keys or more from low on, fewer from high on
@@ -132,7 +132,7 @@ def _least_key(
         )  # of such a row nothing is drawn
         of_a, of_b = tl.exp(_value(a) - base), tl.exp(_value(b) - base)
         of_c, of_d = tl.exp(_value(c) - base), tl.exp(_value(d) - base)
-        low = tl.maximum(low - 1, tl.full([], LEAST_KEY, tl.int64))
+        low = tl.maximum(low - 1, tl.full([], MIN_KEY, tl.int64))
         if dropped > low:
             wanted = top_p * _mass(logits, low.to(tl.int32), base, temperature, WORDS, LANES)
         else:
@@ -155,7 +155,7 @@ def _least_key(
         least = high
     if min_p > 0:
         least = tl.maximum(least, ordered(top + tl.log(min_p)).to(tl.int64))
-    tl.store(least_ptr + row, tl.where(greedy, LEAST_KEY, least).to(tl.int32))
+    tl.store(least_ptr + row, tl.where(greedy, MIN_KEY, least).to(tl.int32))
 
 
 def least_keys(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
