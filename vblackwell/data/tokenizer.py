@@ -93,7 +93,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer: Any = Tokenizer(models.BPE())  # whose stubs have no setters
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -263,7 +263,7 @@ class _FusedLoss:
         if targets is None:
             targets = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         reduction = "mean" if count is None else "sum"
-        how = {"ignore_index": ignored, "reduction": reduction, "chunk_tokens": self._chunk_tokens}
+        how: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction, "chunk_tokens": self._chunk_tokens}
         return (HiddenWithTargets(hidden, targets.to(hidden.device), **how),)
 
     def _leave_head(self, head: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

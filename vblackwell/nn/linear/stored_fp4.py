@@ -90,7 +90,7 @@ class StoredFP4Linear(nn.Module):
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
-        how = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
+        how: dict[str, Any] = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
         return self.bytes_of_packed(quantize(weight_NK, self.form.name, "mse", **how))
 
     def bytes_of_packed(self, packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
