@@ -220,7 +220,7 @@ def test_only_the_chosen_groups_move(make_stack: MakeStack, update: str):
     assert equal(model, plain)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @UPDATES
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

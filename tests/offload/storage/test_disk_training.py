@@ -275,7 +275,7 @@ def resumed(states: State, form: Form, recipe: dict[str, Any], make_stack: MakeS
     return train(model, optimizer, range(BEFORE, STEPS)), dict(export_state(model, optimizer))
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("fault", list(FAULTS))
 @pytest.mark.parametrize("recipe", ["final", "undo", "clipped"])
 @pytest.mark.parametrize("after", [1, 4])
