@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN)python -m pytest -q -n 2 --dist loadfile --no-
 test: $(STAMP)
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow"
 
-# And every configuration of the kernels compiled, of which `test` compiles a selection.
+# And all configurations, formats, architectures and combinations, of which `test` takes a selection.
 test-all: $(STAMP)
 	$(PYTEST) -m "not gpu and not multi_gpu"
 
