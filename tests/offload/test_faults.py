@@ -565,11 +565,11 @@ def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
     model(torch.arange(4096)).sum().backward()
 
 
-@pytest.mark.parametrize("part", ["_attach", "hide", "take_over"])
+@pytest.mark.parametrize("part", ["register_forward_hook", "hide", "take_over"])
 def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, part: str):
     model, stack = build(MLP), make_stack(LEVEL0)
     params = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
-    owner = {"_attach": Offload, "hide": UsedParameters, "take_over": Source}[part]
+    owner = {"register_forward_hook": nn.Module, "hide": UsedParameters, "take_over": Source}[part]
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, failing_after(0 if part == "take_over" else 1, getattr(owner, part)))
         with pytest.raises(Broken):

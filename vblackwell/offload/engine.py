@@ -209,6 +209,7 @@ class Offload:
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
+        keep = self._handles.append  # each at once: where a later one fails, `detach` removes it
         for slot in self.slots():
             self.used.hide(slot)
         leaves = {
@@ -224,18 +225,16 @@ class Offload:
                 self._sliced.append(site.module)
             else:
                 enter, leave = SiteHook(partial(self._enter, site)), SiteHook(partial(self._leave, site))
-                self._handles += [
-                    site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                    site.module.register_forward_hook(leave, always_call=True),
-                ]
-        self._handles += [
-            self.model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True),
-            self.model.register_forward_hook(SiteHook(self._end_forward), always_call=True),
-            self.model.register_state_dict_pre_hook(SiteHook(self._begin_export)),
-            self.model.register_state_dict_post_hook(SiteHook(self._end_export)),
-            self.model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)),
-            *(module.register_state_dict_pre_hook(SiteHook(self._export_own)) for module in self.model.modules()),
-        ]
+                keep(site.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                keep(site.module.register_forward_hook(leave, always_call=True))
+        model = self.model
+        keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
+        keep(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
+        keep(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
+        keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
+        keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
+        for module in model.modules():
+            keep(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
     def is_sliced(self, group: Group) -> bool:
         """Whether ``group`` is never on level 0 as a whole."""

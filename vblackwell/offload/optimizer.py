@@ -171,7 +171,6 @@ class VGPUAdamW(torch.optim.AdamW):
         group = self.param_groups[-1]
         fresh: dict[Offload, list[Slot]] = {}
         residents: dict[Resident, list[torch.Tensor]] = {}
-        residents: dict[Resident, list[torch.Tensor]] = {}
         for param in group["params"]:
             self._group_of[param] = group
             found = engine_and_slot(param)
