@@ -57,7 +57,7 @@ def prebuild(args: argparse.Namespace) -> None:
     jobs = [(fp4_launch.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
     jobs += [(w4a8.E4M3_FILES, w4a8.prepare_macros(False, k)) for _, k in args.shapes]
     for (n, k), m in itertools.product(args.shapes, args.rows):
-        if m >= w4a8.LEAST_ROWS:
+        if m >= w4a8.MIN_ROWS:
             jobs.append((w4a8.FILES, w4a8.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
             each = tuning.variants(plan) if args.tune else [plan]

@@ -185,7 +185,7 @@ def test_masks_do_not_cost_the_fused_kernels_on_a_gpu(monkeypatch):
     """Packed documents of grouped heads, and a prompt that continues a filled cache:
     a fused kernel runs, with what each gives alone.
     """
-    from vblackwell.nn.decoder import attention as module
+    from vblackwell.nn.decoder import block as module
 
     ran: list[str] = []
 
