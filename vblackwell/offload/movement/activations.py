@@ -270,8 +270,8 @@ class ActivationStore:
         stack: its level 0 is where the model computes; the bytes go to its first level in RAM below.
         keep_bytes: what may stay on level 0 because backward needs it first.
         smallest_bytes: smaller tensors stay.
-        is_weight: whether a tensor is an offloaded model's own (`Offload.aliases`); such tensors stay. A method is held
-            weakly: what closes a store when its model has died must not keep the model alive.
+        is_weight: whether a tensor is an offloaded model's own (`WeightStreamer.aliases`); such tensors stay. A method
+            is held weakly: what closes a store when its model has died must not keep the model alive.
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.

@@ -8,7 +8,7 @@ Dropped is the idle group whose next use is farthest, by the recorded trace (Bel
 stay for the turnaround. A model that nothing trains runs the same order pass after pass: there Belady's rule would keep
 the groups that come next, and the link would rest while they are computed. So the groups that stay are spread evenly.
 
-Loads know nothing of updates: the caller orders them after those (`use.Loading`).
+Loads know nothing of updates: the caller orders them after those (`step.Loading`).
 """
 
 from __future__ import annotations
