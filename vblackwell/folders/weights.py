@@ -267,9 +267,8 @@ class FolderWeights:
         extra, groups = list[StoredTensor](), dict[str, Recipe]()
         if not hasattr(model, "base_model_prefix"):  # its names are the files', and transformers is not imported for it
             extra = [stored for name, stored in self._stored.items() if name not in self._targets]
-            groups = {
-                name: Recipe(name, None, {"": [self._stored[name]]}) for name in self._targets if name in self._stored
-            }
+            known = sorted(self._targets.keys() & self._stored.keys(), key=_by_parts)
+            groups = {name: Recipe(name, None, {"": [self._stored[name]]}) for name in known}
             return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -368,6 +367,11 @@ class FolderWeights:
 
 
 @torch.no_grad()
+def _by_parts(name: str) -> list[tuple[int, int, str]]:
+    """Sorts layer 10 after layer 9, as transformers sorts names: what is written keeps this order."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
 def _join(recipe: Recipe, out: Tensor, dim: int) -> None:
     """Read what is stacked along ``out``'s first dimension, and joined along its dimension 1 where ``dim`` says so."""
     begin = 0

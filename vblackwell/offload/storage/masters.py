@@ -26,6 +26,7 @@ from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCA
 from vblackwell.offload.storage.storage import Storage
 
 FORMS = ("master", "remainder")
+SPLIT_CHUNK = 1 << 22  # elements that are split at a time: on a GPU each takes launches and a look for NaN
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Opened = dict[str, torch.Tensor]
 
@@ -91,8 +92,8 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
     """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
-    for start in range(0, truth.numel(), CHUNK):  # so that a large parameter needs no temporaries of its size
-        part, high, low = (flat[start : start + CHUNK] for flat in (truth, weight, remainder))
+    for start in range(0, truth.numel(), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
+        part, high, low = (flat[start : start + SPLIT_CHUNK] for flat in (truth, weight, remainder))
         round_from_fp32(part, high)
         bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         low.copy_(part.view(torch.int32) - bits)  # within 16 bits, by how the weight was rounded
