@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vblackwell.errors import InsufficientMemory
@@ -26,7 +26,7 @@ class Slow:
     """
 
     def __init__(self, cap: int | None) -> None:
-        self.cap, self.segments = cap, []  # (is small, [[size, allocated], ...]) in the order they were made
+        self.cap, self.segments = cap, []  # (is small, [[size, allocated], ...]), the lowest, made last, first
 
     @property
     def reserved(self) -> int:
@@ -53,8 +53,8 @@ class Slow:
                 self.segments = [each for each in self.segments if len(each[1]) > 1 or each[1][0][1]]
                 if self.reserved + new > self.cap:
                     return None
-            self.segments.append((small, [[new, False]]))
-            number, place = len(self.segments) - 1, 0
+            self.segments.insert(0, (small, [[new, False]]))
+            number, place = 0, 0
         blocks = self.segments[number][1]
         rest = blocks[place][0] - size
         if rest >= 512 if small else rest > MiB:
@@ -76,6 +76,8 @@ class Slow:
 
 @settings(max_examples=300, deadline=None)
 @given(ACTIONS, st.one_of(st.none(), st.integers(20, 120).map(lambda n: n * MiB)))
+# Two segments with equal rests: which of them the small block takes decides what the last one finds.
+@example([(False, 0, 12 * MiB + 1)] * 2 + [(False, 0, MiB + 1), (True, 0, 1), (False, 0, MiB + 1)], None)
 def test_it_is_the_slow_one(actions, cap):
     fast, slow = CachingAllocator(cap), Slow(cap)
     live = []
