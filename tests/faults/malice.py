@@ -269,7 +269,7 @@ def paths(lab: Lab, seed: int) -> Iterator[Try]:
 
     for name in ("/dev/full", "/dev/zero", "/dev/null", "/proc/self/mem", "/"):
         yield Try(f"--assignment {name}", partial(device, words=(*QUANTIZE, "--assignment", name)))
-        yield Try(f"--prompts {name}", partial(device, words=(*GENERATE[:3], "--prompts", name)))
+        yield Try(f"--prompts {name}", partial(device, words=(*GENERATE[:3], "--prompts", name, "--device", "cpu")))
         yield Try(f"--tokenizer {name}", partial(device, words=("train", "--tokenizer", name, "--out", "run")))
         yield Try(f"--config {name}", partial(device, words=("train", "--config", name, "--out", "run")))
         yield Try(f"--adapter {name}", partial(device, words=(*GENERATE, "--adapter", name)))

@@ -71,7 +71,7 @@ def on_one_packing(lab: Lab, seed: int) -> Iterator[Try]:
 
     def both(place: Place, rule: Rule) -> None:
         place.copy_run(lab.finished)
-        words = ("quantize", "--model", "run", "--out", "packed", "--scale-search", "max")
+        words = ("quantize", "--model", "run", "--out", "packed", "--scale-search", "max", "--device", "cpu")
         first = place.start(*words, rules=[rule])
         place.wait_until_paused(first)
         second = place.vb(*words)
