@@ -25,6 +25,7 @@ from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage
 from vblackwell.offload.storage.storage import Ranges, Shadows, Storage, spaces_of
+from vblackwell.units import align_up
 
 GARBAGE = 0x7F
 Bytes = dict[str, torch.Tensor]
@@ -111,7 +112,8 @@ class World:
 
     def _bytes_below(self, group: Group) -> int:
         kinds = ["weight", "gradient", *group.formats.moments]
-        return sum(group.size_of(kind) for kind in kinds) + group.num_bytes
+        unit = PAGE if self.setting.in_ram >= 1 else 1  # as a level counts, where everything is to fit
+        return sum(align_up(num_bytes, unit) for num_bytes in [group.num_bytes, *map(group.size_of, kinds)])
 
     def _first_bytes(self, group: Group) -> Bytes:
         return {kind: self._write(group, kind) for kind in ("weight", *self.storage.states_of(group))}
