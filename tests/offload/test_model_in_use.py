@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures.thread import _global_shutdown_lock
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -807,6 +811,36 @@ def test_collected_models_give_their_bytes_back(stack: VGPUStack):
     del model
     # The worker thread may hold its last task a moment longer.
     wait_until(lambda: gc.collect() >= 0 and [level.used_bytes for level in stack.levels] == [0, 0, 0])
+
+
+@pytest.mark.parametrize("placement", ["streamed", "resident"])
+def test_a_model_is_collected_under_any_lock(placement: str, make_stack: MakeStack):
+    """Python collects wherever it allocates: inside a call of the stack, or in a thread that another one is starting,
+    which waits for it with the lock of all executors."""
+    stack = make_stack(LEVEL0 if placement == "streamed" else 8 << 20)
+    model = enable_vgpu_stack_optimization(build(MLP), stack, placement=placement)
+    one_step(model, VGPUAdamW(model.parameters()))
+    if placement == "streamed":
+        offload_of(model).worker.drain()
+    dead, collected = weakref.ref(model), threading.Event()
+
+    def collect() -> None:
+        with ExitStack() as held:
+            for lock in [
+                _global_shutdown_lock,
+                stack._lock,
+                stack._turn._condition,
+                *(level._lock for level in stack.levels),
+            ]:
+                held.enter_context(lock)
+            while dead() is not None:  # the worker thread may hold its last task a moment longer
+                gc.collect()
+        collected.set()
+
+    del model
+    threading.Thread(target=collect, daemon=True).start()
+    assert collected.wait(60)
+    assert [level.used_bytes for level in stack.levels] == [0, 0, 0]
 
 
 def test_stack_linear_trains(stack: VGPUStack):

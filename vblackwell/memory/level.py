@@ -16,6 +16,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +74,12 @@ class Level(ABC):
         self._used = 0
         self._peak = 0
         self._live: set[Extent] = set()
+        self._leaving: deque[Extent] = deque()
         self._threads = copy_pool(name, num_threads)
 
     @property
     def used_bytes(self) -> int:
+        self._end_leaving()
         return self._used
 
     @property
@@ -84,12 +89,12 @@ class Level(ABC):
     @property
     def free_bytes(self) -> int:
         """What the cap leaves, in one piece or several."""
-        return self.capacity_bytes - self._used
+        return self.capacity_bytes - self.used_bytes
 
     def can_allocate(self, num_bytes: int) -> bool:
         """Whether `allocate` would succeed now. Exact: fragmentation counts."""
         held_bytes = align_up(num_bytes, self.alignment)
-        with self._lock:
+        with self._locked():
             return self._used + held_bytes <= self.capacity_bytes and self._fits(held_bytes)
 
     def allocate(self, num_bytes: int) -> Extent:
@@ -104,15 +109,41 @@ class Level(ABC):
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Give ``extent`` back. Its transfers must be done."""
-        self.displace(extent)
-        self.release(extent)
+        """Give ``extent`` back. Its transfers must be done. Raises KeyError for an extent that is not here.
+
+        In any thread and at any moment: the garbage collector may run a finalizer that frees inside a call of this
+        level. What cannot go at once goes before the level is asked for anything else.
+        """
+        if extent not in self._live:
+            raise KeyError(extent)
+        self._leaving.append(extent)
+        self._end_leaving()
+
+    def _end_leaving(self) -> None:
+        while self._leaving and self._lock.acquire(blocking=False):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            self._let_go()
+            yield
+
+    def _let_go(self) -> None:
+        """What `free` was called with goes (the lock is held)."""
+        while self._leaving:
+            extent = self._leaving.popleft()
+            self._displace(extent)
+            self.release(extent)
 
     def place(self, num_bytes: int) -> Extent:
         """The first half of `allocate`: decide where, and account for it. Raises as `allocate`; touches no memory."""
         assert num_bytes > 0, "an extent holds at least one byte"
         held_bytes = align_up(num_bytes, self.alignment)
-        with self._lock:
+        with self._locked():
             found = self._take(held_bytes) if self._used + held_bytes <= self.capacity_bytes else None
             if found is None:
                 raise self._does_not_fit(num_bytes)
@@ -127,19 +158,22 @@ class Level(ABC):
     def displace(self, extent: Extent) -> None:
         """The first half of `free`: the range may be placed again, its bytes stay readable until then. Raises KeyError
         for an extent that is not here."""
-        with self._lock:
-            self._live.remove(extent)
-            self._used -= extent.held_bytes
-            self._give(extent)
+        with self._locked():
+            self._displace(extent)
 
     def restore(self, extent: Extent) -> None:
         """Undo `displace`. Whatever was placed into the range since has been displaced again."""
-        with self._lock:
+        with self._locked():
             self._retake(extent)
             self._count(extent)
 
     def release(self, extent: Extent) -> None:  # noqa: B027 (as `materialise`)
         """The second half of `free`: let go of the memory of a displaced extent."""
+
+    def _displace(self, extent: Extent) -> None:
+        self._live.remove(extent)
+        self._used -= extent.held_bytes
+        self._give(extent)
 
     def _count(self, extent: Extent) -> None:
         self._live.add(extent)
@@ -196,6 +230,7 @@ class Level(ABC):
         self._threads.shutdown()
         with self._lock:
             self._live.clear()
+            self._leaving.clear()
             self._used = 0
 
 

@@ -244,12 +244,14 @@ class LevelPool:
         return reservation
 
     def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back. Its transfers must be done. A closed pool has taken all of them back already."""
-        with self._lock:
-            if self._closed:
-                return
-            extent = reservation.end()
-            del self._reservations[reservation.name]
+        """Give a reservation back. Its transfers must be done. A closed pool has taken all of them back already.
+
+        Without a lock, because finalizers call this at any moment: one thread ends a reservation, once.
+        """
+        if self._closed:
+            return
+        extent = reservation.end()
+        del self._reservations[reservation.name]
         self.levels[reservation.level].free(extent)
 
     def read(self, reservation: Reservation, out: torch.Tensor) -> Transfer:

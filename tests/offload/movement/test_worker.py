@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vblackwell.memory.level import Transfer
+from vblackwell.offload.movement import state
 from vblackwell.offload.movement.state import Worker
 
 
@@ -127,6 +128,17 @@ def test_after_the_end_nothing_waits_for_what_will_not_run():
         held.submit("late")
     held.worker.drain()
     assert not held.ran
+
+
+def test_a_close_that_cannot_wait_leaves_the_end_to_the_worker(monkeypatch: pytest.MonkeyPatch):
+    """As in a collection under a lock that a task needs."""
+    monkeypatch.setattr(state, "LONGEST_CLOSE_S", 0.01)
+    held, closed = Held(), threading.Event()
+    held.submit("left", group=1)
+    held.worker.close(lambda: (held.ran.append("closed"), closed.set()))
+    assert not held.ran
+    held._gate.set()
+    assert closed.wait(60) and held.ran == ["left", "closed"]
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])

@@ -57,6 +57,9 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
     _delay = delay
 
 
+LONGEST_CLOSE_S = 10.0  # then its memory comes back when its updates are over
+
+
 class Outcome(Future[Any]):
     """Of a task. A failure is raised once by `settle` or the worker's next call, and each time by `result`."""
 
@@ -108,6 +111,9 @@ class Worker:
         self._lock = threading.Lock()
         self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
         self._running: Outcome | None = None
+        self._ends = deque[tuple[Callable[[], None], threading.Event]]()
+        self._closed = False
+        self._thread: int | None = None
         self._failed: Outcome | None = None
         self.failures = Counter[int | None]()
 
@@ -127,6 +133,8 @@ class Worker:
             arriving: what it waits for; until then tasks that need not wait go first.
         """
         self._raise_failure()
+        if self._closed:
+            raise RuntimeError("nothing is submitted after the shutdown")
         task = _Task(work, args, group, postponable, arriving, Outcome())
         with self._lock:
             self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
@@ -134,12 +142,13 @@ class Worker:
         return task.future
 
     def _run_next(self) -> None:
+        self._thread = threading.get_ident()
         with self._lock:
             if not self._waiting:  # an interrupt came between the call and its task
                 return
             task = self._choose()
+            self._running = task.future  # first: `close` must not find neither
             self._waiting.remove(task)
-            self._running = task.future
         task.future.set_running_or_notify_cancel()
         try:
             if _delay is not None:
@@ -154,6 +163,7 @@ class Worker:
         finally:
             self._running = None
             del task  # as in `Outcome.result`
+            self._end()
 
     def _choose(self) -> _Task:
         """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
@@ -193,13 +203,28 @@ class Worker:
                 del failed  # as in `Outcome.result`
 
     def close(self, then: Callable[[], None]) -> None:
-        """Finish what was submitted, then run ``then``. Idempotent; also from the worker thread, by the collector."""
-        if threading.current_thread() in self._pool._threads:
-            self._pool.submit(then)
-            self._pool.shutdown(wait=False)
-        else:
-            self._pool.shutdown(wait=True)
-            then()
+        """Run ``then`` after all that was submitted, in the worker's thread where some of it is left. Idempotent.
+
+        It takes no lock and does not wait for ever, because the garbage collector may call it anywhere: under a lock
+        that what is left needs, or in a thread for whose start another one waits with the lock of all executors.
+        """
+        self._closed = True
+        over = threading.Event()
+        self._ends.append((then, over))
+        self._end()
+        if self._thread != threading.get_ident():
+            over.wait(LONGEST_CLOSE_S)
+
+    def _end(self) -> None:
+        while self._running is None and not self._waiting:
+            try:
+                then, over = self._ends.popleft()
+            except IndexError:
+                return
+            try:
+                then()
+            finally:
+                over.set()
 
 
 @contextmanager

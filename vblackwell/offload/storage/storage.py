@@ -44,7 +44,7 @@ class Ledger:
         self._changes: dict[Reservation, int] = {}
         self._writes: dict[Reservation, Transfer] = {}
         self._lost: dict[Reservation, BaseException] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # collecting garbage inside it may close the storage
 
     def stamp(self, reservation: Reservation) -> Stamp:
         """Tells the bytes that ``reservation`` has now, or has when what was queued is over, from all others."""
@@ -143,7 +143,7 @@ class Storage:
         self.ledger = Ledger()
         self.in_flight: set[Transfer] = set()
         self._serial = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # collecting garbage inside it may close the storage
         self._closed = False
         self._carry_out(plan)
 
