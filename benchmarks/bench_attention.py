@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.kernels.attention_report import TIMES, Rows, append, goals, ratios, runnable
+from benchmarks.lib.kernels.attention_report import TIMES, Rows, goals, ratios, runnable
 from benchmarks.lib.kernels.graph_timing import alternating_us
+from benchmarks.lib.results import append_csv, machine
 from benchmarks.tune.attention_plans import STARTED, leaves_of, say, sweep, time_us
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime import tuning
@@ -291,7 +292,7 @@ def main() -> None:
         rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
         lines += [*ratios(rows), "", *goals(rows), memory_line()]
         if arguments.out is not None:
-            append(arguments.out, rows)
+            append_csv(arguments.out, [{**machine(), **row} for row in rows])
     print("\n".join(lines))
 
 

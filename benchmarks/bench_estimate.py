@@ -21,15 +21,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
-import platform
 import random
-import signal
 import statistics
 import sys
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.lib.child_process import until_stopped
 from benchmarks.lib.estimate.cases import FAMILIES, Case, boundary_cases, draw
 from benchmarks.lib.estimate.measure import boundary, measure
 from benchmarks.lib.estimate.models import build
 from benchmarks.lib.estimate.pool import Pool, Task, cuda_in_a_fork, rates_here
 from benchmarks.lib.estimate.predict import predict_without_gpu
 from benchmarks.lib.estimate.report import (
-    append_csv,
     boundary_lines,
     case_lines,
     claim_bytes,
@@ -52,10 +48,10 @@ from benchmarks.lib.estimate.report import (
     summary_lines,
     verdict_lines,
 )
+from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell.machine.facts import list_gpus
 from vblackwell.units import GiB
 
-RESULTS = Path(__file__).parent / "results" / "estimate.csv"
 # transformers imports these where they are installed, no case needs them, and the import of one (torchao) starts CUDA
 # in the parent: then no fork can.
 NOT_NEEDED = ("torchao", "bitsandbytes", "liger_kernel", "gemlite", "deepspeed", "flash_attn", "kernels")
@@ -81,7 +77,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpu", default="H200", help="whose rates predicted step times go by, if none are measured")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="the same grid with toy sizes, for machines without a GPU; no CSV")
-    add("--csv", type=Path, default=RESULTS, help="append there")
+    add("--csv", type=Path, default=RESULTS / "estimate.csv", help="append there")
     return parser.parse_args(argv)
 
 
@@ -160,15 +156,6 @@ def predict_all(args: argparse.Namespace, rates: dict[str, Any] | None) -> Answe
     return {task.key: found[task.key] for task in tasks}
 
 
-class Stopped(BaseException):
-    """Somebody ended the run: what there is will be told."""
-
-
-def _stop(number: int, frame: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the tables are still to come
-    raise Stopped
-
-
 def measure_all(args: argparse.Namespace, told: Answers, start: str) -> Answers:
     """What each case took, by its name, and each boundary."""
     cases, limits = drawn(args)
@@ -187,14 +174,10 @@ def measure_all(args: argparse.Namespace, told: Answers, start: str) -> Answers:
     gpus = list_gpus()
     shared = args.gpu_bytes or (gpus[0].total_bytes * 4 // 5 if gpus else 64 * GiB)
     found: Answers = {}
-    signal.signal(signal.SIGTERM, _stop)
-    try:
+    with until_stopped():
         Pool(1, deadline, args.case_limit, start=start).run(alone, tell, found)
         # Boundaries take longest, so they start among the first.
         Pool(args.jobs, deadline, args.case_limit, shared, start).run([*limited, *tasks], tell, found)
-    except (Stopped, KeyboardInterrupt):
-        tell("stopped: what follows is what there is")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # tables take a second or two
     return found
 
 
@@ -228,13 +211,7 @@ def report(args: argparse.Namespace, told: Answers, real: Answers) -> int:
     parts = [[*case_lines(rows), ""], step_lines(rows), bounds, ["", *summary_lines(rows), ""], verdict_lines(rows)]
     print("\n".join(line for part in parts for line in part), flush=True)
     if not args.tiny:
-        gpus = list_gpus()
-        about = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": gpus[0].name if gpus else "none",
-            "driver": gpus[0].driver_version if gpus else "", "python": platform.python_version(),
-            "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        }  # fmt: skip
-        append_csv(args.csv, rows, about)
+        append_csv(args.csv, [{**machine(), **row} for row in rows])
     return int(any(row["error"] for row in rows))
 
 

@@ -6,7 +6,7 @@ and number of rows in turns; ratios are to cuBLAS bf16 in the same run. ``--peer
 adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which
 launches one layer at a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to
 the time there is.
-``--tune`` measures the neighbours of every plan and stores the fastest (kernels/runtime/tuning.py). ``--prebuild``
+``--prebuild``
 compiles for sm_90a without a GPU, into the cache folder, what the other options will need.
 """
 
@@ -31,9 +31,9 @@ import torch
 from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.fp4_report import print_table, write_rows
-from benchmarks.lib.kernels.graph_timing import Replay, graph_of, graph_us, turns_us
+from benchmarks.lib.kernels.graph_timing import Replay, graph_of, turns_us
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, mma_plan, reference, tuning, w4a8, wgmma_plan
+from vblackwell.kernels.fp4 import layout, mma_plan, reference, w4a8, wgmma_plan
 from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
@@ -60,8 +60,7 @@ def prebuild(args: argparse.Namespace) -> None:
         if m >= w4a8.MIN_ROWS:
             jobs.append((w4a8.FILES, w4a8.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
         for plan in plans_of(m, n, k):
-            each = tuning.variants(plan) if args.tune else [plan]
-            jobs += [(files[type(plan)], part.macros(False)) for one in each for part in parts_of(one, m, n)]
+            jobs += [(files[type(plan)], part.macros(False)) for part in parts_of(plan, m, n)]
         if m <= fp4_norm.max_rows((9, 0), n, k):
             fused = mma_plan.plan_mma(m, n, k, True)
             jobs.append((mma_plan.MMA_FILES, fused.macros(False, norm=1)))
@@ -303,23 +302,6 @@ def time_systems(
     return rows
 
 
-def tune() -> None:
-    """Time the neighbours of each plan on this GPU and keep the fastest."""
-    for n, k in SHAPES:
-        packed, _ = layers_of(n, k)
-        for m in (row for row in ROWS if row <= 256):
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            plan = plans_of(m, n, k)[0] if m <= mma_plan.max_mma_rows((9, 0), n, k) else wgmma_plan.plan_wgmma(m, n, k)
-
-            def measure(
-                variant: MmaPlan | WgmmaPlan, x: torch.Tensor = x, n: int = n, packed: list[Tiled] = packed
-            ) -> float:
-                return graph_us([functools.partial(run_plan, variant, x, w, n) for w in packed], 5)
-
-            tuning.tune(plan, x.device, x.dtype, len(x), n, k, measure)
-    print("tuned:", cache.cache_path(tuning.KIND, cache.machine(torch.device("cuda", 0))))
-
-
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     """'4096x4096,8192x8192' as pairs (N, K)."""
     pairs = [tuple(int(size) for size in word.split("x")) for word in text.split(",")]
@@ -330,7 +312,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--bench", action="store_true")
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--prebuild", action="store_true")
     parser.add_argument("--peers", default="none", help="all, none, or names like humming,torchao")
     parser.add_argument(
@@ -352,8 +333,6 @@ def main() -> None:
     print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
-    if args.tune:
-        tune()
     if args.bench:
         try:
             bench(args)

@@ -24,14 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_offload import machine, names
+from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import SHAPES, SYSTEMS, Case, Loading, Point
 from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
-from benchmarks.lib.offload.report import append_csv, read_csv
+from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
 from vblackwell.units import parse_bytes
 
-RESULTS = Path(__file__).parent / "results"
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).parent / "lib/generate/measure.py"
 FOLDER_CHILD = Path(__file__).parent / "lib/generate/folder.py"

@@ -21,17 +21,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_generate import FOLDER_CHILD, INDEX, RESULTS, folder_for
-from benchmarks.bench_offload import machine, names
+from benchmarks.bench_generate import FOLDER_CHILD, INDEX, folder_for
+from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import Case as FolderCase
 from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
-from benchmarks.lib.offload.report import _verdict as verdict
-from benchmarks.lib.offload.report import append_csv, read_csv
+from benchmarks.lib.results import GB, RESULTS, append_csv, goal_header, goal_line, machine, read_csv
 from vblackwell.units import parse_bytes
 
 CHILD = Path(__file__).parent / "lib/generate/lora_measure.py"
-GB = 1e9
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,12 +77,12 @@ def ratio_lines(results: list[Result]) -> list[str]:
     if len(found) < 2:
         return lines
     mine, theirs = found["ours"], found["bitsandbytes"]
-    lines.append(f"{'ratio':56}{'value':>8}{'floor':>8}{'aim':>8}")
+    lines.append(goal_header())
     speed = (mine.tokens_per_second or 0.0) / (theirs.tokens_per_second or 1.0)
-    lines.append(verdict("LoRA over FP4, tokens/s over bitsandbytes + peft", speed, 1.1, 1.4))
+    lines.append(goal_line("LoRA over FP4, tokens/s over bitsandbytes + peft", speed, 1.1, 1.4))
     if mine.peak_reserved and theirs.peak_reserved:
         lines.append(
-            verdict("peak GPU memory, bitsandbytes over ours", theirs.peak_reserved / mine.peak_reserved, 1.0, 1.0)
+            goal_line("peak GPU memory, bitsandbytes over ours", theirs.peak_reserved / mine.peak_reserved, 1.0, 1.0)
         )
     last = min(len(mine.losses), len(theirs.losses)) - 1
     lines.append(

@@ -13,28 +13,23 @@ aims, and appends to benchmarks/results/offload.csv.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
+import signal
 import sys
 import time
-from datetime import UTC, datetime
-from importlib import metadata
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil
-
-from benchmarks.lib.child_process import REPO
+from benchmarks.lib.child_process import run_child
 from benchmarks.lib.offload.case import SHAPES, SYSTEMS, Case, Recipe, Result
-from benchmarks.lib.offload.process import run_system
-from benchmarks.lib.offload.report import append_csv, ratio_lines, read_csv, row_of, table_lines
-from vblackwell.machine.facts import list_gpus
+from benchmarks.lib.offload.report import ratio_lines, row_of, table_lines
+from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
 from vblackwell.units import parse_bytes
 
-RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "transformers", "deepspeed")
+CHILD = Path(__file__).parent / "lib/offload/measure.py"
 
 
 def number_or_none(text: str) -> float | None:
@@ -66,7 +61,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=level0,undo=false,...")
     add("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
     add("--limit", type=float, default=400.0, help="seconds that a system may take, set-up included")
-    add("--csv", type=Path, default=Path(__file__).parent / "results/offload.csv", help="append there")
+    add("--csv", type=Path, default=RESULTS / "offload.csv", help="append there")
     args = parser.parse_args(argv)
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
@@ -86,32 +81,38 @@ def case_of(system: str, args: argparse.Namespace) -> Case:
     )
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on. Starts no CUDA here: the systems need the GPU to themselves."""
-    gpus = list_gpus()
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = ""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpu": gpus[0].name if gpus else "none",
-        "driver": gpus[0].driver_version if gpus else "",
-        "cpus": len(os.sched_getaffinity(0)),
-        "ram_bytes": psutil.virtual_memory().total,
-        "python": platform.python_version(),
-        **versions,
-        "command": " ".join(["python", *map(_relative, sys.argv)]),
-    }
+def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) -> Result:
+    """The result of ``case``, with what went wrong, if something did."""
+    result: Result | None = None
+    failed, steps = "", 0
 
+    def hear(event: dict[str, Any]) -> None:
+        nonlocal result, failed, steps
+        kind = event["kind"]
+        if kind == "result":
+            result = Result(**event["result"])
+        elif kind == "failed":
+            failed = event["error"]
+        elif kind == "step":
+            steps = event["step"]
+            norm = "" if event["norm"] is None else f", norm {event['norm']:.3f}"
+            tell(f"step {steps}/{event['of']}: loss {event['loss']:.5f}{norm}, {event['since_start']:.1f} s")
+        else:
+            tell(event["text"])
 
-def _relative(argument: str) -> str:
-    """Commands are kept without this machine's folders."""
-    if argument.startswith(str(REPO)):
-        return os.path.relpath(argument, REPO)
-    return Path(argument).name if argument.startswith("/") else argument
+    code = run_child(CHILD, case.to_json(), limit_seconds, hear, tell)
+    if code == 0 and result is not None:
+        return result
+    if code is None:
+        where = f"stopped after step {steps}" if steps else "not up"
+        status, error = f"{where} in {limit_seconds:.0f} s", ""
+    else:
+        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        status, error = "failed", failed or ended
+    tell(f"{status} {error}".strip())
+    if result is not None:  # measured, and failed afterwards: the numbers stand, and say so
+        return replace(result, notes=[*result.notes, f"afterwards: {status} {error}"])
+    return Result(case.system, status, error)
 
 
 def main(argv: list[str] | None = None) -> list[Result]:

@@ -21,7 +21,6 @@ import argparse
 import gc
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ if "PYTORCH_ALLOC_CONF" not in os.environ:
 
 import torch
 
+from benchmarks.lib.child_process import Stopped, until_stopped
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
@@ -206,15 +206,6 @@ class Bench:
         return step
 
 
-class Stopped(BaseException):
-    """Somebody ended the run: what there is will be told."""
-
-
-def _stop(number: int, frame: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the table is still to come
-    raise Stopped
-
-
 def measure_all(bench: Bench, rows: list[Row], least: Callable[[Choice], float] = lambda choice: 0.0) -> None:
     """Fill ``rows`` in. ``least``: seconds a step that a choice takes at least."""
     warm_up(bench, rows)
@@ -297,16 +288,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = draw(bench.space(), forecast, plan, bench.options.placements, bench.options.seed)
     print(f"rates: {bench.rates.as_dict()}")
     print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
-    signal.signal(signal.SIGTERM, _stop)
-    stopped = False
+    stopped = True
     gc.collect()
     gc.freeze()  # a million objects of traces and libraries, which no trainer has
-    try:
+    with until_stopped():
         measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
-    except (Stopped, KeyboardInterrupt):
-        print("stopped: what follows is what there is", flush=True)
-        stopped = True
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stopped = False
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
     words = (
         f"{bench.options.shape}, {bench.options.sequences} x {bench.options.seq} tokens a step, cap {bench.options.cap}"

@@ -11,7 +11,6 @@ it is timed. Runs without a GPU too; results are appended to `benchmarks/results
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -20,14 +19,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 
+from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell import VGPUStack
-from vblackwell.machine.facts import list_gpus
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.disk import DiskLevel, ScratchFile, memory_at
@@ -35,7 +36,6 @@ from vblackwell.memory.host import HostLevel, map_slab
 from vblackwell.memory.level import Level, Transfer
 from vblackwell.units import GiB, MiB, format_bytes
 
-CSV = Path(__file__).parent / "results" / "stack.csv"
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda:0" if CUDA else "cpu")
 PIECE, THREADS = 8 * MiB, 8
@@ -43,15 +43,14 @@ PIECE, THREADS = 8 * MiB, 8
 
 @dataclass
 class Result:
-    """One line of the table. ``ratio`` is to the limit or to the plain run; ``target`` is what was promised for it."""
+    """One line of the table. ``ratio`` is to the limit; ``floor`` what was promised for it."""
 
     name: str
     value: float
     unit: str
     limit: float | None = None
     ratio: float | None = None
-    target: str = ""
-    met: bool | None = None
+    floor: float | None = None
 
 
 def synchronize() -> None:
@@ -79,11 +78,7 @@ def bandwidth(
     name: str, num_bytes: int, ours: Callable[[], Any], limit: Callable[[], Any], rounds: int, floor: float | None
 ) -> Result:
     mine, best = alternate(ours, limit, rounds)
-    ratio = best / mine
-    target = f">= {floor:.0%}" if floor else ""
-    return Result(
-        name, num_bytes / mine / 1e9, "GB/s", num_bytes / best / 1e9, ratio, target, ratio >= floor if floor else None
-    )
+    return Result(name, num_bytes / mine / 1e9, "GB/s", num_bytes / best / 1e9, best / mine, floor)
 
 
 # Links between levels.
@@ -108,26 +103,20 @@ def bench_host_and_gpu(rounds: int) -> list[Result]:
         repeat = max(1, 64 * MiB // size)
         floor = 0.9 if size >= 16 * MiB else None
 
-        def many(start: Callable[[], Any], repeat: int = repeat) -> Callable[[], None]:
-            def run() -> None:
-                for transfer in [start() for _ in range(repeat)]:
-                    if isinstance(transfer, Transfer):
-                        transfer.wait()
-                torch.cuda.synchronize()
+        def ours(move: Callable[..., Transfer], extent: Any = extent, gpu: Any = gpu, repeat: int = repeat) -> None:
+            for transfer in [move(extent, gpu) for _ in range(repeat)]:
+                transfer.wait()
+            torch.cuda.synchronize()
 
-            return run
+        def limit(to: torch.Tensor, source: torch.Tensor, repeat: int = repeat) -> None:
+            for _ in range(repeat):
+                to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
 
-        up = (
-            many(lambda e=extent, g=gpu: host.read(e, g)),
-            many(lambda g=gpu, p=pinned: g.copy_(p, non_blocking=True)),
-        )
-        down = (
-            many(lambda e=extent, g=gpu: host.write(e, g)),
-            many(lambda g=gpu, p=pinned: p.copy_(g, non_blocking=True)),
-        )
-        for direction, (ours, limit) in (("host to GPU", up), ("GPU to host", down)):
-            name = f"{direction}, {format_bytes(size)}"
-            results.append(bandwidth(name, size * repeat, ours, limit, rounds, floor))
+        up = partial(ours, host.read), partial(limit, gpu, pinned)
+        down = partial(ours, host.write), partial(limit, pinned, gpu)
+        for direction, pair in (("host to GPU", up), ("GPU to host", down)):
+            results.append(bandwidth(f"{direction}, {format_bytes(size)}", size * repeat, *pair, rounds, floor))
         host.free(extent)
     host.close()
     return results
@@ -167,25 +156,15 @@ def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
     assert torch.equal(slab, source), "the disk changed bytes"
     plain.buffer.copy_(source)
     name = f"{format_bytes(size)}{'' if plain.file.direct else ', no O_DIRECT here'}"
-    write = bandwidth(
-        f"slab to disk, {name}",
-        size,
-        lambda: disk.write(extent, slab).wait(),
-        lambda: plain.run(os.pwritev),
-        rounds,
-        0.85,
-    )
-    read = bandwidth(
-        f"disk to slab, {name}",
-        size,
-        lambda: disk.read(extent, slab).wait(),
-        lambda: plain.run(os.preadv),
-        rounds,
-        0.85,
-    )
+    found = [
+        bandwidth(
+            f"{way}, {name}", size, lambda move=move: move(extent, slab).wait(), partial(plain.run, call), rounds, 0.85
+        )
+        for way, move, call in (("slab to disk", disk.write, os.pwritev), ("disk to slab", disk.read, os.preadv))
+    ]
     for each in (plain, disk, host):
         each.close()
-    return [write, read]
+    return found
 
 
 # The stack itself.
@@ -231,36 +210,13 @@ def workload_small(path: str) -> list[Result]:
 # Reporting.
 
 
-def machine() -> dict[str, Any]:
-    gpus = list_gpus() if CUDA else []
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpu": gpus[0].name if gpus else "none",
-        "driver": gpus[0].driver_version if gpus else "",
-        "torch": torch.__version__,
-        "cpus": len(os.sched_getaffinity(0)),
-    }
-
-
 def show(results: list[Result], about: dict[str, Any]) -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items() if value))
-    print(f"{'':52}{'value':>12} {'unit':<11}{'limit':>9}{'ratio':>8}  target")
+    print(f"{'':52}{'value':>12} {'unit':<11}{'limit':>9}{'ratio':>8}{'floor':>7}")
     for r in results:
-        limit = f"{r.limit:.4g}" if r.limit is not None else ""
-        ratio = f"{r.ratio:.3f}" if r.ratio is not None else ""
-        verdict = "" if r.met is None else "  met" if r.met else "  MISSED"
-        print(f"{r.name:52}{r.value:>12.4g} {r.unit:<11}{limit:>9}{ratio:>8}  {r.target}{verdict}")
-
-
-def append(results: list[Result], about: dict[str, Any]) -> None:
-    CSV.parent.mkdir(exist_ok=True)
-    rows = [about | asdict(result) for result in results]
-    fresh = not CSV.exists()
-    with CSV.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
+        limit = "" if r.limit is None else f"{r.limit:>9.4g}{r.ratio:>8.3f}"
+        verdict = "" if r.floor is None else f"{r.floor:>7.0%}  {'met' if (r.ratio or 0) >= r.floor else 'MISSED'}"
+        print(f"{r.name:52}{r.value:>12.4g} {r.unit:<11}{limit}{verdict}")
 
 
 def main() -> None:
@@ -282,7 +238,7 @@ def main() -> None:
     about = machine()
     show(results, about)
     if not args.quick:
-        append(results, about)
+        append_csv(RESULTS / "stack.csv", [about | asdict(result) for result in results])
 
 
 if __name__ == "__main__":

@@ -9,14 +9,37 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MARK = "@ "  # begins the lines in which a process answers
 KEPT_LINES = 30  # of what a process prints, to be shown if it fails
 REPO = Path(__file__).resolve().parents[2]
+
+
+class Stopped(BaseException):
+    """Somebody ended the run: what there is will be told."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the tables are still to come
+    raise Stopped
+
+
+@contextmanager
+def until_stopped() -> Iterator[None]:
+    """Inside, SIGTERM or an interrupt ends the measuring; no later one ends the report."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):
+        print("stopped: what follows is what there is", flush=True)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def say(kind: str, **values: Any) -> None:
@@ -70,3 +93,51 @@ def run_child(
         for line in tail:
             tell(f"| {line}")
     return None if late else process.returncode
+
+
+def answer(work: Callable[[str], None]) -> None:
+    """In the process: ``work`` on its argument; a failure is told in one line, and raised."""
+    try:
+        work(sys.argv[1])
+    except Exception as error:
+        say("failed", error=" ".join(f"{type(error).__name__}: {error}".split())[:400])
+        raise
+
+
+class MemoryWatch:
+    """The highest growth of the process's own (anonymous) memory and of the machine's used RAM, which counts pages that
+    a driver has pinned for no process.
+    """
+
+    def __init__(self, every_seconds: float) -> None:
+        self._start, self._own, self._machine = self._now(), 0, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(every_seconds,), name="memory-watch", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        own = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
+        if not own:  # a kernel that does not tell it
+            info = psutil.Process().memory_info()
+            own = [info.rss - info.shared]
+        memory = psutil.virtual_memory()
+        return own[0], memory.total - memory.available
+
+    def _run(self, every_seconds: float) -> None:
+        while not self._stop.wait(every_seconds):
+            self.growth()
+
+    def growth(self) -> tuple[int, int]:
+        """Bytes so far: the process's own, the machine's."""
+        own, machine = self._now()
+        self._own = max(self._own, own - self._start[0])
+        self._machine = max(self._machine, machine - self._start[1])
+        return self._own, self._machine
+
+    def end(self) -> tuple[int, int]:
+        """The last `growth`."""
+        self._stop.set()
+        self._thread.join()
+        return self.growth()

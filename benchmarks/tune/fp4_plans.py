@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.child_process import run_child, say
-from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, random_tiled, run_plan
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, run_plan
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
 from benchmarks.tune.fp4_candidates import Plan, plans
 from vblackwell.errors import ConfigurationError
@@ -66,7 +66,7 @@ def parse_cells(text: str) -> list[Cell]:
 
 
 def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
-    """The ops, by name, and what w4a8 is made of, for many rows."""
+    """The ops, by name, and w4a8 by its tiles, for many rows."""
     if m < 1024:
         return {}
     op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
@@ -78,18 +78,6 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
     for width in w4a8.STEP_CYCLES:
         run = functools.partial(w4a8.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
         found[f"w4a8: tiles of {width}"] = [functools.partial(run, weight=(*w, top)) for w, top in each]
-    whole = functools.partial(w4a8.multiply_whole, x, bias=None, activation="none", n=n, k=k)
-    found["w4a8: operands, then matmul"] = [functools.partial(whole, weight=(*w, top)) for w, top in each]
-    prepare = functools.partial(w4a8.run_prepare_e4m3, x, n=n, k=k)
-    found["w4a8: operands"] = [functools.partial(prepare, weight=(*w, top)) for w, top in each]
-    one_row = functools.partial(w4a8.run_prepare_e4m3, x[:1], n=n, k=k)
-    found["w4a8: weight"] = [functools.partial(one_row, weight=(*w, top)) for w, top in each]
-    narrow = random_tiled(32, k)
-    top = w4a8.row_tops_for_w4a8(narrow[1], 32, k)
-    rows: Callable[[], object] = functools.partial(w4a8.run_prepare_e4m3, x, (*narrow, top), n=32, k=k)
-    found["w4a8: rows"] = [rows] * LAYERS
-    ready = [prepare(weight=(*w, top)) for w, top in each]
-    found["w4a8: matmul"] = [functools.partial(w4a8.multiply_rows, *operands) for operands in ready]
     return found
 
 

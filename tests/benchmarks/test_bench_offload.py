@@ -117,7 +117,7 @@ def test_ratios_know_floor_and_aim(bench):
 
 
 def test_a_csv_grows_by_columns(bench, tmp_path):
-    from benchmarks.lib.offload.report import append_csv
+    from benchmarks.lib.results import append_csv
 
     append_csv(tmp_path / "rows.csv", [{"a": 1}])
     append_csv(tmp_path / "rows.csv", [{"b": 2, "a": 3}])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 Batch = Callable[[], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
+Fields = Callable[..., dict[str, Any]]  # of a configuration, from the numbers of a case's size
 
 
 @dataclass(frozen=True)
@@ -31,27 +33,21 @@ class Built:
 def tokens(vocab_size: int, batch: int, seq: int) -> Callable[[str], Batch]:
     """Makes token numbers (B, S) that are their own targets."""
 
-    def on(device: str) -> Batch:
-        def make() -> dict[str, Tensor]:
-            ids = torch.randint(0, vocab_size, (batch, seq), device=device)
-            return {"input_ids": ids, "labels": ids}
+    def make(device: str) -> dict[str, Tensor]:
+        ids = torch.randint(0, vocab_size, (batch, seq), device=device)
+        return {"input_ids": ids, "labels": ids}
 
-        return make
-
-    return on
+    return lambda device: partial(make, device)
 
 
 def pictures(size: int, batch: int, dtype: torch.dtype) -> Callable[[str], Batch]:
     """Makes pictures (B, 3, size, size) of 1000 classes."""
 
-    def on(device: str) -> Batch:
-        def make() -> dict[str, Tensor]:
-            pixels = torch.rand(batch, 3, size, size, device=device, dtype=dtype)
-            return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (batch,), device=device)}
+    def make(device: str) -> dict[str, Tensor]:
+        pixels = torch.rand(batch, 3, size, size, device=device, dtype=dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (batch,), device=device)}
 
-        return make
-
-    return on
+    return lambda device: partial(make, device)
 
 
 def hf_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -93,20 +89,20 @@ def _decoder(case: Any, dtype: torch.dtype) -> Built:
     )  # fmt: skip
 
 
-def _language(fields: Callable[[tuple[int, ...]], dict[str, Any]], auto: str) -> Callable[[Any, torch.dtype], Built]:
+def _language(auto: str, fields: Fields) -> Callable[[Any, torch.dtype], Built]:
     def build(case: Any, dtype: torch.dtype) -> Built:
-        named = fields(case.size)
-        model = _from_transformers(auto, named, dtype, case.attention)
+        named = fields(*case.size)
+        model = _from_transformers(f"AutoModelFor{auto}", named, dtype, case.attention)
         return Built(model, tokens(named["vocab_size"], case.batch, case.seq), hf_loss)
 
     return build
 
 
-def _vision(fields: Callable[[tuple[int, ...]], dict[str, Any]], pixels: int) -> Callable[[Any, torch.dtype], Built]:
+def _vision(fields: Fields) -> Callable[[Any, torch.dtype], Built]:
     def build(case: Any, dtype: torch.dtype) -> Built:
-        named = fields(case.size) | {"num_labels": 1000, "problem_type": "single_label_classification"}
+        named = fields(*case.size) | {"num_labels": 1000, "problem_type": "single_label_classification"}
         model = _from_transformers("AutoModelForImageClassification", named, dtype, case.attention)
-        return Built(model, pictures(pixels, case.batch, dtype), hf_loss)
+        return Built(model, pictures(224, case.batch, dtype), hf_loss)
 
     return build
 
@@ -128,72 +124,52 @@ def _mlp(case: Any, dtype: torch.dtype) -> Built:
     return Built(model.train(), on, lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1]))
 
 
-def _gpt2(size: tuple[int, ...]) -> dict[str, Any]:
-    width, layers, heads = size
-    return {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_positions": 2048,
-        "n_embd": width,
-        "n_layer": layers,
-        "n_head": heads,
-    }
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads}
+    return {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 2048, **sizes}
 
 
-def _llama_like(
-    model_type: str, vocab_size: int, tied: bool, groups: int, **more: Any
-) -> Callable[[tuple[int, ...]], dict[str, Any]]:
-    def fields(size: tuple[int, ...]) -> dict[str, Any]:
-        width, layers, heads = size
+def _llama_like(model_type: str, vocab_size: int, tied: bool, groups: int, **more: Any) -> Fields:
+    def fields(width: int, layers: int, heads: int) -> dict[str, Any]:
         shared = groups if heads % groups == 0 else 7  # 14 heads, as Qwen2.5-0.5B has them
         return {
             "model_type": model_type, "vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers,
-            "intermediate_size": more.get("intermediate_size") or -(-width * 8 // 3 // 64) * 64,
-            "num_attention_heads": heads,
+            "intermediate_size": -(-width * 8 // 3 // 64) * 64, "num_attention_heads": heads,
             "num_key_value_heads": heads // shared, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
-            **{name: value for name, value in more.items() if name != "intermediate_size"},
+            **more,
         }  # fmt: skip
 
     return fields
 
 
-def _t5(size: tuple[int, ...]) -> dict[str, Any]:
-    width, layers, heads = size
-    return {
-        "model_type": "t5", "vocab_size": 32128, "d_model": width, "d_kv": 64, "d_ff": 4 * width, "num_layers": layers,
-        "num_heads": heads,
-        "decoder_start_token_id": 0,
-    }  # fmt: skip
+def _t5(width: int, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"d_model": width, "d_kv": 64, "d_ff": 4 * width, "num_layers": layers, "num_heads": heads}
+    return {"model_type": "t5", "vocab_size": 32128, "decoder_start_token_id": 0, **sizes}
 
 
-def _encoder(model_type: str, **more: Any) -> Callable[[tuple[int, ...]], dict[str, Any]]:
-    def fields(size: tuple[int, ...]) -> dict[str, Any]:
-        width, layers, heads = size
-        return {
-            "model_type": model_type, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "intermediate_size": 4 * width, **more,
-        }  # fmt: skip
+def _encoder(model_type: str, **more: Any) -> Fields:
+    def fields(width: int, layers: int, heads: int) -> dict[str, Any]:
+        sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+        return {"model_type": model_type, **sizes, "intermediate_size": 4 * width, **more}
 
     return fields
 
 
-def _resnet(size: tuple[int, ...]) -> dict[str, Any]:
-    return {"model_type": "resnet", "depths": list(size), "layer_type": "bottleneck"}
+def _resnet(*depths: int) -> dict[str, Any]:
+    return {"model_type": "resnet", "depths": list(depths), "layer_type": "bottleneck"}
 
 
+MIXTURE = {"intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 2}
 BUILDERS: dict[str, Callable[[Any, torch.dtype], Built]] = {
     "decoder": _decoder,
-    "gpt2": _language(_gpt2, "AutoModelForCausalLM"),
-    "llama": _language(_llama_like("llama", 32000, False, 1), "AutoModelForCausalLM"),
-    "qwen": _language(_llama_like("qwen2", 151936, True, 4), "AutoModelForCausalLM"),
-    "mixtral": _language(
-        _llama_like("mixtral", 32000, False, 4, intermediate_size=2048, num_local_experts=4, num_experts_per_tok=2),
-        "AutoModelForCausalLM",
-    ),
-    "t5": _language(_t5, "AutoModelForSeq2SeqLM"),
-    "bert": _language(_encoder("bert", vocab_size=30522, max_position_embeddings=2048), "AutoModelForMaskedLM"),
-    "vit": _vision(_encoder("vit"), 224),
-    "resnet": _vision(_resnet, 224),
+    "gpt2": _language("CausalLM", _gpt2),
+    "llama": _language("CausalLM", _llama_like("llama", 32000, False, 1)),
+    "qwen": _language("CausalLM", _llama_like("qwen2", 151936, True, 4)),
+    "mixtral": _language("CausalLM", _llama_like("mixtral", 32000, False, 4, **MIXTURE)),
+    "t5": _language("Seq2SeqLM", _t5),
+    "bert": _language("MaskedLM", _encoder("bert", vocab_size=30522, max_position_embeddings=2048)),
+    "vit": _vision(_encoder("vit")),
+    "resnet": _vision(_resnet),
     "mlp": _mlp,
 }
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT
 from vblackwell.units import GiB
 
 Row = dict[str, Any]
-COLUMNS = (
-    "date", "gpu", "driver", "torch", "transformers", "case", "predicted_allocated", "allocated", "predicted_reserved",
-    "reserved",
-    "predicted_context", "context", "predicted_p99", "device", "predicted_step_seconds", "step_seconds", "error",
-)  # fmt: skip
 
 
 def claim_bytes(smallest_cap: int) -> int:
@@ -57,50 +50,52 @@ def relative(row: Row, told: str, real: str) -> float | None:
     return (row[told] - row[real]) / row[real]
 
 
-def _spread(values: Iterable[float | None]) -> str:
-    found = sorted(abs(value) for value in values if value is not None)
-    if not found:
-        return f"{'none':>9}"
-    ninth = found[min(len(found) - 1, int(0.9 * len(found)))]
-    return f"{statistics.median(found):>8.2%} {ninth:>8.2%} {found[-1]:>8.2%}  of {len(found)}"
-
-
-TARGETS: tuple[tuple[str, str, str, str], ...] = (
-    ("allocated", "predicted_allocated", "allocated", "floor 1.5 %, aim 0.5 % (median)"),
-    ("reserved", "predicted_reserved", "reserved", ""),
-    ("reserved + context", "predicted_peak", "device", "floor 4 % / 12 %, aim 2 % / 6 % (median / worst)"),
-    ("context", "predicted_context", "context", ""),
+# What is compared, its columns, what was asked for, and (median, P90, worst) that may not be exceeded.
+Floors = tuple[float | None, float | None, float | None]
+TARGETS: tuple[tuple[str, str, str, str, Floors | None], ...] = (
+    ("allocated", "predicted_allocated", "allocated", "floor 1.5 %, aim 0.5 % (median)", (0.015, None, None)),
+    ("reserved", "predicted_reserved", "reserved", "", None),
     (
-        "P99 over what was used",
-        "predicted_p99",
-        "device",
-        "without a cap; floor 8 %, aim 4 % at the real boundary, below",
+        "reserved + context", "predicted_peak", "device", "floor 4 % / 12 %, aim 2 % / 6 % (median / worst)",
+        (0.04, None, 0.12),
     ),
-    ("step time", "predicted_step_seconds", "step_seconds", "floor 12 % / 30 %, aim 5 % / 12 % (median / P90)"),
-)
+    ("context", "predicted_context", "context", "", None),
+    (
+        "P99 over what was used", "predicted_p99", "device",
+        "without a cap; floor 8 %, aim 4 % at the real boundary, below", None,
+    ),
+    (
+        "step time", "predicted_step_seconds", "step_seconds",
+        "floor 12 % / 30 %, aim 5 % / 12 % (median / P90)", (0.12, 0.30, None),
+    ),
+)  # fmt: skip
+
+
+def spread(rows: list[Row], told: str, real: str) -> tuple[float, float, float, int] | None:
+    """Median, 90th percentile, worst and number of the relative errors; None without any."""
+    found = sorted(abs(value) for row in rows if (value := relative(row, told, real)) is not None)
+    return (
+        (statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))], found[-1], len(found))
+        if found
+        else None
+    )
 
 
 def summary_lines(rows: list[Row]) -> list[str]:
     """Medians, 90th percentiles and worst of all cases, then medians by family."""
     lines = [f"{'relative error':<24}{'median':>8} {'P90':>8} {'worst':>8}"]
-    for title, told, real, target in TARGETS:
-        lines.append(f"{title:<24}{_spread(relative(row, told, real) for row in rows)}  {target}".rstrip())
+    for title, told, real, target, _ in TARGETS:
+        found = spread(rows, told, real)
+        said = f"{'none':>9}" if found is None else "{:>8.2%} {:>8.2%} {:>8.2%}  of {}".format(*found)
+        lines.append(f"{title:<24}{said}  {target}".rstrip())
     short = [row for row in rows if row.get("device") and row["predicted_p99"] < row["device"]]
     lines.append(
         f"P99 below what was used: {len(short)} ({', '.join(row['case'].split()[0] for row in short) or 'none'})"
     )
-    lines += ["", f"{'by':<12}{'cases':>6}{'allocated':>11}{'signed':>9}{'reserved':>10}{'worst':>8}"]
-    for title, pick in (("family", 1), ("precision", 3)):
-        lines += _grouped(title, rows, lambda row, pick=pick: row["case"].split()[pick])
+    lines += ["", f"{'by':<12}{'cases':>6}{'allocated':>11}{'reserved':>10}{'worst':>8}"]
+    for pick in (1, 3):  # family, precision
+        lines += _grouped(rows, lambda row, pick=pick: row["case"].split()[pick])
     return lines
-
-
-# (median, P90, worst) that may not be exceeded; None: not asked for.
-FLOORS: tuple[tuple[str, str, str, tuple[float | None, float | None, float | None]], ...] = (
-    ("allocated", "predicted_allocated", "allocated", (0.015, None, None)),
-    ("reserved + context", "predicted_peak", "device", (0.04, None, 0.12)),
-    ("step time", "predicted_step_seconds", "step_seconds", (0.12, 0.30, None)),
-)
 
 
 def verdict_lines(rows: list[Row]) -> list[str]:
@@ -112,32 +107,26 @@ def verdict_lines(rows: list[Row]) -> list[str]:
         f"did not run"
         + (f": {missing} WITHOUT AN ANSWER, so the floors below are of the others alone" if missing else "")
     ]
-    for title, told, real, floors in FLOORS:
-        found = sorted(abs(value) for row in rows if (value := relative(row, told, real)) is not None)
-        if not found:
+    for title, told, real, _, floors in TARGETS:
+        found = spread(rows, told, real)
+        if floors is None:
+            continue
+        if found is None:
             lines.append(f"{title}: NOT MEASURED")
             continue
-        reached = (statistics.median(found), found[min(len(found) - 1, int(0.9 * len(found)))], found[-1])
-        missed = any(floor is not None and value > floor for value, floor in zip(reached, floors, strict=True))
-        lines.append(f"{title}: {'FLOOR MISSED' if missed else 'floor met'}, of {len(found)} cases")
+        missed = any(floor is not None and value > floor for value, floor in zip(found, floors, strict=False))
+        lines.append(f"{title}: {'FLOOR MISSED' if missed else 'floor met'}, of {found[-1]} cases")
     return lines
 
 
-def _grouped(title: str, rows: list[Row], key: Callable[[Row], str]) -> list[str]:
+def _grouped(rows: list[Row], key: Callable[[Row], str]) -> list[str]:
     lines = []
     for name in dict.fromkeys(key(row) for row in rows):
-        mine = [row for row in rows if key(row) == name and row.get("allocated")]
-        allocated = [value for row in mine if (value := relative(row, "predicted_allocated", "allocated")) is not None]
-        reserved = [
-            abs(value) for row in mine if (value := relative(row, "predicted_reserved", "reserved")) is not None
-        ]
-        if allocated:
-            median = statistics.median
-            lines.append(
-                f"{name:<12}{len(mine):>6}{median(map(abs, allocated)):>11.2%}{median(allocated):>+9.2%}"
-                f"{median(reserved):>10.2%}"
-                f"{max(reserved):>8.2%}"
-            )
+        mine = [row for row in rows if key(row) == name]
+        allocated = spread(mine, "predicted_allocated", "allocated")
+        reserved = spread(mine, "predicted_reserved", "reserved")
+        if allocated and reserved:
+            lines.append(f"{name:<12}{allocated[3]:>6}{allocated[0]:>11.2%}{reserved[0]:>10.2%}{reserved[2]:>8.2%}")
     return lines
 
 
@@ -175,9 +164,6 @@ def step_lines(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-COARSE = 0.01  # a search that was stopped with more than this between its ends is told apart
-
-
 def boundary_lines(
     predicted: Mapping[str, Row], measured: Mapping[str, Row], context: int | None, wanted: int = 0
 ) -> list[str]:
@@ -203,7 +189,7 @@ def boundary_lines(
             f"{name[:57]:<58}{needed / 1e6:>10.0f}{claimed / 1e6:>10.0f}{share:>+8.2%}  "
             f"{'FAILS' if bad else 'runs'}{card}"
             + (f"  left over {real['left_over']}" if real["left_over"] else "")
-            + (f"  searched to {coarse:.1%} only" if coarse > COARSE else "")
+            + f"  searched to {coarse:.1%}"
         )
     if not lines:
         return []
@@ -215,14 +201,3 @@ def boundary_lines(
     if over:
         told += f"; over-reservation, median {statistics.median(over):.2%} (floor 8 %, aim 4 %), worst {max(over):.2%}"
     return [head, *lines, counted, told]
-
-
-def append_csv(path: Path, rows: list[Row], about: Row) -> None:
-    """Rows after those that are there, the header where there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
-        if fresh:
-            writer.writeheader()
-        writer.writerows({**about, **row} for row in rows)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from benchmarks.lib.child_process import say
+from benchmarks.lib.child_process import answer, say
 from benchmarks.lib.generate.lora_case import Case, Result
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
@@ -188,8 +188,4 @@ def main(argument: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except Exception as error:
-        say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
-        raise
+    answer(main)

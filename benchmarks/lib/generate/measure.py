@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -21,10 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import psutil
 import torch
 
-from benchmarks.lib.child_process import say
+from benchmarks.lib.child_process import MemoryWatch, answer, say
 from benchmarks.lib.generate.case import CAPPED, Case, Loading, Point
 from vblackwell.errors import VBError
 from vblackwell.generate.generate import columns, stepper
@@ -36,40 +34,6 @@ GREEDY = Sampling(temperature=0)
 SKIPPED = 2  # intervals after the first token: a graph is captured, kernels are chosen
 ACCELERATE_NEW = 6
 ACCELERATE_SPARE = 1 << 28  # next to the workspace that ours keeps free
-
-
-class Watch:
-    """The highest growth of the process's anonymous memory and of the machine's used RAM."""
-
-    def __init__(self) -> None:
-        self.start, self.own, self.machine = self._now(), 0, 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        counted = [int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")]
-        if not counted:  # a kernel that does not tell it
-            info = psutil.Process().memory_info()
-            counted = [info.rss - info.shared]
-        own, memory = counted[0], psutil.virtual_memory()
-        return own, memory.total - memory.available
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            self._look()
-
-    def _look(self) -> None:
-        own, machine = self._now()
-        self.own, self.machine = max(self.own, own - self.start[0]), max(self.machine, machine - self.start[1])
-
-    def end(self) -> tuple[int, int]:
-        self._stop.set()
-        self._thread.join()
-        self._look()
-        return self.own, self.machine
 
 
 class System:
@@ -295,7 +259,7 @@ def main(argument: str) -> None:
         import accelerate  # noqa: F401
     system: System = MADE[case.system](case)
     file_bytes = sum(path.stat().st_size for path in Path(case.folder).glob("*.safetensors"))
-    watch, began = Watch(), time.perf_counter()
+    watch, began = MemoryWatch(0.02), time.perf_counter()
     system.open(case.batches[0])
     if cuda:
         torch.cuda.synchronize()
@@ -330,8 +294,4 @@ def one(system: System, rows: int, new: int, *, through: bool) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except Exception as error:
-        say("failed", error=" ".join(f"{type(error).__name__} {error}".split())[:300])
-        raise
+    answer(main)

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.lib.generate.case import Case, Loading, Point
-from benchmarks.lib.offload.report import _verdict as verdict
+from benchmarks.lib.results import GB, goal_header, goal_line
 
-GB = 1e9
 LINK = 55e9  # bytes a second, of the limit that the floors are shares of
 LOADING = 1.1  # most host memory while loading, over the file
 
@@ -52,18 +51,18 @@ def loading_line(loading: Loading) -> str:
 def ratio_lines(points: list[Point], loadings: list[Loading], rates: dict[str, float]) -> list[str]:
     """Every ratio of which both sides were measured."""
     found = {(point.system, point.rows, point.through): point for point in points if point.rate}
-    lines = [f"{'ratio':56}{'value':>8}{'floor':>8}{'aim':>8}"]
+    lines = [goal_header()]
     for (system, rows, through), point in found.items():
         if system.startswith("streamed") and point.must_bytes and point.rate:
             limit = rows * LINK / point.must_bytes
             what = f"{system}{', 3 layers' if through else ''}, {rows} rows, share of the link's limit"
-            lines.append(verdict(what, point.rate / limit, 0.75, 0.92))
+            lines.append(goal_line(what, point.rate / limit, 0.75, 0.92))
     for rows in sorted({point.rows for point in points}):
         lines += _over(found, "over accelerate", ("streamed", rows, False), ("accelerate", rows, False), 3, 6)
         first = found.get(("streamed", rows, False)), found.get(("accelerate", rows, False))
         if all(one is not None and one.first_seconds for one in first):
             mine, theirs = (one.first_seconds or 0.0 for one in first if one is not None)
-            lines.append(f"{f'first token, {rows} rows: accelerate over streamed':56}{theirs / mine:8.2f}")
+            lines.append(goal_line(f"first token, {rows} rows: accelerate over streamed", theirs / mine))
     lines += _over(found, "FP4 over bf16, 3 layers fit", ("streamed-fp4", 1, True), ("streamed", 1, True), 2.8, 3.4)
     for rows in sorted({point.rows for point in points}):
         lines += _over(
@@ -77,13 +76,13 @@ def ratio_lines(points: list[Point], loadings: list[Loading], rates: dict[str, f
                 share = point.read_bytes / point.step_seconds / rates["hbm_gbps"] / 1e9
                 what = f"{system}, {rows} rows, share of the HBM's limit"
                 graded = system == "resident" and rows == 1
-                lines.append(verdict(what, share, 0.6, 0.8) if graded else f"{what:56}{share:8.3f}")
+                lines.append(goal_line(what, share, *((0.6, 0.8) if graded else ())))
     for loading in loadings:
         if loading.system.startswith("streamed"):
             share = loading.own_bytes / loading.file_bytes
             said = "met" if share <= LOADING else "MISSED"
             what = f"{loading.system}: host memory while loading over the file"
-            lines.append(f"{what:56}{share:8.3f}{LOADING:>8}{'':8}  {said} (at most)")
+            lines.append(f"{goal_line(what, share)}{LOADING:>8}{'':8}  {said} (at most)")
     return lines + _equal_lines(found)
 
 
@@ -91,7 +90,7 @@ def _over(found: Any, what: str, over: Any, under: Any, floor: float | None, aim
     if over not in found or under not in found:
         return []
     value, name = found[over].rate / found[under].rate, f"{over[0]}, {over[1]} rows: {what}"
-    return [f"{name:56}{value:8.3f}" if floor is None or aim is None else verdict(name, value, floor, aim)]
+    return [goal_line(name, value, floor, aim)]
 
 
 def _equal_lines(found: Any) -> list[str]:

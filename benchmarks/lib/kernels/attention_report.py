@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.lib.goal_line import WIDTH, goal_header, goal_line
+from benchmarks.lib.results import WIDTH, goal_header, goal_line
 from vblackwell.nn.attention.backends import BACKENDS
 
 Rows = list[dict[str, Any]]
@@ -54,7 +50,7 @@ def ratios(rows: Rows) -> list[str]:
 
 def goals(rows: Rows) -> list[str]:
     """A line a floor: its value, and whether it and the aim are met."""
-    lines = [goal_header()]
+    lines = [goal_header("ours")]
     for name, systems in by_case(rows).items():
         own, chosen, known = systems["triton"], systems["dispatcher"], runnable(systems)
         said = "right" if own["error"] <= WORST else "WRONG"  # as NaN is
@@ -73,16 +69,3 @@ def goals(rows: Rows) -> list[str]:
             words = f"{where}, dispatcher ({ran}) over the best ({best})"
             lines.append(goal_line(words, chosen["over_" + key.removesuffix("_us")], 0.98, 1.0))
     return lines
-
-
-def append(path: Path, rows: Rows) -> None:
-    where = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    fields = [*where, *rows[0]]
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        if fresh:
-            writer.writeheader()
-        writer.writerows(
-            {**where, **{k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}} for row in rows
-        )

@@ -10,9 +10,9 @@ covers all measured steps between two moments at which nothing at all was under 
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,50 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import psutil
 import torch
 
-from benchmarks.lib.child_process import say
+from benchmarks.lib.child_process import MemoryWatch, answer, say
 from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
 from vblackwell.train.trainer import LateScalar
-
-
-class HostWatch:
-    """The most RAM that the machine used, beyond what it used at the start. Pages pinned by a driver are in no
-    process's RSS.
-    """
-
-    def __init__(self, every_seconds: float = 0.2) -> None:
-        self._start = self._peak = self._used()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(every_seconds,), name="host-watch", daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def _used() -> int:
-        memory = psutil.virtual_memory()
-        return memory.total - memory.available
-
-    def _watch(self, every_seconds: float) -> None:
-        while not self._stop.wait(every_seconds):
-            self._peak = max(self._peak, self._used())
-
-    def growth(self) -> int:
-        """Bytes."""
-        self._peak = max(self._peak, self._used())
-        return self._peak - self._start
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def process_status(name: str) -> int:
-    """A line of /proc/self/status in bytes, such as VmHWM (the highest RSS) or VmPin."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def builder_of(system: str) -> Callable[[Case, torch.device], System]:
@@ -84,7 +46,7 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.watch = HostWatch()
+        self.watch = MemoryWatch(0.2)
         self.device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
         self.cuda = self.device.type == "cuda"
         self.gpu_used = 0
@@ -135,8 +97,8 @@ class Run:
         level = self.system.stats()["levels"] if self.system.stats is not None else []
         host_levels = sum(each["peak_bytes"] for each in level[1:] if each["device"] == "cpu")
         result.level0_peak = level[0]["peak_bytes"] if level else None
-        result.host_rss = process_status("VmHWM")
-        result.host_used = self.watch.growth()
+        result.host_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        result.host_used = self.watch.growth()[1]
         if self.cuda:
             result.peak_reserved = torch.cuda.max_memory_reserved(self.device)
             result.peak_allocated = torch.cuda.max_memory_allocated(self.device)
@@ -225,24 +187,14 @@ def _fill_rates(result: Result, step_seconds: list[float], seconds: float) -> No
     result.drained_tokens_per_second = result.tokens * len(result.step_seconds) / seconds
 
 
-def first_line(error: BaseException) -> str:
-    """The error's type and its first line, short enough for a table."""
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"[:400]
-
-
-def main() -> None:
-    case = Case.from_json(sys.argv[1])
+def main(argument: str) -> None:
+    case = Case.from_json(argument)
     say("phase", text=f"imports took {since_start():.1f} s")
     run = Run(case)
     with attention_kernels(case):
         say("result", result=asdict(train(run)))
-    run.watch.close()
+    run.watch.end()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception as error:
-        say("failed", error=first_line(error))
-        raise
+    answer(main)

@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.offload.case import Case, Result
+from benchmarks.lib.results import GB, goal_header, goal_line
 
-GB = 1e9
+# Of the table: a column's head, the field of `Result` below it, what it is divided by, and its form.
+COLUMNS = [
+    ("tokens/s", "tokens_per_second", 1, "{:,.0f}"), ("drained", "drained_tokens_per_second", 1, "{:,.0f}"),
+    ("reserved", "peak_reserved", GB, "{:.2f}"), ("allocated", "peak_allocated", GB, "{:.2f}"),
+    ("on GPU", "gpu_used", GB, "{:.2f}"), ("level 0", "level0_peak", GB, "{:.2f}"),
+    ("host RSS", "host_rss", GB, "{:.2f}"), ("host used", "host_used", GB, "{:.2f}"),
+    ("pinned", "pinned", GB, "{:.2f}"), ("1st step", "first_step_seconds", 1, "{:.1f}"),
+    ("clipped", "clipped_share", 1, "{:.0%}"),
+]  # fmt: skip
 
 
 def table_lines(results: list[Result]) -> list[str]:
     """One line a system. GB are 1e9 bytes."""
-    head = "system|tokens/s|drained|reserved|allocated|on GPU|level 0|host RSS|host used|pinned"
-    head = f"{head}|1st step|clipped|loss 1|loss n".split("|")
-    rows = [head] + [_cells(result) for result in results]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["GB of 1e9 bytes; seconds; drained: tokens/s between two standstills"]
-    for row, result in zip(rows, [None, *results], strict=True):
-        line = row[0].ljust(widths[0]) + "".join(
-            cell.rjust(width + 2) for cell, width in zip(row[1:], widths[1:], strict=True)
-        )
-        if result is not None and result.status != "ok":
-            line = (
-                f"{row[0].ljust(widths[0])}  {result.status}: {result.error}"
-                if result.error
-                else f"{row[0]}  {result.status}"
-            )
-        lines.append(line)
-    lines += ["", *(line for result in results for line in _detail(result))]
-    return lines
-
-
-def _cells(result: Result) -> list[str]:
-    losses = [f"{result.losses[0]:.4f}", f"{result.losses[-1]:.4f}"] if result.losses else ["", ""]
-    speeds = [_form(value, "{:,.0f}") for value in (result.tokens_per_second, result.drained_tokens_per_second)]
-    sizes = [result.peak_reserved, result.peak_allocated, result.gpu_used, result.level0_peak]
-    sizes += [result.host_rss, result.host_used, result.pinned]
-    return [
-        result.system,
-        *speeds,
-        *(_form(None if size is None else size / GB, "{:.2f}") for size in sizes),
-        _form(result.first_step_seconds, "{:.1f}"),
-        _form(result.clipped_share, "{:.0%}"),
-        *losses,
-    ]
-
-
-def _form(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+    lines.append(f"{'system':10}" + "".join(f"{head:>11}" for head, *_ in COLUMNS) + f"{'loss 1':>9}{'loss n':>9}")
+    for result in results:
+        cells = [(getattr(result, name), unit, form) for _, name, unit, form in COLUMNS]
+        text = "".join(f"{'' if value is None else form.format(value / unit):>11}" for value, unit, form in cells)
+        losses = "".join(f"{loss:9.4f}" for loss in (result.losses[:1] + result.losses[-1:]))
+        failed = f"  {result.status}: {result.error}".rstrip(": ")
+        lines.append(f"{result.system:10}" + (text + losses if result.status == "ok" else failed))
+    return [*lines, "", *(line for result in results for line in _detail(result))]
 
 
 def _detail(result: Result) -> list[str]:
@@ -60,21 +39,14 @@ def _detail(result: Result) -> list[str]:
     lines = [f"{result.system}: losses " + " ".join(f"{loss:.6f}" for loss in result.losses)]
     for name, num_bytes in result.link_bytes.items():
         busy = result.link_busy[name]
-        rate = _link_rate(result, name)
+        seconds = result.tokens / (result.drained_tokens_per_second or 1.0)  # of a step
+        rate = f"{num_bytes / (busy * seconds) / GB:.1f}" if busy else "?"  # while a copy runs
         lines.append(
-            f"{result.system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at "
-            f"{_form(rate, '{:.1f}')} GB/s"
+            f"{result.system}: {name} {num_bytes / GB:.2f} GB a step, busy {busy:.0%} of the time at {rate} GB/s"
         )
     if result.stall_share is not None:
         lines.append(f"{result.system}: waited for bytes {result.stall_share:.1%} of the time")
     return lines + [f"{result.system}: {note}" for note in result.notes]
-
-
-def _link_rate(result: Result, name: str) -> float | None:
-    """GB/s while a copy runs: bytes a second of measured time over the busy share of it."""
-    busy = result.link_busy[name]
-    seconds = result.tokens / (result.drained_tokens_per_second or 1.0)  # of a step
-    return result.link_bytes[name] / (busy * seconds) / GB if busy else None
 
 
 # Name, systems, floor and aim, and the same where the run clips; None: nothing was asked for there. Clipping at every
@@ -93,28 +65,20 @@ MEMORY_FLOOR, MEMORY_AIM = 6.8, 10.0
 def ratio_lines(results: list[Result], *, clipped: bool) -> list[str]:
     """Every ratio whose two systems ran."""
     ran = {result.system: result for result in results if result.status == "ok"}
-    lines = [f"{'ratio':56}{'value':>8}{'floor':>8}{'aim':>8}"]
+    lines = [goal_header()]
     for name, over, under, plain_bounds, clipped_bounds in RATIOS:
         if over in ran and under in ran:
             value = (ran[over].tokens_per_second or 0.0) / (ran[under].tokens_per_second or 1.0)
-            bounds = clipped_bounds if clipped else plain_bounds
-            lines.append(f"{name:56}{value:8.3f}" if bounds is None else _verdict(name, value, *bounds))
+            lines.append(goal_line(name, value, *((clipped_bounds if clipped else plain_bounds) or ())))
     lines += _memory_lines(ran) + _loss_lines(ran)
     return lines
 
 
-def _verdict(name: str, value: float, floor: float, aim: float) -> str:
-    said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
-    return f"{name:56}{value:8.3f}{floor:8.3g}{aim:8.3g}  {said}"
-
-
 def _memory_lines(ran: dict[str, Result]) -> list[str]:
-    if "plain" not in ran or "streamed" not in ran:
-        return []
-    mine, theirs = ran["streamed"].peak_reserved, ran["plain"].peak_reserved
+    mine, theirs = (ran[name].peak_reserved if name in ran else None for name in ("streamed", "plain"))
     if not mine or not theirs:
         return []
-    return [_verdict("peak reserved GPU memory, plain over streamed", theirs / mine, MEMORY_FLOOR, MEMORY_AIM)]
+    return [goal_line("peak reserved GPU memory, plain over streamed", theirs / mine, MEMORY_FLOOR, MEMORY_AIM)]
 
 
 def _loss_lines(ran: dict[str, Result]) -> list[str]:
@@ -123,7 +87,7 @@ def _loss_lines(ran: dict[str, Result]) -> list[str]:
     pairs = list(zip(ran["streamed"].losses, ran["resident"].losses, strict=False))
     worst = max(abs(mine - other) for mine, other in pairs)
     said = "bitwise equal" if worst == 0 else "not bitwise equal"
-    return [f"{f'losses of {len(pairs)} steps, streamed against resident: largest difference':56} {worst:.3g}  {said}"]
+    return [f"losses of {len(pairs)} steps, streamed against resident: largest difference {worst:.3g}, {said}"]
 
 
 # -- the CSV -----------------------------------------------------------------------------------------------------------
@@ -145,37 +109,3 @@ def row_of(about: dict[str, Any], case: Case, result: Result) -> dict[str, Any]:
     answer["grad_norms"] = " ".join(f"{value:.6g}" for value in answer["grad_norms"])
     answer["notes"] = "; ".join(answer["notes"])
     return {**about, **asked, **answer}
-
-
-def read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Columns and rows of ``path``; none if there is no such file.
-
-    Raises:
-        SystemExit: a row has more values than there are columns.
-    """
-    if not path.exists():
-        return [], []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows: list[dict[str, Any]] = []
-        for row in reader:
-            if None in row:
-                raise SystemExit(
-                    f"{path}, line {reader.line_num}: more values than the first line has names; mend it first"
-                )
-            rows.append(row)
-        return list(reader.fieldnames or []), rows
-
-
-def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add ``rows``; columns that the file does not have yet are added to it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns, held = read_csv(path)
-    columns += [name for row in rows for name in row if name not in columns]
-    columns = list(dict.fromkeys(columns))
-    fresh = path.with_suffix(".csv.tmp")
-    with fresh.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(held + rows)
-    fresh.replace(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
@@ -22,6 +22,7 @@ from benchmarks.lib.offload.data import fill, next_tokens
 from vblackwell.units import parse_bytes
 
 RESIDENT_SHARE = 0.95  # of the free GPU memory, as level 0 of a model that fits
+PLACING = {"update", "activations", "resident_bytes", "weight_bytes"}  # fields of a recipe
 HOST_SHARE = 0.9  # of the free RAM, as level 1
 
 
@@ -103,9 +104,14 @@ def hf_model(case: Case, device: torch.device | str) -> Any:
     return model
 
 
-def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The loss that transformers computes when it is given labels."""
-    return lambda ids_BS: model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+def hf_loss(model: nn.Module, device: torch.device | None = None) -> Callable[[Tensor], Tensor]:
+    """The loss that transformers computes when it is given labels; with ``device`` under its autocast to bf16."""
+
+    def loss_of(ids_BS: Tensor) -> Tensor:
+        with nullcontext() if device is None else torch.autocast(device.type, dtype=torch.bfloat16):
+            return model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+
+    return loss_of
 
 
 def drawn_weights(case: Case, model: nn.Module, device: torch.device) -> None:
@@ -127,22 +133,12 @@ def adamw_settings(case: Case) -> dict[str, Any]:
     return {"lr": case.rate_at(0), "betas": case.betas, "eps": case.eps, "weight_decay": case.weight_decay}
 
 
-def autocast(device: torch.device) -> AbstractContextManager[object]:
-    return torch.autocast(device.type, dtype=torch.bfloat16)
-
-
 def build_plain(case: Case, device: torch.device) -> System:
     """Plain PyTorch."""
     model = hf_model(case, device)
     drawn_weights(case, model, device)
-    loss = hf_loss(model)
-
-    def loss_of(ids_BS: Tensor) -> Tensor:
-        with autocast(device):
-            return loss(ids_BS)
-
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_settings(case), fused=True)
-    return System(model, optimizer, loss_of, clip_of(case, model), notes=["torch AdamW, fused"])
+    return System(model, optimizer, hf_loss(model, device), clip_of(case, model), notes=["torch AdamW, fused"])
 
 
 def build_enabled(case: Case, device: torch.device) -> System:
@@ -154,13 +150,7 @@ def build_enabled(case: Case, device: torch.device) -> System:
     drawn_weights(case, model, device)
     model = enable_vgpu_stack_optimization(model, stack, placement="resident")
     optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm)
-    loss = hf_loss(model)
-
-    def loss_of(ids_BS: Tensor) -> Tensor:
-        with autocast(device):
-            return loss(ids_BS)
-
-    return ours(model, optimizer, loss_of, stack)
+    return ours(model, optimizer, hf_loss(model, device), stack)
 
 
 def build_resident(case: Case, device: torch.device) -> System:
@@ -172,17 +162,11 @@ def build_streamed(case: Case, device: torch.device) -> System:
     """Our decoder, streamed."""
     from vblackwell.offload.measure import rates_together
 
-    recipe = case.recipe
-    placing: dict[str, Any] = {} if recipe.update is None else {"update": place_or_share(recipe.update)}
-    if recipe.activations is not None:
-        placing["activations"] = recipe.activations
-    if recipe.resident_bytes is not None:
-        placing["resident_bytes"] = recipe.resident_bytes
-    if recipe.weight_bytes is not None:
-        placing["weight_bytes"] = recipe.weight_bytes
-    updating = {"update_in_backward": recipe.update_in_backward}
-    if recipe.undo is not None:
-        updating["undo"] = recipe.undo
+    asked = {name: value for name, value in asdict(case.recipe).items() if value is not None}
+    if "update" in asked:
+        asked["update"] = place_or_share(asked["update"])
+    placing = {name: asked[name] for name in asked.keys() & PLACING}
+    updating = {name: asked[name] for name in asked.keys() & {"update_in_backward", "undo"}}
     system = _build_decoder(case, device, "streamed", placing, updating)
     if device.type == "cuda" and placing.get("update", "auto") == "auto":
         link, cpu = rates_together(device)
@@ -210,14 +194,9 @@ def _build_decoder(
     shape, streamed = case.decoder, placement == "streamed"
     stack = our_stack(case, device, streamed=streamed)
     config = DecoderConfig(
-        shape.vocab_size,
-        shape.hidden_size,
-        shape.intermediate_size,
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        max_position=max(case.seq, 2048),
-    )
+        shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
+        shape.num_kv_heads, max_position=max(case.seq, 2048),
+    )  # fmt: skip
     model = Decoder(config, device="meta").to_empty(device="cpu" if streamed else device)
     drawn_weights(case, model, device)
     model.gradient_checkpointing = True

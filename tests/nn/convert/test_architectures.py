@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.lib.tiny_models import IDS, KINDS, small_kinds, tiny_model
+from tests.nn.convert.tiny_models import IDS, KINDS, small_kinds, tiny_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.folders.folder import read_config, stored_dtype

@@ -1,0 +1,92 @@
+"""What all benchmarks share of their results: the machine, a line with floor and aim, and the rows of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.lib.child_process import REPO
+from vblackwell.machine.facts import list_gpus
+
+RESULTS = REPO / "benchmarks" / "results"
+PACKAGES = ("torch", "triton", "transformers", "deepspeed")
+WIDTH = 66
+GB = 1e9
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on. Starts no CUDA here: what is measured needs the GPU to itself."""
+    gpus = list_gpus()
+    versions = dict.fromkeys(PACKAGES, "")
+    versions |= {name: metadata.version(name) for name in PACKAGES if list(metadata.distributions(name=name))}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "gpu": gpus[0].name if gpus else "none",
+        "driver": gpus[0].driver_version if gpus else "",
+        "cpus": len(os.sched_getaffinity(0)),
+        "ram_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        **versions,
+        "command": " ".join(["python", *map(_relative, sys.argv)]),
+    }
+
+
+def _relative(argument: str) -> str:
+    """Commands are kept without this machine's folders."""
+    if argument.startswith(str(REPO)):
+        return os.path.relpath(argument, REPO)
+    return Path(argument).name if argument.startswith("/") else argument
+
+
+def goal_header(what: str = "ratio") -> str:
+    """Above `goal_line`s."""
+    return f"{what:{WIDTH}}{'value':>9}{'floor':>8}{'aim':>8}"
+
+
+def goal_line(words: str, value: float, floor: float | None = None, aim: float | None = None) -> str:
+    """``words`` and ``value``, of which more is better, and whether ``floor`` and ``aim`` are met where there are."""
+    if floor is None or aim is None:
+        return f"{words:{WIDTH}}{value:9.3f}"
+    said = "aim met" if value >= aim else "floor met" if value >= floor else "MISSED"
+    return f"{words:{WIDTH}}{value:9.3f}{floor:8.3g}{aim:8.3g}  {said}"
+
+
+def read_csv(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """Columns and rows of ``path``; none if there is no such file.
+
+    Raises:
+        SystemExit: a row has more values than there are columns.
+    """
+    if not path.exists():
+        return [], []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows: list[dict[str, Any]] = []
+        for row in reader:
+            if None in row:
+                raise SystemExit(
+                    f"{path}, line {reader.line_num}: more values than the first line has names; mend it first"
+                )
+            rows.append(row)
+        return list(reader.fieldnames or []), rows
+
+
+def append_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add ``rows``; columns that the file does not have yet are added to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns, held = read_csv(path)
+    columns = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+    fresh = path.with_suffix(".csv.tmp")
+    with fresh.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(held + rows)
+    fresh.replace(path)
