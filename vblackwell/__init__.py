@@ -31,7 +31,7 @@ _NAMES = {
     "vblackwell.nn.linear.two_part": ("VBOptimizedLinear", "VirtualBlackwellAdapter", "create_virtual_blackwell"),
     "vblackwell.numerics.fp4": ("FP4Codec", "quantize"),
     "vblackwell.numerics.packed": ("PackedTensor",),
-    "vblackwell.numerics.separation": ("SeparatedTensor", "separate"),
+    "vblackwell.numerics.separation": ("separate",),
     "vblackwell.offload.api": ("VGPUStackLinear", "enable_vgpu_stack_optimization", "offload_of", "release"),
     "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
     "vblackwell.offload.state": ("export_state", "import_state"),
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from vblackwell.nn.linear.two_part import VBOptimizedLinear, VirtualBlackwellAdapter, create_virtual_blackwell
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
-    from vblackwell.numerics.separation import SeparatedTensor, separate
+    from vblackwell.numerics.separation import separate
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state

@@ -1,5 +1,6 @@
 """Weights in two parts: levels, signal to noise, kept scales, and what is refused."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,12 +11,11 @@ from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.kernels.fp4.two_part_round import two_part_round_trip
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.numerics.packed import unpack_nibbles
+from vblackwell.numerics.packed import PackedTensor, unpack_nibbles
 from vblackwell.numerics.rounding import decode_scales
 from vblackwell.numerics.separation import (
     FORM,
-    SeparatedTensor,
-    fine_part,
+    refine,
     renewed_scales,
     round_to_parts,
     separate,
@@ -72,7 +72,7 @@ def test_what_nvfp4_holds_stays_exact():
     packed = quantize(gaussian(16, 50), "nvfp4")
     exact = packed.dequantize()
     assert torch.equal(separate(exact).dequantize(), exact)
-    assert bool((fine_part(exact, packed) == 0x88).all())
+    assert bool((refine(packed, exact).fine == 0x88).all())
     assert torch.equal(separate(torch.zeros(3, 20)).dequantize(), torch.zeros(3, 20))
 
 
@@ -81,28 +81,28 @@ def test_shapes_dtypes_and_storage(dtype):
     w = gaussian(6, 35).view(2, 3, 35).to(dtype)
     separated = separate(w)
     assert separated.dequantize().dtype == dtype and separated.dequantize().shape == w.shape
-    again = SeparatedTensor.from_tensors(separated.tensors(), separated.meta())
+    again = PackedTensor.from_tensors(separated.tensors(), separated.meta())
     assert torch.equal(again.dequantize(), separated.dequantize())
     with VGPUStack({"levels": [{"capacity_mb": 1, "device": "cpu"}, {"capacity_mb": 1, "device": "cpu"}]}) as stack:
         stack.register("coarse", separated.coarse, priority=9)  # resident, the fine part below
         stack.register("fine", separated.fine, priority=5)
         assert (stack.level_of("coarse"), stack.level_of("fine")) == (0, 1)
-        joined = SeparatedTensor(stack.access("coarse"), stack.access("fine"))
+        joined = replace(stack.access("coarse"), fine=stack.access("fine"))
         assert torch.equal(joined.dequantize(), separated.dequantize())
 
 
 def test_parts_that_do_not_belong_together_are_refused():
     separated = separate(gaussian(4, 32))
     with pytest.raises(CorruptData, match="without its fine part"):
-        SeparatedTensor.from_tensors(separated.coarse.tensors(), separated.meta())
+        PackedTensor.from_tensors(separated.coarse.tensors(), separated.meta())
     with pytest.raises(CorruptData, match="expected torch.uint8"):
-        SeparatedTensor(separated.coarse, separated.fine[:2]).check()
+        replace(separated, fine=separated.fine[:2]).check()
     with pytest.raises(ConfigurationError, match="refines nvfp4 only"):
-        SeparatedTensor(quantize(gaussian(4, 32), "mxfp4"), separated.fine).check()
+        replace(quantize(gaussian(4, 32), "mxfp4"), fine=separated.fine).check()
     with pytest.raises(ConfigurationError, match="inf or NaN"):
         separate(torch.tensor([[1.0, torch.inf]]))
     with pytest.raises(ConfigurationError, match="cannot be refined"):
-        fine_part(gaussian(4, 16), separated.coarse)
+        refine(separated.coarse, gaussian(4, 16))
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (7, 50), (3, 4099)], ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor
 
 
 class PackedTables:
@@ -167,19 +167,14 @@ class PackedWeights(FolderWeights):
         return stored_part(self._model, name) is None
 
 
-def _packed_of(
-    entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, linear: str
-) -> PackedTensor | SeparatedTensor:
+def _packed_of(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, linear: str) -> PackedTensor:
     """The packed weight that a linear's entries stand for."""
-    packed, fine = from_entries(entries, form, dtype, linear), entries.get(FINE)
-    if fine is None:
-        return packed
-    separated = SeparatedTensor(packed, fine)
+    packed = replace(from_entries(entries, form, dtype, linear), fine=entries.get(FINE))
     try:
-        separated.check()
+        packed.check()
     except CorruptData as error:
         raise CorruptData(f"{linear}.{FINE}: {error}") from error
-    return separated
+    return packed
 
 
 def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.numerics.formats import E4M3_MAX, WEIGHT_DTYPES, Format, check_search, format_named
@@ -200,21 +201,20 @@ def _encode(
     w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, workspace_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
     (n, k), device = w_NK.shape, w_NK.device
-    per_code, block, padded = 8 // form.bits, form.block_of(k), form.padded(k)
+    block = form.block_of(k)
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
     budget = _tile_elements(w_NK, codes.nbytes + block_scales.nbytes, workspace_bytes)
     exponent = _exponent(tensor_scale, form)
-    for rows, columns in tiles(n, padded, block, budget):
-        tile = w_NK[rows, columns.start : min(columns.stop, k)]
-        short = columns.stop - columns.start - tile.shape[1]
-        blocks_BE = (torch.nn.functional.pad(tile, (0, short)) if short else tile).reshape(-1, block)
+    for rows, columns, coded, blocks in tiles(form, n, k, budget):
+        tile = w_NK[rows, columns]
+        short = (blocks.stop - blocks.start) * block - tile.shape[1]
+        blocks_BE = (pad(tile, (0, short)) if short else tile).reshape(-1, block)
         scales, tile_codes = _encode_blocks(blocks_BE, form, scale_search, tensor_scale, exponent)
-        num_rows = rows.stop - rows.start
         if form.bits == 4:
             tile_codes = pack_nibbles(tile_codes)
-        codes[rows, columns.start // per_code : columns.stop // per_code] = tile_codes.view(num_rows, -1)
-        block_scales[rows, columns.start // block : columns.stop // block] = scales.view(num_rows, -1)
+        codes[rows, coded] = tile_codes.view(tile.shape[0], -1)
+        block_scales[rows, blocks] = scales.view(tile.shape[0], -1)
     return codes, block_scales
 
 

@@ -3,6 +3,7 @@
     codes         uint8 (N, Kp / 2)         element 2j in the low nibble of byte j, 2j + 1 in the high one
     block_scales  (N, Kp / block)           dtype by format (``formats.py``)
     tensor_scale  fp32, 0-dimensional       1 where the format has none
+    fine          uint8 (N, Kp / 2)         of nvfp4 in two parts (``separation.py``), packed as ``codes``
 
 with Kp = K rounded up to the block, the layout of nvfp4 and compressed-tensors files. Tensors of other ranks are stored
 as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is never seen.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.rounding import decode_scales
 
 META_VERSION = 1
+FINE_ZERO = 8  # the fine code that adds nothing, and what padding holds
 _TILE_ELEMENTS = 1 << 20  # dequantised at a time: fp32 temporaries stay at 4 MiB
 
 
@@ -36,49 +38,61 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
-def decode_blocks(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
-    """fp32 (R, Kp) of ``R`` packed rows: ``(value[code] * s) * ts``, one rounding."""
-    if form.bits == 8:
-        values = codes.to(torch.float32)
-    else:
-        pairs = torch.tensor([(low, high) for high in form.values for low in form.values], device=codes.device)
-        values = pairs.index_select(0, codes.reshape(-1).to(torch.int32))
-    scales = decode_scales(block_scales, form)
-    blocks = values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).mul_(tensor_scale)
-    return blocks.flatten(-2)
+def tiles(form: Format, n: int, k: int, budget: int) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Rows, columns, and the columns in ``codes`` and in ``block_scales``, of tiles of about ``budget`` elements.
 
-
-def tiles(n: int, row_elements: int, block: int, budget: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) slices of about ``budget`` elements each; column cuts at multiples of ``block``."""
-    columns = row_elements if row_elements <= budget else max(block, budget // block * block)
-    rows = max(1, budget // row_elements)
-    for row in range(0, n, rows):
-        for column in range(0, row_elements, columns):
-            yield slice(row, min(n, row + rows)), slice(column, min(row_elements, column + columns))
+    Columns end at ``k``; the other two have the padding, too.
+    """
+    padded, block, per_code = form.padded(k), form.block_of(k), 8 // form.bits
+    width = padded if padded <= budget else max(block, budget // block * block)
+    height = max(1, budget // padded)
+    for row in range(0, n, height):
+        for start in range(0, padded, width):
+            stop = min(padded, start + width)
+            coded, blocks = slice(start // per_code, stop // per_code), slice(start // block, stop // block)
+            yield slice(row, min(n, row + height)), slice(start, min(stop, k)), coded, blocks
 
 
 def dequantize(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form: Format, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
-    """The (n, k) matrix that packed tensors stand for, each element rounded once to fp32 and then to ``dtype``."""
+    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form: Format, n: int, k: int, dtype: torch.dtype,
+    fine: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The (n, k) matrix that packed tensors stand for, ``(value * s) * ts`` rounded once to fp32 and then to ``dtype``:
+    the oracle of everything that computes with packed weights.
+    """
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
-    per_code, block = 8 // form.bits, form.block_of(k)
-    for rows, columns in tiles(n, form.padded(k), block, _TILE_ELEMENTS):
-        tile = decode_blocks(
-            codes[rows, columns.start // per_code : columns.stop // per_code],
-            block_scales[rows, columns.start // block : columns.stop // block],
-            tensor_scale,
-            form,
-        )
-        stop = min(columns.stop, k)
-        out[rows, columns.start : stop] = tile[:, : stop - columns.start]
+    for rows, columns, coded, blocks in tiles(form, n, k, _TILE_ELEMENTS):
+        tile = codes[rows, coded]
+        values = _values(tile, form) if fine is None else _refined_values(tile, fine[rows, coded])
+        scales = decode_scales(block_scales[rows, blocks], form)
+        decoded = values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).mul_(tensor_scale).flatten(-2)
+        out[rows, columns] = decoded[:, : columns.stop - columns.start]
     return out
+
+
+def _values(codes: Tensor, form: Format) -> Tensor:
+    if form.bits == 8:
+        return codes.to(torch.float32)
+    pairs = torch.tensor([(low, high) for high in form.values for low in form.values], device=codes.device)
+    return pairs.index_select(0, codes.reshape(-1).to(torch.int32))
+
+
+def _refined_values(codes: Tensor, fine: Tensor) -> Tensor:
+    code = unpack_nibbles(codes).to(torch.int16)
+    sixteenths = (code & 7) * 16 + unpack_nibbles(fine) - FINE_ZERO
+    return e2m5(sixteenths.to(torch.float32)).mul_((1 - 2 * (code >> 3)).to(torch.float32))
+
+
+def e2m5(sixteenths: Tensor) -> Tensor:
+    """The magnitude at a position in sixteenths of an E2M1 code (``separation.py``), exact."""
+    low, high = sixteenths / 32, sixteenths / 8 - 8
+    return torch.maximum(torch.maximum(low, sixteenths / 16 - 2), high)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """A tensor in a block format, of logical ``shape`` without padding, that ``dequantize`` returns as ``dtype``. Its
-    tensors may be shared, moved and stored, never written to.
+    """A tensor in a block format, of logical ``shape`` without padding, that ``dequantize`` returns as ``dtype``; in
+    two parts with ``fine``. Its tensors may be shared, moved and stored, never written to.
     """
 
     form: Format
@@ -87,10 +101,19 @@ class PackedTensor:
     codes: Tensor
     block_scales: Tensor
     tensor_scale: Tensor
+    fine: Tensor | None = None
 
     @property
     def format(self) -> str:
         return self.form.name
+
+    @property
+    def precision(self) -> str:
+        return self.format if self.fine is None else "two-part"
+
+    @property
+    def coarse(self) -> PackedTensor:
+        return replace(self, fine=None)
 
     @property
     def k(self) -> int:
@@ -111,20 +134,17 @@ class PackedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of ``shape``, in ``dtype`` (default: that of the tensor that was packed)."""
-        matrix = dequantize(
-            self.codes, self.block_scales, self.tensor_scale, self.form, self.n, self.k, dtype or self.dtype
-        )
-        return matrix.view(self.shape)
+        coarse = (self.codes, self.block_scales, self.tensor_scale, self.form)
+        return dequantize(*coarse, self.n, self.k, dtype or self.dtype, self.fine).view(self.shape)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedTensor:
-        """The same numbers on ``device``; itself where they are there already."""
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors().items()}
-        if all(tensor is getattr(self, name) for name, tensor in moved.items()):
-            return self
-        return PackedTensor(self.form, self.shape, self.dtype, **moved)
+    def to(self, device: torch.device | str, non_blocking: bool = False, copy: bool = False) -> PackedTensor:
+        """The same numbers on ``device``; itself where they are there already and no ``copy`` is asked for."""
+        moved = {name: each.to(device, non_blocking=non_blocking, copy=copy) for name, each in self.tensors().items()}
+        return self if all(each is getattr(self, name) for name, each in moved.items()) else replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"codes": self.codes, "block_scales": self.block_scales, "tensor_scale": self.tensor_scale}
+        coarse = {"codes": self.codes, "block_scales": self.block_scales, "tensor_scale": self.tensor_scale}
+        return coarse if self.fine is None else coarse | {"fine": self.fine}
 
     def meta(self) -> dict[str, Any]:
         return {
@@ -133,7 +153,7 @@ class PackedTensor:
             "block_size": self.form.block_size,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
-        }
+        } | ({} if self.fine is None else {"parts": 2})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> PackedTensor:
@@ -141,7 +161,7 @@ class PackedTensor:
 
         Raises:
             Unsupported: written by another version.
-            ConfigurationError: an unknown format.
+            ConfigurationError: an unknown format, or a fine part of another than nvfp4.
             CorruptData: tensors or fields that are missing or do not fit each other.
         """
         if meta.get("version") != META_VERSION:
@@ -149,30 +169,33 @@ class PackedTensor:
                 f"packed tensor of version {meta.get('version')!r}; this release reads version {META_VERSION}: "
                 "quantise the original weights again"
             )
+        if meta.get("parts") == 2 and "fine" not in tensors:
+            raise CorruptData("a tensor in two parts without its fine part: the file is incomplete")
         try:
             form = format_named(meta["format"], meta["block_size"])
             shape, dtype = tuple(int(size) for size in meta["shape"]), getattr(torch, meta["dtype"])
-            packed = cls(form, shape, dtype, tensors["codes"], tensors["block_scales"], tensors["tensor_scale"])
+            coarse = (tensors["codes"], tensors["block_scales"], tensors["tensor_scale"])
         except (KeyError, AttributeError) as error:
             raise CorruptData(f"packed tensor without its field or tensor {error}: the file is incomplete") from error
+        packed = cls(form, shape, dtype, *coarse, tensors.get("fine"))
         packed.check()
         return packed
 
     def check(self) -> None:
-        expected = {
-            "codes": (self.form.codes_shape(self.n, self.k), self.form.codes_dtype),
-            "block_scales": (self.form.scales_shape(self.n, self.k), self.form.scale_dtype),
-            "tensor_scale": ((), torch.float32),
-        }
-        for name, (shape, dtype) in expected.items():
-            tensor = getattr(self, name)
+        if self.fine is not None and self.format != "nvfp4":
+            raise ConfigurationError(f"the coarse part is {self.format}: a fine part refines nvfp4 only")
+        codes = (self.form.codes_shape(self.n, self.k), self.form.codes_dtype)
+        scales = (self.form.scales_shape(self.n, self.k), self.form.scale_dtype)
+        expected = {"codes": codes, "block_scales": scales, "tensor_scale": ((), torch.float32), "fine": codes}
+        for name, tensor in self.tensors().items():
+            shape, dtype = expected[name]
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise CorruptData(
-                    f"{self.format} tensor of shape {self.shape}: {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"{self.precision} tensor of shape {self.shape}: {name} is {tensor.dtype} {tuple(tensor.shape)}, "
                     f"expected {dtype} {shape}"
                 )
             if tensor.device != self.codes.device:
                 raise ConfigurationError(
-                    f"{self.format} tensor: {name} is on {tensor.device}, codes on {self.codes.device}; move them"
+                    f"{self.precision} tensor: {name} is on {tensor.device}, codes on {self.codes.device}; move them"
                     " together"
                 )

@@ -47,13 +47,12 @@ def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     tensor_scale = max_tensor_scale(torch.maximum(low.abs(), high.abs()).to(torch.float32), form)
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
     buffers = _Buffers(min(n * form.padded(k), max(_TILE_ELEMENTS, block)), w_NK.device)
-    for rows, columns in tiles(n, form.padded(k), block, _TILE_ELEMENTS):
-        stop = min(columns.stop, k)
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
+    for rows, columns, _, blocks in tiles(form, n, k, _TILE_ELEMENTS):
+        shape = (rows.stop - rows.start, (blocks.stop - blocks.start) * block)
         buffers.shape(shape[0] * shape[1] // block, block)
-        w_BE = buffers.load(w_NK[rows, columns.start : stop], shape)
+        w_BE = buffers.load(w_NK[rows, columns], shape)
         values_BE = _round_blocks(w_BE, tensor_scale, form, buffers)
-        out[rows, columns.start : stop] = values_BE.view(shape)[:, : stop - columns.start]
+        out[rows, columns] = values_BE.view(shape)[:, : columns.stop - columns.start]
     return out
 
 

@@ -21,103 +21,36 @@ fraction of the scale, and zero no level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError
 from vblackwell.numerics.formats import E4M3_MAX, FORMATS
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.numerics.packed import PackedTensor, pack_nibbles, tiles, unpack_nibbles
+from vblackwell.numerics.packed import FINE_ZERO, PackedTensor, e2m5, pack_nibbles, tiles, unpack_nibbles
 from vblackwell.numerics.round_trip import max_tensor_scale
 from vblackwell.numerics.rounding import decode_scales
 
 FORM = FORMATS["nvfp4"]
-BITS = 8.5
 _TILE_ELEMENTS = 1 << 18  # fp64 temporaries of 2 MiB each
-_ROUND_ELEMENTS = 1 << 18
-FINE_ZERO = 8  # the fine code that adds nothing, and what padding holds
 _TOP = 7 * 16 + 7  # the largest magnitude, in sixteenths of a code
-
-
-@dataclass(frozen=True, eq=False)
-class SeparatedTensor:
-    """A tensor in two parts: nvfp4, and ``fine``, uint8 (N, P / 2), packed as the coarse codes. A stack holds it whole,
-    or its parts under separate keys.
-    """
-
-    coarse: PackedTensor
-    fine: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.coarse.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.coarse.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.coarse.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.coarse.nbytes + self.fine.nbytes
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of ``shape``, each element rounded once to fp32 and then to ``dtype`` (default: the tensor's)."""
-        coarse = self.coarse
-        tensors = (coarse.codes, self.fine, coarse.block_scales, coarse.tensor_scale)
-        return dequantize(*tensors, coarse.n, coarse.k, dtype or self.dtype).view(self.shape)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> SeparatedTensor:
-        return SeparatedTensor(self.coarse.to(device, non_blocking), self.fine.to(device, non_blocking=non_blocking))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.coarse.tensors() | {"fine": self.fine}
-
-    def meta(self) -> dict[str, Any]:
-        return self.coarse.meta() | {"parts": 2}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> SeparatedTensor:
-        """What ``tensors()`` and ``meta()`` described; raises as `PackedTensor.from_tensors`."""
-        if meta.get("parts") != 2 or "fine" not in tensors:
-            raise CorruptData("a tensor in two parts without its fine part: the file is incomplete")
-        separated = cls(PackedTensor.from_tensors(tensors, meta), tensors["fine"])
-        separated.check()
-        return separated
-
-    def check(self) -> None:
-        coarse = self.coarse
-        coarse.check()
-        if coarse.format != FORM.name:
-            raise ConfigurationError(f"the coarse part is {coarse.format}: a fine part refines nvfp4 only")
-        if self.fine.shape != coarse.codes.shape or self.fine.dtype != torch.uint8:
-            raise CorruptData(
-                f"two-part tensor of shape {self.shape}: the fine part is {self.fine.dtype} {tuple(self.fine.shape)}, "
-                f"expected torch.uint8 {tuple(coarse.codes.shape)}"
-            )
 
 
 def separate(
     tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None,
     workspace_bytes: int | None = None, name: str = "tensor",
-) -> SeparatedTensor:  # fmt: skip
+) -> PackedTensor:  # fmt: skip
     """``tensor`` in two parts, any shape and size; arguments, and what is refused, as for `quantize`."""
     options = {"tensor_scale": tensor_scale, "workspace_bytes": workspace_bytes, "name": name}
-    coarse = quantize(tensor, FORM.name, scale_search, **options)
-    return SeparatedTensor(coarse, fine_part(tensor, coarse))
+    return refine(quantize(tensor, FORM.name, scale_search, **options), tensor)
 
 
-def fine_part(tensor: Tensor, coarse: PackedTensor) -> Tensor:
-    """The fine codes (N, P / 2) of ``tensor`` for a coarse part that it could have been rounded to: the nearest level
-    within the cell of each coarse code, in fp64; on a tie the upper one. Raises ConfigurationError for another format
-    or shape.
+def refine(coarse: PackedTensor, tensor: Tensor) -> PackedTensor:
+    """``coarse``, which ``tensor`` was rounded to, and its fine part: the nearest level within the cell of each coarse
+    code, in fp64; on a tie the upper one. Raises ConfigurationError for another format or shape.
     """
     if coarse.format != FORM.name or coarse.shape != tuple(tensor.shape):
         raise ConfigurationError(
@@ -126,11 +59,10 @@ def fine_part(tensor: Tensor, coarse: PackedTensor) -> Tensor:
         )
     w_NK = tensor.detach().reshape(coarse.n, coarse.k)
     fine = torch.empty_like(coarse.codes)
-    for rows, columns in tiles(coarse.n, FORM.padded(coarse.k), 16, _TILE_ELEMENTS):
-        half, blocks = slice(columns.start // 2, columns.stop // 2), slice(columns.start // 16, columns.stop // 16)
+    for rows, columns, half, blocks in tiles(FORM, coarse.n, coarse.k, _TILE_ELEMENTS):
         codes = unpack_nibbles(coarse.codes[rows, half])
-        tile = w_NK[rows, columns.start : min(columns.stop, coarse.k)].to(torch.float64)
-        tile = torch.nn.functional.pad(tile, (0, codes.shape[1] - tile.shape[1]))
+        tile = w_NK[rows, columns].to(torch.float64)
+        tile = pad(tile, (0, codes.shape[1] - tile.shape[1]))
         scale = decode_scales(coarse.block_scales[rows, blocks], FORM).to(torch.float64) * coarse.tensor_scale.double()
         u_BE = tile.view(*scale.shape, 16) / torch.where(scale > 0, scale, torch.inf).unsqueeze(-1)
         u = u_BE.view(codes.shape).mul_(1.0 - 2.0 * (codes >> 3))  # along the code's own sign
@@ -138,34 +70,12 @@ def fine_part(tensor: Tensor, coarse: PackedTensor) -> Tensor:
         offset = _position(u.clamp_min_(0)).sub_(magnitude).mul_(16).add_(0.5).floor_()
         lowest = torch.where(magnitude == 0, 0.0, -8.0).to(offset.dtype)
         fine[rows, half] = pack_nibbles(offset.clamp_(max=7).maximum(lowest).add_(FINE_ZERO).to(torch.uint8))
-    return fine
-
-
-def dequantize(
-    codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
-    """The (n, k) matrix that canonical parts stand for: the oracle of everything that computes with two parts."""
-    out = torch.empty(n, k, dtype=dtype, device=codes.device)
-    for rows, columns in tiles(n, FORM.padded(k), 16, _TILE_ELEMENTS):
-        half, blocks = slice(columns.start // 2, columns.stop // 2), slice(columns.start // 16, columns.stop // 16)
-        code = unpack_nibbles(codes[rows, half]).to(torch.int16)
-        sixteenths = (code & 7) * 16 + unpack_nibbles(fine[rows, half]) - FINE_ZERO
-        values = _value(sixteenths.to(torch.float32)).mul_((1 - 2 * (code >> 3)).to(torch.float32))
-        scales = decode_scales(block_scales[rows, blocks], FORM)
-        tile = values.view(*scales.shape, 16).mul_(scales.unsqueeze(-1)).mul_(tensor_scale).flatten(-2)
-        stop = min(columns.stop, k)
-        out[rows, columns.start : stop] = tile[:, : stop - columns.start]
-    return out
+    return replace(coarse, fine=fine)
 
 
 def _position(u: Tensor) -> Tensor:
+    """In E2M1 codes, of a magnitude: the inverse of `e2m5`."""
     return torch.minimum(torch.minimum(u * 2, u + 2), u * 0.5 + 4)
-
-
-def _value(sixteenths: Tensor) -> Tensor:
-    """The magnitude at a position in sixteenths of a code; the inverse of `_position`, and exact."""
-    low, high = sixteenths / 32, sixteenths / 8 - 8
-    return torch.maximum(torch.maximum(low, sixteenths / 16 - 2), high)
 
 
 # -- training: encode and decode at once, on scales that are kept ------------------------------------------------------
@@ -211,13 +121,10 @@ def _scales_of(amax_NB: Tensor) -> Scales:
 
 def _block_maxima(w_NK: Tensor) -> Tensor:
     """fp32 (N, P / 16): the largest magnitude of each block; NaN where one is in it."""
-    n, k = w_NK.shape
+    (n, k), w_NK = w_NK.shape, w_NK.detach()
     whole = k // 16 * 16
-    w_NK = w_NK.detach()
-    maxima = w_NK.new_empty(n, 0)
-    if whole:
-        w_NBE = w_NK[:, :whole].reshape(n, -1, 16)
-        maxima = torch.maximum(w_NBE.amax(2), -w_NBE.amin(2))
+    w_NBE = w_NK[:, :whole].reshape(n, whole // 16, 16)
+    maxima = torch.maximum(w_NBE.amax(2), -w_NBE.amin(2))
     if k > whole:
         maxima = torch.cat([maxima, w_NK[:, whole:].abs().amax(1, keepdim=True)], 1)
     return maxima.to(torch.float32).abs_()  # a block of zeros has no sign
@@ -230,17 +137,17 @@ def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
     the next coarse code within 1/32 step of a boundary, which is nearer. Magnitudes beyond the last level saturate; NaN
     stays.
     """
-    (n, k), padded = w_NK.shape, FORM.padded(w_NK.shape[1])
+    n, k = w_NK.shape
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
-    for rows, columns in tiles(n, padded, 16, _ROUND_ELEMENTS):
-        blocks, stop = slice(columns.start // 16, columns.stop // 16), min(columns.stop, k)
+    for rows, columns, _, blocks in tiles(FORM, n, k, _TILE_ELEMENTS):
         scale_B1 = decode_scales(scales.block[rows, blocks], FORM).unsqueeze(-1)
-        tile = w_NK.detach()[rows, columns.start : stop].to(torch.float32)
-        if stop < columns.stop:
-            tile = torch.nn.functional.pad(tile, (0, columns.stop - stop))
+        tile = w_NK.detach()[rows, columns].to(torch.float32)
+        width = columns.stop - columns.start
+        if short := 16 * scale_B1.shape[1] - width:
+            tile = pad(tile, (0, short))
         tile_BE = tile.reshape(*scale_B1.shape[:2], 16)
         u = tile_BE.abs() / torch.where(scale_B1 == 0, torch.inf, scale_B1 * scales.tensor)
         sixteenths = _position(u).mul_(16).round_().clamp_max_(_TOP)
-        rounded = _value(sixteenths).mul_(scale_B1).mul_(scales.tensor).copysign_(tile_BE)
-        out[rows, columns.start : stop] = rounded.flatten(1)[:, : stop - columns.start]
+        rounded = e2m5(sixteenths).mul_(scale_B1).mul_(scales.tensor).copysign_(tile_BE)
+        out[rows, columns] = rounded.flatten(1)[:, :width]
     return out

@@ -41,8 +41,7 @@ from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_
 from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
-from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor, fine_part
+from vblackwell.numerics.separation import refine
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.units import format_bytes
 
@@ -428,14 +427,13 @@ class _Packer:
             block_size=self._form.block_size, workspace_bytes=_WORKSPACE_BYTES, name=f"{linear}.weight",
         )  # fmt: skip
         entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
-        whole: PackedTensor | SeparatedTensor = packed
         if linear in self._plan.two_parts:
-            whole = SeparatedTensor(packed, fine_part(weight, packed))
-            entries[f"{linear}.{FINE}"] = whole.fine
+            packed = refine(packed, weight)
+            entries[f"{linear}.{FINE}"] = packed.fine
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
-        noise, signal = noise_and_signal(weight, whole.dequantize(torch.float32))
+        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
         self.noise, self.signal = self.noise + noise, self.signal + signal
         layer = PackedLayer(linear, self._plan.packed[linear], decibels(noise, signal), weight.nbytes, after)
         self.layers.append(layer)

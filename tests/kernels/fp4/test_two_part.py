@@ -15,7 +15,7 @@ from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.numerics import separation
+from vblackwell.numerics import packed, separation
 from vblackwell.numerics.separation import separate
 
 MAIN = """
@@ -61,15 +61,19 @@ def random_parts(n: int, k: int):
     fine = torch.randint(0, 16, (n, padded), dtype=torch.uint8, generator=generator)
     fine = torch.where(codes & 7 == 0, fine | 8, fine)
     scales = torch.randint(0, 127, (n, padded // 16), dtype=torch.uint8, generator=generator)
-    packed = [tensor[:, 0::2] | (tensor[:, 1::2] << 4) for tensor in (codes, fine)]
-    parts = (packed[0], packed[1], scales, torch.tensor(0.37))
-    return separation.dequantize(*parts, n, k, torch.float32), parts
+    pairs = [tensor[:, 0::2] | (tensor[:, 1::2] << 4) for tensor in (codes, fine)]
+    parts = (pairs[0], pairs[1], scales, torch.tensor(0.37))
+    return dequantize(*parts, n, k, torch.float32), parts
+
+
+def dequantize(codes, fine, scales, tensor_scale, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    return packed.dequantize(codes, scales, tensor_scale, separation.FORM, n, k, dtype, fine)
 
 
 def bf16_weight(parts, n: int, k: int) -> torch.Tensor:
     """What the kernel multiplies by: code times scale rounded to bf16, then the tensor scale in fp32's sum."""
     codes, fine, scales, _ = parts
-    return separation.dequantize(codes, fine, scales, torch.tensor(1.0), n, k, torch.bfloat16).double() * 0.37
+    return dequantize(codes, fine, scales, torch.tensor(1.0), n, k, torch.bfloat16).double() * 0.37
 
 
 def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
@@ -88,7 +92,7 @@ def test_tiles_are_turned_back(shape, monkeypatch):
     w_NK, parts = random_parts(*shape)
     tiled = layout.parts_to_tiled(*parts, *shape)
     assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(layout.parts_shapes("nvfp4-tiled", *shape))
-    assert torch.equal(separation.dequantize(*layout.parts_from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
+    assert torch.equal(dequantize(*layout.parts_from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
 
 
 def test_a_fine_part_of_another_weight_is_refused():

@@ -278,7 +278,7 @@ def test_files_that_do_not_fit_are_refused():
         VBOptimizedLinear(16, 32).load_state_dict(state)
     with pytest.raises(ConfigurationError, match="precision"):
         VBOptimizedLinear(32, 16, precision="nvfp4").load_state_dict(state)
-    with pytest.raises(CorruptData, match="weight_fine"):
+    with pytest.raises(CorruptData, match=r"weight_.*fine is"):
         VBOptimizedLinear(32, 16).load_state_dict(state | {"weight_fine": state["weight_fine"][:4]})
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout
-from vblackwell.numerics import separation
+from vblackwell.numerics import packed
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.rounding import decode_scales
 
@@ -30,7 +30,8 @@ def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
     if len(weight) == 3:
         return dequantize(*weight, format=format, n=n, k=k)
     parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight
-    return separation.dequantize(*parts, n=n, k=k, dtype=torch.float32)
+    codes, fine, scales, tensor_scale = parts
+    return packed.dequantize(codes, scales, tensor_scale, FORMATS["nvfp4"], n, k, torch.float32, fine)
 
 
 def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> Tensor:

@@ -194,7 +194,7 @@ def two_part_linear(
     format: str, activation: str, n: int, k: int,
 ) -> Tensor:  # fmt: skip
     """``activation(x W^T + bias)`` with ``W`` the sum of its parts: ``codes``, ``fine``, ``block_scales`` and
-    ``tensor_scale`` of a `SeparatedTensor` (format 'nvfp4') or of ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest
+    ``tensor_scale`` of a `PackedTensor` (format 'nvfp4') or of ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest
     as for ``fp4_linear``.
 
     Raises:

@@ -38,7 +38,6 @@ from vblackwell.nn.linear.two_part import (
     precision_of,
 )
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor
 from vblackwell.units import format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
@@ -192,11 +191,11 @@ def store_linears(
     return found
 
 
-def install_packed(model: nn.Module, name: str, packed: PackedTensor | SeparatedTensor) -> PackedLinear:
+def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> PackedLinear:
     """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
-    kind = VBOptimizedLinear.from_separated if isinstance(packed, SeparatedTensor) else FusedFP4Linear.from_packed
-    layer = kind(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
+    kind = FusedFP4Linear if packed.fine is None else VBOptimizedLinear
+    layer = kind.from_packed(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
     replace_modules(model, {linear: layer})
     return layer
 

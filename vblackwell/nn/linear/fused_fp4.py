@@ -27,7 +27,6 @@ from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor
 
 
 class FusedFP4Linear(PackedLinear):
@@ -86,13 +85,6 @@ class FusedFP4Linear(PackedLinear):
         layer._adopt(packed)
         return layer
 
-    @property
-    def packed(self) -> PackedTensor | None:
-        """The packed weight in its canonical layout; None before ``quantize()``. On a GPU this makes a copy."""
-        packed = super().packed
-        assert not isinstance(packed, SeparatedTensor)
-        return packed
-
     def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
@@ -149,8 +141,7 @@ class FusedFP4Linear(PackedLinear):
     def _check_w4a8(self) -> None:
         check_shape(self.form.name, self.out_features, self.in_features, self._name())
 
-    def _adopt(self, packed: PackedTensor | SeparatedTensor) -> None:
-        assert isinstance(packed, PackedTensor)
+    def _adopt(self, packed: PackedTensor) -> None:
         if self.w4a8:
             check_packed(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's memory

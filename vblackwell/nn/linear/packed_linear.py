@@ -31,12 +31,13 @@ from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.numerics.formats import Format
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor, separate
+from vblackwell.numerics.separation import separate
 from vblackwell.units import MiB
 
 PARTS = CODES, SCALES, TENSOR_SCALE = ("weight_codes", "weight_scales", "weight_tensor_scale")
 FINE, META = "weight_fine", "weight_meta"
 STATE_NAMES = (*PARTS, META)
+_ENTRIES = {"codes": CODES, "block_scales": SCALES, "tensor_scale": TENSOR_SCALE, "fine": FINE}
 PACKING_BYTES = 256 * MiB  # of a GPU while it packs: with less, a few MiB are seventy tiles of hundreds of launches
 _SHUFFLE_ELEMENTS = 1 << 20
 
@@ -62,29 +63,21 @@ class PlacedWeight:
         return two_part_linear(x, *parts, bias, self.layout, activation, n, k)
 
 
-def pack(weight: Tensor, precision: str, name: str) -> SeparatedTensor | PackedTensor:
+def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
     """``weight`` packed as 'two-part', or in a format, many blocks of it at once; raises as `quantize`."""
     if precision == "two-part":
         return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
     return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
 
 
-def place(packed: PackedTensor | SeparatedTensor, tiles: bool = False) -> PlacedWeight:
+def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
     """Tiled on CUDA where the format has tiles and the values fit; with ``tiles`` anywhere, or Unsupported."""
-    on_cuda = packed.device.type == "cuda"
-    if isinstance(packed, SeparatedTensor):
-        coarse = packed.coarse
-        if not (on_cuda or tiles):
-            return PlacedWeight(coarse.format, coarse.codes, coarse.block_scales, coarse.tensor_scale, packed.fine)
-        parts = (coarse.codes, packed.fine, coarse.block_scales, coarse.tensor_scale)
-        codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, coarse.n, coarse.k)
-        return PlacedWeight(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
     if tiles:
         return tiled(packed)
-    if on_cuda and packed.format in ("nvfp4", "mxfp4"):
+    if packed.device.type == "cuda" and packed.format in ("nvfp4", "mxfp4"):
         with suppress(Unsupported):  # an mxfp4 tensor of extreme range: there are backends for the canonical layout too
             return tiled(packed)
-    return PlacedWeight(packed.format, packed.codes, packed.block_scales, packed.tensor_scale)
+    return PlacedWeight(packed.format, packed.codes, packed.block_scales, packed.tensor_scale, packed.fine)
 
 
 def tiled(packed: PackedTensor) -> PlacedWeight:
@@ -94,6 +87,10 @@ def tiled(packed: PackedTensor) -> PlacedWeight:
     have free. Bands of mxfp4 share the exponent that moves into the tensor scale.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
+    if packed.fine is not None:
+        parts = (packed.codes, packed.fine, packed.block_scales, packed.tensor_scale)
+        codes, fine, scales, tensor_scale = layout.parts_to_tiled(*parts, n, k)
+        return PlacedWeight(layout.TILED_PARTS, codes, scales, tensor_scale, fine)
     if (tensors := nvfp4_tiles(packed)) is not None:
         return PlacedWeight(name, *tensors, packed.tensor_scale)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
@@ -114,9 +111,7 @@ def tiled(packed: PackedTensor) -> PlacedWeight:
     return PlacedWeight(name, codes, scales, tensor_scale)
 
 
-def unplace(
-    placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: torch.dtype
-) -> PackedTensor | SeparatedTensor:
+def unplace(placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: torch.dtype) -> PackedTensor:
     """The canonical tensor again, of a weight of this format, shape (N, K) and dtype."""
     codes, scales, tensor_scale, fine = placed.codes, placed.scales, placed.tensor_scale, placed.fine
     if layout.is_tiled(placed.layout):
@@ -125,33 +120,16 @@ def unplace(
             tensor_scale = tensor_scale.clone()  # a copy like the others: layers laid together share theirs
         else:
             codes, fine, scales, tensor_scale = layout.parts_from_tiled(codes, fine, scales, tensor_scale, *shape)
-    coarse = PackedTensor(form, shape, dtype, codes, scales, tensor_scale)
-    return coarse if fine is None else SeparatedTensor(coarse, fine)
+    return PackedTensor(form, shape, dtype, codes, scales, tensor_scale, fine)
 
 
-def copied(packed: PackedTensor | SeparatedTensor, device: torch.device) -> PackedTensor | SeparatedTensor:
-    """A copy on ``device``."""
-
-    def copy(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device).copy_(tensor)
-
-    if isinstance(packed, SeparatedTensor):
-        coarse = copied(packed.coarse, device)
-        assert isinstance(coarse, PackedTensor)
-        return SeparatedTensor(coarse, copy(packed.fine))
-    tensors = {name: copy(tensor) for name, tensor in packed.tensors().items()}
-    return PackedTensor(packed.form, packed.shape, packed.dtype, **tensors)
-
-
-def to_state(packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
+def to_state(packed: PackedTensor) -> dict[str, Tensor]:
     """Entries of a state dict, by local name."""
-    coarse = packed.coarse if isinstance(packed, SeparatedTensor) else packed
-    meta = torch.frombuffer(bytearray(json.dumps(coarse.meta()).encode()), dtype=torch.uint8)
-    entries = {CODES: coarse.codes, SCALES: coarse.block_scales, TENSOR_SCALE: coarse.tensor_scale, META: meta}
-    return entries | ({FINE: packed.fine} if isinstance(packed, SeparatedTensor) else {})
+    meta = torch.frombuffer(bytearray(json.dumps(packed.coarse.meta()).encode()), dtype=torch.uint8)
+    return {_ENTRIES[name]: tensor for name, tensor in packed.tensors().items()} | {META: meta}
 
 
-def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor | SeparatedTensor:
+def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
     """The packed weight that ``to_state`` wrote under ``prefix``; CorruptData where entries lack or do not fit."""
     missing = [name for name in STATE_NAMES if prefix + name not in entries]
     if missing:
@@ -160,16 +138,11 @@ def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor | Sep
         meta = json.loads(bytes(entries[prefix + META].cpu().tolist()))
     except (ValueError, TypeError) as error:
         raise CorruptData(f"{prefix}{META} is not the description of a packed weight ({error})") from error
-    names = {"codes": CODES, "block_scales": SCALES, "tensor_scale": TENSOR_SCALE}
-    packed = PackedTensor.from_tensors({key: entries[prefix + name] for key, name in names.items()}, meta)
-    if prefix + FINE not in entries:
-        return packed
-    separated = SeparatedTensor(packed, entries[prefix + FINE])
+    found = {key: entries[prefix + name] for key, name in _ENTRIES.items() if prefix + name in entries}
     try:
-        separated.check()
+        return PackedTensor.from_tensors(found, meta)
     except CorruptData as error:
-        raise CorruptData(f"{prefix}{FINE}: {error}") from error
-    return separated
+        raise CorruptData(f"the entries {prefix}weight_*: {error}") from error
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -228,7 +201,7 @@ class PackedLinear(nn.Module):
         return self.weight is None
 
     @property
-    def packed(self) -> PackedTensor | SeparatedTensor | None:
+    def packed(self) -> PackedTensor | None:
         """The packed weight in its canonical layout; ``None`` before ``quantize()``. On a GPU this makes a copy."""
         if self.weight is not None:
             return None
@@ -245,8 +218,8 @@ class PackedLinear(nn.Module):
         parts = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_fine)
         return PlacedWeight(self._layout, *parts)
 
-    def _adopt(self, packed: PackedTensor | SeparatedTensor) -> None:
-        self.hold(place(packed, tiles=False))
+    def _adopt(self, packed: PackedTensor) -> None:
+        self.hold(place(packed))
 
     def hold(self, placed: PlacedWeight) -> None:
         """Becomes a packed layer that computes from these very tensors."""
@@ -305,15 +278,15 @@ class PackedLinear(nn.Module):
             packed = from_state({key: state_dict[key] for key in own & state_dict.keys()}, prefix)
             self._check_loaded(packed, prefix)
             assign = local_metadata.get("assign_to_params_buffers", False)
-            self._adopt(packed if assign else copied(packed, device))
+            self._adopt(packed if assign else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
             self._drop_packed(device)
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _check_loaded(self, packed: PackedTensor | SeparatedTensor, prefix: str) -> None:
-        found = "two-part" if isinstance(packed, SeparatedTensor) else packed.format
+    def _check_loaded(self, packed: PackedTensor, prefix: str) -> None:
+        found = packed.precision
         # A layer in two parts takes a file of its coarse part alone.
         if found != self.packs_to and (found, self.packs_to) != ("nvfp4", "two-part"):
             raise ConfigurationError(

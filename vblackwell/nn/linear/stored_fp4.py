@@ -30,7 +30,6 @@ from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.separation import SeparatedTensor
 from vblackwell.units import MiB
 
 PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
@@ -93,7 +92,7 @@ class StoredFP4Linear(nn.Module):
         how: dict[str, Any] = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
         return self.bytes_of_packed(quantize(weight_NK, self.form.name, "mse", **how))
 
-    def bytes_of_packed(self, packed: PackedTensor | SeparatedTensor) -> dict[str, Tensor]:
+    def bytes_of_packed(self, packed: PackedTensor) -> dict[str, Tensor]:
         """The bytes of each part of a packed weight; Unsupported where the tiled layout cannot hold its values."""
         placed = place(packed, tiles=layout.is_tiled(self.layout))
         tensors = dict(zip(self.parts, placed.tensors(), strict=True))

@@ -30,7 +30,8 @@ from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linear
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.separation import Scales, SeparatedTensor
+from vblackwell.numerics.packed import PackedTensor
+from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
 # By (enable_fp4, enable_quantization).
@@ -323,7 +324,7 @@ class VBOptimizedLinear(PackedLinear):
         return layer
 
     @classmethod
-    def from_separated(cls, packed: SeparatedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
+    def from_packed(cls, packed: PackedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
         """A packed layer of mode 'inference' on these very parts, moved into its device's layout."""
         n, k = packed.shape
         layer = cls(k, n, bias is not None, "inference", device="meta", dtype=packed.dtype)
