@@ -23,9 +23,7 @@ from vblackwell.trace.work import (
     ONE_OF_MANY,
     Work,
     host_seconds,
-    host_work,
     phase_seconds,
-    read_work,
     slowed_by_updates,
     tiled_share,
     work_of,
@@ -108,13 +106,14 @@ def test_a_host_that_reads_waits_for_the_gpu_and_the_gpu_for_it():
     what one does the other cannot hide.
     """
     rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-3, read_issues=1e-9, memory=1e9 / MEMORY_SHARE)
-    runs, issues = Work("optimizer", 0.0, 3_000_000, 4, issues=0.0), host_work("optimizer", 1.0)
+    read = Work("optimizer", kind="read", issues=1.0)
+    runs, issues = Work("optimizer", 0.0, 3_000_000, 4, issues=0.0), Work("optimizer", kind="host", issues=1.0)
     alone = phase_seconds([runs, issues] * 10, rates)
     assert alone == pytest.approx({"optimizer": 30e-3})  # the longer of 30 and 10
-    assert phase_seconds([runs, read_work("optimizer"), issues] * 10, rates) == pytest.approx({"optimizer": 40e-3})
+    assert phase_seconds([runs, read, issues] * 10, rates) == pytest.approx({"optimizer": 40e-3})
     late = replace(rates, read_issues=2.0)  # a number's way takes 2 ms
-    assert phase_seconds([runs, read_work("optimizer"), issues] * 10, late) == pytest.approx({"optimizer": 60e-3})
-    here = phase_seconds([runs, read_work("optimizer"), issues] * 10, rates, waits=True)
+    assert phase_seconds([runs, read, issues] * 10, late) == pytest.approx({"optimizer": 60e-3})
+    here = phase_seconds([runs, read, issues] * 10, rates, waits=True)
     assert here == pytest.approx({"optimizer": 40e-3})  # on a CPU both add up anyway
 
 

@@ -1,13 +1,11 @@
-"""PyTorch's caching allocator as arithmetic: what a sequence of allocations makes it hold, and whether that fits under
-a cap.
+"""PyTorch's caching allocator as arithmetic: what a sequence of allocations makes it hold, and whether a cap holds it.
 
 Its rules, as in c10/cuda/CUDACachingAllocator.cpp with default settings and one stream. A size is rounded up to 512 B.
 Up to 1 MiB comes from the small pool, whose segments are 2 MiB; more from the large pool, whose segments are 20 MiB for
 sizes below 10 MiB, else the size rounded up to 2 MiB. The free block that fits best is taken, among equals the one at
-the lowest address (a later segment lies below an earlier one: with that, what fourteen recorded runs reserved on an
-H200 is met to the byte), and split if what is left is at least 512 B (small pool) or more than 1 MiB (large pool);
-otherwise the whole block counts as allocated. A freed block joins its free neighbours. Segments are kept; only when the
-cap is hit are those that are entirely free given back, once, before the allocation fails.
+the lowest address (a later segment lies below an earlier one: fourteen recorded runs on an H200 are met to the byte),
+and split if what is left is at least 512 B (small pool) or more than 1 MiB (large pool). A freed block joins its free
+neighbours. Segments are kept; only when the cap is hit are those that are entirely free given back, once.
 
 With expandable segments each pool is one range of addresses, mapped in pages of 2 MiB (small) or 20 MiB (large) where
 it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
@@ -100,7 +98,6 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give a block back to its pool."""
         if block is None:
             return
         assert block.allocated, "freed twice"
@@ -210,37 +207,36 @@ class CachingAllocator:
     def _flush(self) -> None:
         """Give back what is entirely free."""
         self.flushes += 1
-        for small, free in self._free.items():
-            kept: list[tuple[int, int, Block]] = []
-            for _, _, block in free:
-                if self.expandable:
-                    kept += [(each.size, each.address, each) for each in self._unmap(block, small)]
-                elif block.previous or block.next:
-                    kept.append((block.size, block.address, block))
-                else:
-                    self.reserved -= block.size
-            self._free[small] = sorted(kept, key=lambda entry: entry[:2])
+        blocks = [block for free in self._free.values() for _, _, block in free]
+        self._free = {True: [], False: []}
+        for block in blocks:
+            if self.expandable:
+                self._unmap(block)
+            elif block.previous or block.next:
+                self._put(block)
+            else:
+                self.reserved -= block.size
 
-    def _unmap(self, block: Block, small: bool) -> list[Block]:
-        """Unmap the whole pages of a free block; what is left of it."""
-        page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        base = _SPAN * (2 - small)
+    def _unmap(self, block: Block) -> None:
+        """Unmap the whole pages of a free block, which is in no list; what is left of it stays."""
+        page = SMALL_SEGMENT if block.small else LARGE_SEGMENT
+        base = _SPAN * (2 - block.small)
         first = align_up(block.address - base, page) + base
         last = (block.address + block.size - base) // page * page + base
         if last <= first:
-            return [block]
-        kept = []
+            self._put(block)
+            return
         if first > block.address:
-            kept.append(block)
-            block = self._cut(block, first - block.address)
+            left = block
+            block = self._cut(left, first - left.address)
+            self._put(left)
         if block.address + block.size > last:
-            kept.append(self._cut(block, last - block.address))
+            self._put(self._cut(block, last - block.address))
         self.reserved -= block.size
         block.mapped = False
-        for left, right in ((block, block.next), (block.previous, block)):
-            if left and right and not left.mapped and not right.mapped:
-                self._absorb(left, right)
-        return kept
+        for before, after in ((block, block.next), (block.previous, block)):
+            if before and after and not before.mapped and not after.mapped:
+                self._absorb(before, after)
 
 
 def _could_become(block: Block) -> int:
@@ -252,12 +248,9 @@ def _could_become(block: Block) -> int:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of allocations makes the allocator hold.
-
-    Attributes:
-        fits: whether every allocation succeeded; if not, the rest describes what came before.
-        peak_allocated, peak_reserved: bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count.
-        peak_event: index of the event at which allocated bytes were at their peak.
+    """What a sequence of allocations makes the allocator hold: peaks as `torch.cuda.max_memory_allocated` and
+    `max_memory_reserved` count; ``peak_event``: index of the event at which most was allocated; ``fits``: every
+    allocation succeeded; if not, the rest describes what came before.
     """
 
     fits: bool

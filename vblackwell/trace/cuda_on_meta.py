@@ -1,13 +1,10 @@
 """Meta tensors that answer as if they were on a GPU, so that models take their CUDA path where there is none.
 
-Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them. Meta tensors do not: their autograd is
-the same C++ on every build. What differs is decided by the device: which attention runs, whether dropout keeps a byte
-or a float an element, what autocast casts, what `x.is_cuda` says. `CudaOnMeta` answers these as CUDA does, above
-autograd, so the graph and what it saves are those of the GPU. One path for all machines: a laptop and a GPU server give
-the same bytes.
-
-Not seen from here: calls that C++ makes by itself to attention or dropout (`torch.nn.LSTM`), autocast regions that a
-    model opens itself.
+Fake CUDA tensors need a build of torch with CUDA as soon as autograd meets them; the autograd of meta tensors is the
+same C++ on every build. What the device decides (which attention runs, what dropout keeps, what autocast casts, what
+`x.is_cuda` says) `CudaOnMeta` answers as CUDA does, above autograd: the graph and what it saves are the GPU's, the same
+on a laptop and a GPU server. Not seen from here: calls that C++ makes by itself to attention or dropout
+(`torch.nn.LSTM`), autocast regions that a model opens itself.
 """
 
 from __future__ import annotations
@@ -71,13 +68,17 @@ class CudaOnMeta(TorchFunctionMode):
     def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.autocast = autocast
-        self.cache_casts = False
         self.items_are_one = False
         self.item_read: Callable[[], None] = lambda: None  # called where such an item is asked for
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._caches_casts = False
 
-    def drop_casts(self) -> None:
-        """Forget the weights that autocast has cast: what leaving its region does."""
+    @contextmanager
+    def cached_casts(self) -> Iterator[None]:
+        """Weights that autocast casts inside are cast once, as in its region, and forgotten at the end."""
+        self._caches_casts = True
+        yield
+        self._caches_casts = False
         self._casts.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,7 +129,7 @@ class CudaOnMeta(TorchFunctionMode):
             return type(value)(self._as(each, wanted) for each in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (wanted, torch.float64):
             return value
-        if not (value.is_leaf and value.requires_grad and self.cache_casts) or wanted == torch.float32:
+        if not (value.is_leaf and value.requires_grad and self._caches_casts) or wanted == torch.float32:
             return value.to(wanted)
         if id(value) not in self._casts:
             self._casts[id(value)] = (value, value.to(wanted))
@@ -160,10 +161,8 @@ _ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`torch.nn.functional.dropout` as CUDA computes it: one fused operator that keeps a byte an element."""
-    if not training or p == 0 or p == 1 or input.numel() == 0:
+    if not training or inplace or p == 0 or p == 1 or input.numel() == 0:
         return _DROPOUT[0](input, p, training, inplace)
-    if inplace:
-        return _DROPOUT[0](input, p, training, inplace=True)
     return torch.native_dropout(input, p, True)[0]
 
 
@@ -176,7 +175,6 @@ class WideSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, log: bool) -> Tensor:
-        """fp32, as large as ``values``."""
         out = torch.empty_like(values, dtype=torch.float32)
         ctx.save_for_backward(out)
         ctx.log, ctx.dtype = log, values.dtype
@@ -184,7 +182,6 @@ class WideSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        """That of ``values``."""
         (out,) = ctx.saved_tensors
         product = None if ctx.log else torch.empty_like(out)
         found = torch.empty_like(out, dtype=ctx.dtype)
@@ -196,8 +193,7 @@ def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     """A softmax in fp32 (``dtype``) of half-precision values, as CUDA computes it, without a wide copy of them; None
     for any other softmax: autocast's own makes the copy.
     """
-    values: Any = args[0] if args else kwargs.get("input")
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    values, dim = (args[at] if len(args) > at else kwargs.get(name) for at, name in enumerate(("input", "dim")))
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
     if not _is_half(values) or not isinstance(dim, int) or dtype != torch.float32:
         return None
@@ -322,11 +318,11 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
 TRIED_VERSIONS = "2.11 to 2.13"
 PRIVATE_NAMES = (
     (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"),
-    (graph, "_engine_run_backward"),
-    (torch.UntypedStorage, "_cdata"), (checkpoint, "_allowed_determinism_checks_to_fns"),
-    (checkpoint, "_default_meta_extractor"),
-    (checkpoint, "get_device_states"),
+    (graph, "_engine_run_backward"), (torch.UntypedStorage, "_cdata"), (checkpoint, "get_device_states"),
+    (checkpoint, "_allowed_determinism_checks_to_fns"), (checkpoint, "_default_meta_extractor"),
 )  # fmt: skip
+# Two names of one method of Optimizer: torch 2.11 has the first, 2.13 both.
+_CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
 def check_torch() -> None:
@@ -339,39 +335,6 @@ def check_torch() -> None:
         )
 
 
-# Two names of one method of Optimizer: torch 2.11 has the first, 2.13 both.
-_CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
-
-
-@contextmanager
-def _untouched_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Answer for ``capability`` what torch asks of a GPU by itself: optimizers whether a CUDA graph is being captured,
-    checkpointing for the states of random numbers, autocast whether bf16 is supported.
-
-    Asking a GPU that is there would start CUDA: half a second, and memory of the GPU. Our kernels' dispatcher remembers
-    the capability: not across the borders of a trace.
-    """
-    dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
-    forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
-    answers: dict[str, Any] = {
-        "get_device_capability": lambda device=None: capability,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        "is_current_stream_capturing": lambda: False,
-        "current_device": lambda: 0,
-    }
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        for name in _CAPTURE_CHECKS:
-            if hasattr(torch.optim.Optimizer, name):
-                stack.enter_context(mock.patch.object(torch.optim.Optimizer, name, lambda self: None))
-        # Tensors without bytes draw no random numbers, so there is no state to come back to.
-        stack.enter_context(mock.patch.object(checkpoint, "get_device_states", lambda *args: ([], [])))
-        forget()
-        stack.callback(forget)
-        yield
-
-
 @contextmanager
 def cuda_on_meta(
     autocast: torch.dtype | None = None,
@@ -381,49 +344,55 @@ def cuda_on_meta(
     """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught
     too. ``on_call`` is told of every module that is called.
 
-    One thread at a time; others get these answers as well, so let none use a GPU meanwhile.
+    One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
+    itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
+    answered here: asking a GPU that is there would start CUDA, half a second, and take memory of it.
     """
     check_torch()
-    with _ONE_AT_A_TIME, _patched(CudaOnMeta(autocast), capability, on_call) as mode:
-        yield mode
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        mode, has_bf16 = CudaOnMeta(autocast), capability >= (8, 0)
+        call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
+        # Our kernels' dispatcher remembers the capability: not across the borders of a trace.
+        dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
+        forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
 
+        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            on_call(module)
+            return call(module, *args, **kwargs)
 
-@contextmanager
-def _patched(
-    mode: CudaOnMeta, capability: tuple[int, int], on_call: Callable[[torch.nn.Module], None]
-) -> Iterator[CudaOnMeta]:
-    autocast = mode.autocast
-    call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
+        def run_engine(*args: Any, **kwargs: Any) -> Any:
+            # torch takes a mode off the stack before it hands `backward` to it. Functions' own backwards and the
+            # forwards that checkpointing repeats have to see what the forward saw.
+            with mode:
+                return run_backward(*args, **kwargs)
 
-    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        on_call(module)
-        return call(module, *args, **kwargs)
+        def attend(*args: Any, **kwargs: Any) -> Tensor:
+            if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
+                args, kwargs = mode._cast(_SDPA, args, kwargs)
+            return attention(*args, **kwargs)
 
-    def run_engine(*args: Any, **kwargs: Any) -> Any:
-        # torch takes a mode off the stack before it hands `backward` to it. Functions' own backwards and the forwards
-        # that checkpointing repeats have to see what the forward saw.
-        with mode:
-            return run_backward(*args, **kwargs)
-
-    def attend(*args: Any, **kwargs: Any) -> Tensor:
-        if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
-            args, kwargs = mode._cast(_SDPA, args, kwargs)
-        return attention(*args, **kwargs)
-
-    with (
-        mode,
-        warnings.catch_warnings(),
-        mock.patch.object(torch.nn.Module, "__call__", called),
-        mock.patch.object(torch.autograd, "_engine_run_backward", run_engine),
-        mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved),
-        mock.patch.object(functional, "scaled_dot_product_attention", attend),
-        _untouched_gpu(capability),
-        mock.patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
-        mock.patch.object(
-            torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None
-        ),
-        mock.patch.object(torch, "get_autocast_dtype", lambda device_type: autocast or torch.float32),
-    ):
-        # Checkpointing restores autocast around its second forward, and says so where torch has no CUDA.
-        warnings.filterwarnings("ignore", message=".*Disabling autocast")
-        yield mode
+        answers: list[tuple[Any, str, Any]] = [
+            (torch.nn.Module, "__call__", called),
+            (torch.autograd, "_engine_run_backward", run_engine),
+            (functional, "scaled_dot_product_attention", attend),
+            (torch.cuda, "get_device_capability", lambda device=None: capability),
+            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_device", lambda: 0),
+            *((torch.optim.Optimizer, name, lambda self: None) for name in _CAPTURE_CHECKS),
+            # Tensors without bytes draw no random numbers, so there is no state to come back to.
+            (checkpoint, "get_device_states", lambda *args: ([], [])),
+            (torch.version, "cuda", torch.version.cuda or "13.0"),
+            (torch, "is_autocast_enabled", lambda device_type="cuda": device_type == "cuda" and autocast is not None),
+            (torch, "get_autocast_dtype", lambda device_type: autocast or torch.float32),
+        ]
+        with mode, warnings.catch_warnings():
+            for owner, name, answer in answers:
+                if owner is not torch.optim.Optimizer or hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, answer))
+            stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved))
+            forget()
+            stack.callback(forget)
+            # Checkpointing restores autocast around its second forward, and says so where torch has no CUDA.
+            warnings.filterwarnings("ignore", message=".*Disabling autocast")
+            yield mode

@@ -1,10 +1,9 @@
 """Operators on meta tensors, answered from what the same question gave before.
 
-Many of torch's shape rules are Python and take a third of a millisecond a call; a model of thirty equal layers asks
-each of them hundreds of times. An answer depends on shapes, strides, dtypes and plain arguments alone, so it is worked
-out once for each. Kept are only answers that are new, dense tensors of their own, or the first argument changed in
-place and otherwise as it was; every other operator (views, what reads values, what touches tensors with bytes) runs as
-always.
+Many of torch's shape rules are Python and take a third of a millisecond a call, hundreds of times in a model of thirty
+equal layers; an answer depends on shapes, strides, dtypes and plain arguments alone. Kept are only answers that are
+new, dense tensors of their own, or the first argument changed in place; every other operator (views, what reads values,
+what touches tensors with bytes) runs as always.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
 _PLAIN_ARGUMENTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -40,7 +40,6 @@ class MetaAnswers:
         self.known: Known | None = None
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``."""
         self.known = None
         if func.namespace != "aten":
             return func(*args, **kwargs)
@@ -94,19 +93,20 @@ def _key(value: Any) -> Any:
 
 def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Recipe | None:
     """How to answer again; None where it must be asked."""
-    schema = func._schema
-    written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
-    if any(written):
-        return _in_place(func, args, kwargs, written, out)
-    if any(each.alias_info is not None for each in (*schema.arguments, *schema.returns)):
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+    if any(written):  # nothing happens to a tensor without bytes, and the first argument comes back
+        in_place = written[0] and func.__name__.partition(".")[0].endswith("_")
+        is_plain = not kwargs and in_place and torch.Tag.inplace_view not in func.tags
+        return (lambda args: args[0]) if is_plain and out is args[0] and isinstance(out, Tensor) else None
+    if any(each.alias_info is not None for each in (*arguments, *returns)):
         return None  # a view
-    taken = {each.untyped_storage()._cdata for each in _tensors((args, tuple(kwargs.values())))}
+    taken = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
     if type(out) is Tensor:
         return _new(out, taken)
-    if type(out) in (list, tuple) and out:
-        parts = [_new(each, taken) for each in out if type(each) is Tensor]
-        storages = {each.untyped_storage()._cdata for each in out if type(each) is Tensor}
-        if len(parts) == len(out) == len(storages) and None not in parts:
+    if type(out) in (list, tuple) and out and all(type(each) is Tensor for each in out):
+        parts = [_new(each, taken) for each in out]
+        if len({each.untyped_storage()._cdata for each in out}) == len(out) and None not in parts:
             kind = type(out)
             return lambda args: kind(part(args) for part in parts if part is not None)
     return None
@@ -120,37 +120,3 @@ def _new(out: Tensor, taken: set[int]) -> _Recipe | None:
         return None
     shape, stride, dtype = tuple(out.shape), out.stride(), out.dtype
     return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device=META)
-
-
-# What these change is not their bytes.
-_NOT_VALUES = set(
-    [
-        "resize_",
-        "resize_as_",
-        "set_",
-        "detach_",
-        "squeeze_",
-        "unsqueeze_",
-        "transpose_",
-        "t_",
-        "swapaxes_",
-        "swapdims_",
-        "as_strided_",
-    ]
-)
-
-
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: Any, written: list[bool], out: Any) -> _Recipe | None:
-    """Nothing happens to a tensor without bytes, and the first argument comes back."""
-    name = func.__name__.partition(".")[0]
-    if kwargs or not written[0] or not name.endswith("_") or name in _NOT_VALUES:
-        return None
-    if out is args[0] and isinstance(out, Tensor):
-        return lambda args: args[0]
-    return None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for part in value for each in _tensors(part)] if isinstance(value, (list, tuple)) else []

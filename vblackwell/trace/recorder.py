@@ -1,14 +1,12 @@
-"""What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd.
-
-Workspaces, which no output shows, are added by `vblackwell.trace.workspace`, and what the operators ask of a GPU is
-noted by `vblackwell.trace.work`. What follows from an operator and its arguments' shapes is computed once for all equal
-calls.
+"""What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd; workspaces, which no
+output shows, and what operators ask of a GPU come from `vblackwell.trace.workspace` and `work`.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.meta_answers import MetaAnswers
-from vblackwell.trace.work import VIEW, Work, host_work, module_issues, read_work, work_of
+from vblackwell.trace.work import VIEW, Work, module_issues, work_of
 from vblackwell.trace.workspace import (
     CUBLAS,
     CUBLAS_BYTES,
@@ -30,21 +28,18 @@ from vblackwell.trace.workspace import (
 )
 
 KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
+NO_FACTS = (0, (), False, False, False)
 # References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it.
 ENGINE_ALONE = (2, 4)
 
 
-class _Facts:
-    """Of a call of an operator: bytes of its workspace and after each output, and what kind it is."""
-
-    __slots__ = ("workspace", "after_outputs", "is_late", "is_dropout", "is_product")
-
-    def __init__(self, name: str, args: Any, num_sms: int) -> None:
-        base = name.partition(".")[0]
-        self.workspace = workspace_bytes(name, args, num_sms)
-        self.after_outputs = bytes_after_each_output(name, args)
-        self.is_late, self.is_product = base in TAKEN_AFTER_OUTPUTS, base in CUBLAS
-        self.is_dropout = name == "native_dropout.default"
+def _facts(name: str, args: Any, num_sms: int) -> tuple[int, tuple[int, ...], bool, bool, bool]:
+    """Of a call: bytes of its workspace and after each output; whether it takes the former late, keeps a mask, calls
+    cuBLAS.
+    """
+    base = name.partition(".")[0]
+    workspace, after = workspace_bytes(base, args, num_sms), bytes_after_each_output(base, args)
+    return workspace, after, base in TAKEN_AFTER_OUTPUTS, base == "native_dropout", base in CUBLAS
 
 
 class Recorder(TorchDispatchMode):
@@ -69,83 +64,79 @@ class Recorder(TorchDispatchMode):
         return False
 
     def enter_phase(self, phase: str) -> None:
-        """What follows belongs to ``phase``."""
         self.phase = phase
         self.marks.append((len(self.log.events), self.step, phase))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
-            found = _on_meta_among(out)
-            facts = self._facts_of(func, args) if found else None
-            taken = self._birth(facts.workspace) if facts and facts.workspace and not facts.is_late else None
+            name, found = func.__name__, _on_meta_among(out)
+            workspace, after_outputs, is_late, has_mask, is_product = (
+                self._noted("facts", lambda: _facts(name, args, self.num_sms)) if found else NO_FACTS
+            )
+            taken = self._birth(workspace) if workspace and not is_late else None
             if self.counts_work:
-                in_place = func.__name__.partition(".")[0].endswith("_")
-                is_view = bool(found) and not in_place and all(map(self.log.knows, found))
-                self.work.append(self._work_of(func, args, kwargs, out, is_view))
-            if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
+                self._note_work(func, args, kwargs, out, found)
+            if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self.log.hand_over(old, found[0])
-            if facts is None:
-                return out
-            for number, tensor in enumerate(found[::-1] if facts.is_dropout else found):  # its mask first
+            for number, tensor in enumerate(found[::-1] if has_mask else found):  # dropout's mask first
                 self.see(tensor)
-                if number < len(facts.after_outputs) and facts.after_outputs[number]:
-                    self.log.free(self._birth(facts.after_outputs[number]))
-            if facts.is_product:
-                self._cublas_workspace(func.__name__)
-            taken = self._birth(facts.workspace) if facts.workspace and facts.is_late else taken
+                if number < len(after_outputs) and after_outputs[number]:
+                    self.log.free(self._birth(after_outputs[number]))
+            if is_product:
+                self._cublas_workspace(name)
+            taken = self._birth(workspace) if workspace and is_late else taken
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
             return out
 
-    def _facts_of(self, func: Any, args: Any) -> _Facts:
+    def _noted(self, what: Any, make: Callable[[], Any], may_keep: Callable[[], bool] = lambda: True) -> Any:
+        """What ``make`` finds out about the last call, once for all equal calls."""
         known = self.answers.known
-        found = None if known is None else known.notes.get("facts")
+        found = None if known is None else known.notes.get(what)
         if found is None:
-            found = _Facts(func.__name__, args, self.num_sms)
-            if known is not None:
-                known.notes["facts"] = found
+            found = make()
+            if known is not None and may_keep():
+                known.notes[what] = found
         return found
 
-    def _work_of(self, func: Any, args: Any, kwargs: Any, out: Any, is_view: bool) -> Work:
+    def _note_work(self, func: Any, args: Any, kwargs: Any, out: Any, found: list[Tensor]) -> None:
         """The same call is the same work: it follows from sizes, but for tensors that repeat parts of a storage."""
-        if is_view:
-            return host_work(self.phase, VIEW)
-        known = self.answers.known
-        found = None if known is None else known.notes.get(self.phase)
-        if found is None:
-            found = work_of(self.phase, func, args, kwargs, out, self.capability >= (8, 0), self.num_sms)
-            if known is not None and not any(map(_repeats, tree_leaves((args, kwargs, out)))):
-                known.notes[self.phase] = found
-        return found
+        if found and not func.__name__.partition(".")[0].endswith("_") and all(map(self.log.knows, found)):
+            self.work.append(Work(self.phase, kind="host", issues=VIEW))
+            return
+        has_tf32 = self.capability >= (8, 0)
+        work = self._noted(
+            self.phase,
+            lambda: work_of(self.phase, func, args, kwargs, out, has_tf32, self.num_sms),
+            lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))),
+        )
+        self.work.append(work)
 
     def called(self, module: nn.Module) -> None:
         """Note a call of ``module``."""
         if self.counts_work:
-            self.work.append(host_work(self.phase, module_issues(module)))
+            self.work.append(Work(self.phase, kind="host", issues=module_issues(module)))
 
     def read(self) -> None:
         """Note that the host asks for a number that the GPU makes."""
         if self.counts_work:
-            self.work.append(read_work(self.phase))
+            self.work.append(Work(self.phase, kind="read", issues=1.0))
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
         index = self.log.see(tensor)
-        self._note_birth(index)
+        if index == len(self.born_in):
+            self.born_in.append(self.phase)
         if category and self.category.get(index) not in KEPT:
             self.category[index] = category
 
     def _birth(self, num_bytes: int) -> int:
         """Of a workspace."""
         index = self.log.add(num_bytes)
-        self._note_birth(index)
+        self.born_in.append(self.phase)
         self.category[index] = "workspace"
         return index
-
-    def _note_birth(self, index: int) -> None:
-        if index == len(self.born_in):
-            self.born_in.append(self.phase)
 
     def _cublas_workspace(self, name: str) -> None:
         """What cuBLAS keeps from the first product on: one handle a thread; autograd's backward is another."""
@@ -161,9 +152,8 @@ class Recorder(TorchDispatchMode):
 def summed_in_place(args: Any) -> Tensor | None:
     """The gradient to which autograd's engine adds another in place on CUDA, where a value was used more than once.
 
-    The engine adds into the first gradient if nobody else holds it. Under a dispatch mode, or on meta, it makes a third
-    tensor instead (`InputBuffer::accumulate`, `can_accumulate_inplace`); seen from here that is an addition which no
-    Python code asked for.
+    The engine does so if nobody else holds it; under a dispatch mode, or on meta, it makes a third tensor instead
+    (`InputBuffer::accumulate`, `can_accumulate_inplace`): seen from here, an addition that no Python code asked for.
     """
     frame, depth = sys._getframe(2), 0
     while frame is not None and frame.f_code.co_name in ("_fn", "inner") and depth < 4:
@@ -209,7 +199,6 @@ class StorageLog:
         return index
 
     def free(self, index: int) -> None:
-        """The end of block ``index``."""
         self.events.append(~index)
 
     def see(self, tensor: Tensor) -> int:
@@ -229,7 +218,6 @@ class StorageLog:
             self._watch(new.untyped_storage(), known[0])
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the storage of ``tensor`` was seen."""
         return tensor.untyped_storage()._cdata in self._alive
 
     def alive(self) -> set[int]:
@@ -275,7 +263,6 @@ class StoragesWithBytes(TorchDispatchMode):
         return out
 
     def see(self, tensor: Tensor) -> None:
-        """Log the storage of ``tensor``."""
         if tensor.device.type == "meta":
             return
         self.log.see(tensor)
@@ -286,6 +273,6 @@ class StoragesWithBytes(TorchDispatchMode):
             raise InsufficientMemory(self.refusal, needed_bytes=self._live_bytes, available_bytes=self.max_bytes)
 
     def forget_past(self) -> None:
-        """Start again with what is alive now."""
+        """As the log's."""
         self.log.forget_past()
         self._live_bytes = self._counted = 0

@@ -3,10 +3,7 @@ without bytes.
 
 Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what
 they cost. Two steps, because optimizers allocate states in the first and autograd keeps gradients of the first alive
-into the second.
-
-What no operator's output shows, memory that a CUDA kernel takes and gives back inside one call, is added by
-`vblackwell.trace.workspace`.
+into the second. What no output shows is added by `vblackwell.trace.workspace`.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
-PHASES = ("setup", "forward", "loss", "loss_backward", "backward", "optimizer")
 MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -46,10 +42,10 @@ class Trace:
     """Storages in the order of their birth, and the order of births and deaths.
 
     Attributes:
-        sizes: bytes of each storage, as asked for (before any rounding).
-        categories: of each storage, of `CATEGORIES`.
+        sizes: bytes of each storage, as asked for (before any rounding); categories: of each, of `CATEGORIES`.
         events: ``i`` where storage i is allocated, ``~i`` where it is freed.
-        marks: (index into ``events``, step, phase of `PHASES`) where a phase begins.
+        marks: (index into ``events``, step, phase) where a phase begins: 'setup', 'forward', 'loss', 'loss_backward',
+            'backward' or 'optimizer'.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
         work: what the operators of the last step ask of a GPU.
     """
@@ -84,10 +80,8 @@ class Trace:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """``model`` itself if all of it is on meta, else a copy there; no bytes are copied.
-
-    Raises:
-        Untraceable: the module refuses to be copied.
+    """``model`` itself if all of it is on meta, else a copy there; no bytes are copied. Raises Untraceable where the
+    module refuses to be copied.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
@@ -137,8 +131,7 @@ def trace_training(
         capability, num_sms: of the GPU: decide cuBLAS's workspace, and how sums are divided.
 
     Raises:
-        Untraceable: something needs a tensor's values, or an operator has no shape rule; the message carries torch's
-            words.
+        Untraceable: something needs a tensor's values, or an operator has no shape rule, in torch's words.
         ConfigurationError: nothing of the model is to be trained.
     """
     model = on_meta(model)
@@ -166,14 +159,13 @@ def trace_training(
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         raise Untraceable(said) from error
-    parameters = list(model.parameters())
     return Trace(
-        sizes=tuple(recorder.log.sizes),
-        categories=tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.log.sizes))),
-        events=tuple(recorder.log.events),
-        marks=tuple(recorder.marks),
-        num_parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        tuple(recorder.log.sizes),
+        tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.log.sizes))),
+        tuple(recorder.log.events),
+        tuple(recorder.marks),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         work=tuple(recorder.work),
     )
 
@@ -225,10 +217,8 @@ def _run_step(
 ) -> None:
     recorder.enter_phase("forward")
     batch = make_batch()
-    masquerade.cache_casts = True
-    value = loss(model, batch)
-    masquerade.drop_casts()
-    masquerade.cache_casts = False
+    with masquerade.cached_casts():
+        value = loss(model, batch)
     for index in recorder.log.alive():
         kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
         if kind:
@@ -264,20 +254,18 @@ def _watching(head: nn.Module | None, recorder: Recorder) -> Iterator[None]:
         if recorder.phase != "forward":
             return
         recorder.enter_phase("loss")
-        held = [
-            vars(each).values() if hasattr(each, "__dict__") and not isinstance(each, Tensor) else [each]
-            for each in tree_leaves(inputs)
-        ]
-        for tensor in (each for values in held for each in values):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(passed)
-                return
+        for each in tree_leaves(inputs):
+            is_holder = hasattr(each, "__dict__") and not isinstance(each, Tensor)
+            for tensor in vars(each).values() if is_holder else [each]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(passed)
+                    return
 
     def passed(gradient: Tensor) -> None:
         if recorder.phase == "loss_backward":
             recorder.enter_phase("backward")
 
-    handle = head.register_forward_pre_hook(reached) if head is not None else None
+    handle = None if head is None else head.register_forward_pre_hook(reached)
     try:
         yield
     finally:
@@ -285,38 +273,42 @@ def _watching(head: nn.Module | None, recorder: Recorder) -> Iterator[None]:
             handle.remove()
 
 
-_known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
-
-
-def last_module_with_weights(
-    model: nn.Module, make_batch: Callable[[], Any], loss: Callable[[nn.Module, Any], Any]
-) -> nn.Module | None:
-    """The module with parameters that the forward calls last, the head; None where the model has none. Models of one
-    class whose modules have the same names and classes are asked once.
-    """
-    modules = dict(model.named_modules())
-    remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
-    key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
-    if remembered and key in _known_heads:
-        return modules[_known_heads[key]]
-    called: list[Any] = []
+def weighted_calls(model: nn.Module, forward: Callable[[], Any]) -> list[tuple[str, tuple[Any, ...]]]:
+    """(name, inputs) of every call of a module with parameters, in the order of ``forward``, without gradients."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
     handles = [
-        module.register_forward_pre_hook(lambda module, inputs, name=name: called.append(name))
-        for name, module in modules.items()
+        module.register_forward_pre_hook(lambda module, inputs, name=name: calls.append((name, inputs)))
+        for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False))
     ]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # Reentrant checkpointing says it; no gradient is wanted here.
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-            loss(model, make_batch())
+            forward()
     finally:
         for handle in handles:
             handle.remove()
-    if not called:
+    return calls
+
+
+_known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
+
+
+def last_module_with_weights(model: nn.Module, make_batch: Callable[[], Any], loss: Loss) -> nn.Module | None:
+    """The module with parameters that the forward calls last, the head; None where the model has none. Models of one
+    class whose modules have the same names and classes are asked once.
+    """
+    modules = dict(model.named_modules())
+    key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
+    remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
+    if remembered and key in _known_heads:
+        return modules[_known_heads[key]]
+    calls = weighted_calls(model, lambda: loss(model, make_batch()))
+    if not calls:
         return None
-    while len(_known_heads) >= MAX_KNOWN_HEADS:
-        del _known_heads[next(iter(_known_heads))]
     if remembered:
-        _known_heads[key] = called[-1]
-    return modules[called[-1]]
+        while len(_known_heads) >= MAX_KNOWN_HEADS:
+            del _known_heads[next(iter(_known_heads))]
+        _known_heads[key] = calls[-1][0]
+    return modules[calls[-1][0]]

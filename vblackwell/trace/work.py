@@ -1,12 +1,11 @@
 """What operators ask of a GPU and of the host that issues them, and from these the seconds of a step.
 
 On the GPU an operator takes the longer of its operations over the rate of the matrix units and its bytes over that of
-the memory, and no less than a small kernel. On the host it takes time in Python, in torch's dispatcher and to launch,
-and so do views and calls of modules. Neither waits for the other in training, so a step takes the longer of the two
-sums: small models wait for the host. Unless the host reads numbers that the GPU makes, as Adafactor does with two norms
-a parameter: it then waits for all that it has issued, and the GPU for what comes next (`reading_seconds`). Operations
-by `torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are
-known by name, as in `workspace`.
+the memory, and no less than a small kernel; on the host, time in Python, in torch's dispatcher and to launch, as do
+views and calls of modules. Neither waits for the other in training, so a step takes the longer of the two sums, unless
+the host reads numbers that the GPU makes, as Adafactor does (`reading_seconds`). Operations by
+`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known
+by name, as in `workspace`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ SMALL_KERNEL_SECONDS = 3e-6
 MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.85
 CONVOLUTION_SHARE = 0.5
 # The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU,
-# forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core, where nothing else
-# takes time.
+# forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core.
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
 MANY, ONE_OF_MANY = 1.0, 0.06  # a foreach or fused operator, and each of its tensors
 ON_HOST = 0.3  # an operator on a tensor in host memory: a counter of an optimizer
@@ -52,27 +50,18 @@ class Work:
     """
 
     phase: str
-    flops: float
-    num_bytes: int
-    width: int
+    flops: float = 0.0
+    num_bytes: int = 0
+    width: int = 0
     kind: str = ""
     issues: float = KERNEL
     share: float = 0.0
 
 
-def host_work(phase: str, issues: float) -> Work:
-    """What else the host does: views, calls of modules."""
-    return Work(phase, 0.0, 0, 0, "host", issues)
-
-
-def read_work(phase: str) -> Work:
-    """The host asks for a number that the GPU makes (`Tensor.item`), in units of `Rates.read_issues`."""
-    return Work(phase, 0.0, 0, 0, "read", 1.0)
-
-
 def streaming_work(issues: float) -> tuple[Work, ...]:
     """What the host does for layer groups that come and go (`Rates.streaming_issues`), next to a resident step."""
-    return host_work("forward", STREAMED_FORWARD * issues), host_work("backward", (1 - STREAMED_FORWARD) * issues)
+    parts = ("forward", STREAMED_FORWARD), ("backward", 1 - STREAMED_FORWARD)
+    return tuple(Work(phase, kind="host", issues=share * issues) for phase, share in parts)
 
 
 def module_issues(module: Any) -> float:
@@ -90,9 +79,9 @@ def work_of(
     made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
     name = func.__name__.partition(".")[0]
     if not read and not made:
-        return host_work(phase, ON_HOST)
+        return Work(phase, kind="host", issues=ON_HOST)
     if name in _LOOK_UP:
-        return Work(phase, 0.0, 2 * sum(map(_size, made)), 0)
+        return Work(phase, num_bytes=2 * sum(map(_size, made)))
     written = [each for index in _written(func) if index < len(args) for each in tree_leaves(args[index])]
     inside = {id(each) for each in written}
     num_bytes = sum(map(_size, read)) + sum(_size(each) for each in made if id(each) not in inside)
@@ -113,11 +102,9 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
-    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns): of the best tile, one a multiprocessor
-    at a time. A product in fp32 on CUDA cores reaches the full rate where its tiles fill all multiprocessors evenly.
-    What is lost
-    is the part of the last tiles that lies outside, and the multiprocessors that idle in the last round. Tensor cores
-    lose by other things as well (`MATMUL_SHARE`).
+    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores: of the best
+    tile, one a multiprocessor at a time. Lost are the part of the last tiles that lies outside, and the multiprocessors
+    that idle in the last round; tensor cores lose by other things as well (`MATMUL_SHARE`).
     """
     best = 0.0
     for high, wide, of_full in TILES:
@@ -145,9 +132,7 @@ def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
 
 
 def _issues(name: str, args: Any) -> float:
-    if name.startswith(("_foreach", "_fused")) and isinstance(
-        args[0], (list, tuple)
-    ):  # some fused ones are of one tensor
+    if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
         return MANY + ONE_OF_MANY * len(args[0])
     return OWN_KERNEL if name in _OWN else KERNEL
 
@@ -169,10 +154,12 @@ def _written(func: Any) -> tuple[int, ...]:
 def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     if name in _OWN:
         return float(_OWN[name](*args))
-    if name == "_grouped_mm":
-        return _grouped(args[0], args[1], out)
     if name.startswith("_scaled_dot_product"):
         return _attention(name, args)
+    if name == "_grouped_mm":
+        left, right = args[:2]
+        made = out.numel() if 3 in (left.dim(), right.dim()) else left.shape[0] * right.shape[-1]
+        return 2.0 * (made * left.shape[-1])
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -197,12 +184,6 @@ _CAUSAL = {
     "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
     "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
 }  # fmt: skip
-
-
-def _grouped(left: Tensor, right: Tensor, out: Tensor) -> float:
-    inner = left.shape[-1]
-    is_stacked = right.dim() == 3 or left.dim() == 3
-    return 2.0 * (out.numel() * inner if is_stacked else left.shape[0] * inner * right.shape[-1])
 
 
 def _rows(x: Tensor) -> int:
@@ -237,8 +218,7 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
     Args:
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
-        updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where the host computes
-            itself.
+        updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where ``waits``.
     """
     on_gpu: dict[str, float] = {}
     on_host: dict[str, float] = {}
@@ -259,10 +239,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
     """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the
-    GPU makes; 0 where it reads nothing.
-
-    Both begin a step with nothing to do, as after the last read of the one before. An operator runs when it has been
-    issued and those before it are done; a read ends when all of these are.
+    GPU makes. Both begin a step with nothing to do, as after the last read of the one before; an operator runs when it
+    has been issued and those before it are done; a read ends when all of these are.
     """
     if not any(each.kind == "read" for each in work):
         return 0.0
@@ -287,9 +265,8 @@ def host_seconds(each: Work, rates: Rates) -> float:
 
 
 def slowed_by_updates(host: float, updates: float, slower: float) -> float:
-    """How many times as long the host takes in a step of ``host`` seconds, if the CPU updates for ``updates`` of them.
-
-    Meanwhile the host gets on at ``1 / slower`` of its speed: a step T has T - updates + updates / slower = host.
+    """How many times as long the host takes in a step of ``host`` seconds, if the CPU updates for ``updates`` of them
+    and the host gets on at ``1 / slower`` of its speed meanwhile: a step T has T - updates + updates / slower = host.
     """
     if host <= 0 or slower <= 1:
         return 1.0

@@ -1,8 +1,7 @@
 """Memory that CUDA kernels take and give back inside one call; no operator's output shows it.
 
-Formulas from the shapes: of torch's operators after its sources (ATen/native/cuda and native/transformers/cuda), of
-this package's after their own code in vblackwell/kernels, known here by name; operators that are not here are
-taken to need none.
+Formulas from the shapes, after torch's sources (ATen/native/cuda and native/transformers/cuda) and, for this package's
+operators, which are known by name, after vblackwell/kernels; operators that are not here are taken to need none.
 """
 
 from __future__ import annotations
@@ -29,12 +28,16 @@ CUBLASLT_BYTES = 1024 * 1024
 
 
 def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
-    """Bytes that operator ``name`` ('aten_op.overload') takes for its call on a GPU of so many multiprocessors."""
-    base = name.partition(".")[0]
-    if base in ("sum", "mean"):
+    """Bytes that operator ``name`` takes for its call on a GPU of so many multiprocessors."""
+    if name in ("sum", "mean"):
         return _sum(num_sms, *args)
-    formula = _FORMULAS.get(base)
-    return 0 if formula is None else formula(*args)
+    return _FORMULAS[name](*args) if name in _FORMULAS else 0
+
+
+def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order."""
+    formulas = {"convolution": _convolution, "convolution_backward": _convolution_backward}
+    return formulas[name](*args) if name in formulas else ()
 
 
 def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
@@ -56,12 +59,6 @@ TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
 }  # fmt: skip
 
 
-def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order."""
-    formula = _AFTER_EACH.get(name.partition(".")[0])
-    return () if formula is None else formula(*args)
-
-
 def _convolution(
     x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
     groups: int
@@ -70,17 +67,20 @@ def _convolution(
     that cover an area. All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19).
     Grouped and transposed ones: not known.
     """
+    area = x.shape[2:]
     if not _copies(x, weight, transposed, groups):
         return ()
-    if _is_plain_product(weight, stride, padding) and x.shape[2:].numel() % 4 == 0:
+    if _is_plain_product(weight, stride, padding) and area.numel() % 4 == 0:
         return ()
+    given = (list(each) * (len(area) // len(each)) for each in (padding, dilation, stride))
     sizes = [
         (size + 2 * pad - spread * (window - 1) - 1) // step + 1
-        for size, pad, spread, window, step in zip(
-            x.shape[2:], _each(padding, x), _each(dilation, x), weight.shape[2:], _each(stride, x), strict=True
-        )
+        for size, window, pad, spread, step in zip(area, weight.shape[2:], *given, strict=True)
     ]
     return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * math.prod(sizes)),)
+
+
+PARTS = 1 << 20  # values
 
 
 def _convolution_backward(
@@ -93,24 +93,16 @@ def _convolution_backward(
     copied = _channels_last(x, weight, dy.numel())
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
-    aligned = area * x.element_size() % 16 == 0
     # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
     # PARTS.
     parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
+    aligned = area * x.element_size() % 16 == 0
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
     return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
 
 
-PARTS = 1 << 20  # values
-
-
 def _copies(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
     return x.dim() >= 4 and not transposed and groups == 1 and x.is_contiguous() and weight.is_contiguous()
-
-
-def _each(values: Any, x: Tensor) -> list[int]:
-    found = list(values)
-    return found if len(found) == x.dim() - 2 else found * (x.dim() - 2)
 
 
 def _is_plain_product(weight: Tensor, stride: Any, padding: Any) -> bool:
@@ -125,22 +117,15 @@ def _channels_last(x: Tensor, weight: Tensor, num_out: int) -> int:
     return (of_input + num_out + of_weight) * width
 
 
-_AFTER_EACH: dict[str, Callable[..., tuple[int, ...]]] = {
-    "convolution": _convolution, "convolution_backward": _convolution_backward,
-}  # fmt: skip
-
-
 THREADS, VECTOR, WARP, THREADS_OF_SM = 512, 4, 32, 2048
 
 
 def reduction_bytes(reduced: int, kept: int, num_sms: int) -> int:
-    """What a sum over the outer dimensions takes to add up blocks' parts, of (reduced, kept) elements; a bias's
-    gradient is one.
+    """What a sum of (reduced, kept) elements over the former, such as a bias's gradient, takes to add up blocks' parts.
 
     `gpu_reduce_kernel`'s configuration (ATen/native/cuda/Reduce.cuh): threads of a block cover ``kept`` in vectors of
-    four and split ``reduced`` among them; if each still has 256 values, blocks split it too, until the GPU is full or a
-    thread has 16. The buffer holds fp32 sums of the columns for every such block, times the columns that a block
-    covers.
+    four and split ``reduced``; if each still has 256 values, blocks split it too, until the GPU is full or a thread has
+    16. The buffer holds fp32 sums of the columns for every such block, times the columns that a block covers.
     """
     if not reduced or not kept:
         return 0

@@ -1,10 +1,8 @@
 """What collectives cost by the alpha-beta model: a message takes a latency and its bytes over the rate of a GPU's port.
 
-One port a GPU, both ways at once, shared by all that it sends at a time; a step of a collective lasts as long as its
-busiest port. The algorithms are the usual ones: rings of Patarasuk and Yuan (Bandwidth optimal all-reduce, 2009), rings
-along rows and then columns of a mesh after Chan, Heimlich, Purkayastha and van de Geijn (Collective communication:
-theory, practice, and experience, 2007, "bucket" algorithms), and direct exchange where every GPU reaches every other
-(the same, and Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005).
+One port a GPU, both ways at once; a step of a collective lasts as long as its busiest port. Rings after Patarasuk and
+Yuan (Bandwidth optimal all-reduce, 2009); meshes, along rows and then columns, after Chan et al. (Collective
+communication, 2007, "bucket" algorithms); direct exchange after the same and Thakur, Rabenseifner and Gropp (2005).
 """
 
 from __future__ import annotations
@@ -19,13 +17,10 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Link:
-    """A GPU's port to its peers.
+    """A GPU's port to its peers: latency of a message, bytes/s each way.
 
-    Attributes:
-        latency_seconds: of a message. The default is that of copies over an H200's link: 64 KiB took 19 us and 1 MiB 28
-            us, where the bytes alone take 1.2 and 19.
-        bytes_per_second: each way. The default is PCIe 4.0 x16 at the share of its nominal rate that an H200's link
-            reaches (0.87).
+    By default as copies over an H200's link (64 KiB took 19 us, the bytes alone 1.2), and PCIe 4.0 x16 at the share of
+    its nominal rate that they reach.
     """
 
     latency_seconds: float = 10e-6
@@ -50,7 +45,6 @@ class Cost:
         return Cost(self.steps + other.steps, self.num_bytes + other.num_bytes)
 
     def seconds(self, link: Link) -> float:
-        """On that link."""
         return self.steps * link.latency_seconds + self.num_bytes / link.bytes_per_second
 
 
@@ -73,10 +67,8 @@ def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ri
     all_to_all     p - 1, n (p - 1) / 2          r + c - 2, n (r + c - 2) / 2            1, n (p - 1) / p
     ============== ============================= ======================================= ==============================
 
-    An all-to-all on a ring passes the pieces on: in its step k every GPU still has p - k of them to send.
-
-    Raises:
-        ConfigurationError: an unknown operation or topology, fewer than one GPU, negative bytes.
+    An all-to-all on a ring passes the pieces on: in its step k every GPU still has p - k of them to send. Raises
+    ConfigurationError for an unknown operation or topology, fewer than one GPU, negative bytes.
     """
     for what, value, known in (("operation", operation, OPERATIONS), ("topology", topology, TOPOLOGIES)):
         if value not in known:
@@ -98,12 +90,10 @@ def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ri
 def communication_cost(
     num_bytes: float, num_gpus: int, topology: str = "ring", operation: str = "all_reduce", link: Link | None = None
 ) -> float:
-    """Seconds of a collective of ``num_bytes`` among ``num_gpus``; `cost_of` has the formulas.
+    """Seconds of a collective of ``num_bytes``, those of the whole tensor, among ``num_gpus``, by `cost_of`'s formulas.
 
     Args:
-        num_bytes: of the whole tensor.
-        topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other
-            at once).
+        topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other).
         operation: 'all_reduce', 'all_gather', 'reduce_scatter' or 'all_to_all'.
         link: of each GPU; None: `Link`'s defaults.
 

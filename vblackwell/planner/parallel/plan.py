@@ -28,11 +28,8 @@ NO_ISSUE = 1e-12  # seconds: operators are issued while others run
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What several cards of one kind make of a run.
-
-    Attributes:
-        strategies: the fastest first. link: in words. room: bytes of a GPU for a strategy.
-        sizes: that a tensor-parallel group should divide.
+    """What several cards of one kind, joined by ``link`` (in words), make of a run: ``strategies``, the fastest first;
+    ``room``: bytes of a GPU for one. ``sizes``: that a tensor-parallel group should divide.
     """
 
     num_gpus: int
@@ -43,7 +40,6 @@ class ParallelPlan:
     sizes: tuple[Size, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; ``fits`` next to each strategy."""
         rows: list[dict[str, Any]] = []
         for each in self.strategies:
             values = asdict(each) | {"layers": dict(each.layers), "fits": self.fits(each)}
@@ -56,13 +52,10 @@ class ParallelPlan:
         }  # fmt: skip
 
     def fits(self, strategy: Strategy) -> bool:
-        """Whether one GPU holds its part."""
         return strategy.gpu_bytes <= self.room
 
     def cells(self, each: Strategy) -> list[str]:
-        """What tables show of one that is possible: tokens/s, efficiency, waiting, sent a GPU, one holds, whether it
-        fits.
-        """
+        """Of one that is possible: tokens/s, efficiency, waiting, sent a GPU, one holds, whether it fits."""
         return [
             f"{each.tokens / each.step_seconds:,.0f}", f"{each.efficiency:.0%}",
             f"{each.exposed_seconds / each.step_seconds:.0%}", format_bytes(int(each.sent_bytes)),
@@ -70,7 +63,7 @@ class ParallelPlan:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """For people."""
         found = [
             f"  on {self.num_gpus} such GPUs ({self.topology}; {self.link}):",
             f"    {'':<10}{'tokens/s':>10}{'efficiency':>12}{'waiting':>9}{'sent a GPU':>12}{'one holds':>11}",
@@ -144,20 +137,20 @@ def _workload_of(run: Run, trace: Trace, batch_size: int, rates: Rates) -> Workl
     layers, sizes = with_heads(model, layers)
     seconds = phase_seconds(trace.work, rates)
     optimizer = seconds.pop("optimizer", 0.0)
-    unissued = replace(rates, issue_seconds=NO_ISSUE)
-    multiplying = [each for each in trace.work if each.flops and each.phase != "optimizer"]
-    products = sum(phase_seconds(multiplying, unissued).values())
-    attention = phase_seconds([each for each in multiplying if each.kind == "attention"], unissued)
-    width = 4 if run.precision == "fp32" else 2
     forward = seconds.get("forward", 0.0) + seconds.get("loss", 0.0)
     backward = sum(seconds.values()) - forward
+    unissued = replace(rates, issue_seconds=NO_ISSUE)
+    multiplying = [each for each in trace.work if each.flops and each.phase != "optimizer"]
+    attending = [each for each in multiplying if each.kind == "attention"]
+    products, attention = (sum(phase_seconds(work, unissued).values()) for work in (multiplying, attending))
+    width = 4 if run.precision == "fp32" else 2
     return Workload(
-        layers=layers,
-        units=_units(model, forward, backward),
-        parameters=trace.num_parameters,
-        tokens=count,
-        width=width,
-        products=products,
+        layers,
+        _units(model, forward, backward),
+        trace.num_parameters,
+        count,
+        width,
+        products,
         others=max(0.0, forward + backward - products),
         optimizer=optimizer,
         state_bytes=state_bytes(trace),
@@ -165,12 +158,12 @@ def _workload_of(run: Run, trace: Trace, batch_size: int, rates: Rates) -> Workl
         boundary_bytes=count * (layers[-1].in_features if layers else 0) * width,
         recompute=run.checkpointing,
         sizes=sizes,
-        attention=sum(attention.values()),
+        attention=attention,
     )
 
 
 def _units(model: nn.Module, forward: float, backward: float) -> tuple[Unit, ...]:
-    """Layer groups, and of the step's seconds what their share of the parameters that multiply tokens is."""
+    """Layer groups, with the share of the step's seconds that theirs of the parameters that multiply tokens is."""
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     groups = find_groups(model, None, None, EXACT)[0]
     counts = [sum(slot.num_elements for slot in group.slots if id(slot.param) not in looked_up) for group in groups]

@@ -1,8 +1,6 @@
-"""One model on several GPUs: tensor parallelism layer by layer, fully sharded data parallelism, a pipeline; what each
-costs in a step.
+"""One model on several GPUs: tensor parallelism layer by layer, sharded data parallelism, a pipeline; what each costs.
 
-Times are compute on one GPU, divided as the strategy divides it, and collectives by the alpha-beta model of
-`vblackwell.planner.parallel.collectives`.
+Compute is that of one GPU, divided as the strategy divides it; collectives cost what `parallel.collectives` says.
 
 *Tensor* (Shoeybi et al., Megatron-LM, 2019; the 2-D form after Xu et al., An Efficient 2D Method, 2021). X (M, K) times
 W (K, N), elements of b bytes, p GPUs. What is not divided between layers is whole on every GPU (R), else divided by
@@ -18,20 +16,16 @@ hybrid    R to R   all-reduce of M (N / c) b among r GPUs,     all-reduce of M (
                    all-gather of M N b among c                 all-gather of M K b among r
 ========  =======  ==========================================  ==========================================
 
-An S that must become an R is gathered. So a layer on its own is cheapest by columns where its output is large (N > K:
-the whole way costs n(N) + 2 n(K)), by rows where it is small (2 n(N) + n(K)), and as a grid of r rows and c columns
-where both are alike and GPUs are many; and two joined layers are cheapest as column and row. The cheapest chain of
-choices is found exactly, by dynamic programming. Where heads do not divide, queries, keys and values that are divided
-are gathered before attention, and the largest part of the GPUs that divides everything is tried as well, the others
-being replicas with separate batches.
+An S that must become an R is gathered, as are queries, keys and values before attention where heads do not divide. The
+cheapest chain of choices is found exactly, by dynamic programming. The largest part of the GPUs that divides everything
+is tried as well, the others being replicas with separate batches.
 
 *FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights
 are gathered before its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced
 and scattered after it; on one port.
 
-*Pipeline* (Huang et al., GPipe, 2019; Narayanan et al., 2021): stages of consecutive units, m micro-batches; the
-forwards of all and then the backwards pass the stages and the links between them as a flow shop of equal jobs: the sum
-of all, and m - 1 times the longest.
+*Pipeline* (Huang et al., GPipe, 2019; Narayanan et al., 2021): stages of consecutive units, m micro-batches; forwards,
+then backwards, pass the stages and the links between them as a flow shop of equal jobs.
 """
 
 from __future__ import annotations
@@ -45,6 +39,7 @@ from vblackwell.planner.parallel.layers import Layer, Size, legal_degree
 
 KINDS = ("column", "row", "hybrid")
 MICRO_BATCHES_A_STAGE = 4
+NOTHING = Cost()
 SMALL_SHARE = 0.01  # of the largest layer's elements: a router, a classifier; left whole on every GPU
 
 
@@ -59,11 +54,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step on one GPU that holds everything.
+    """A training step on one GPU that holds everything; ``layers`` and ``units`` in the order of the forward.
 
     Attributes:
-        layers, units: in the order of the forward. parameters: elements of all weights.
-        tokens: in a step. width: bytes of an element of an activation.
+        parameters: elements of all weights. tokens: in a step. width: bytes of an element of an activation.
         products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but
             the optimizer's. optimizer: of those.
         state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their
@@ -89,16 +83,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A step of ``tokens`` on several GPUs.
+    """A step of ``tokens`` on several GPUs, or why it is ``refused``.
 
     Attributes:
         name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a
             batch.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
         sent_bytes: by each GPU. gpu_bytes: most that one holds, activations of a tensor-parallel step counted whole.
-        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing. Each of those runs
-            the whole optimizer, so that sharded data, whose GPUs run a part of it, can pass 1.
-        layers: (name, kind) of each layer, where layers are divided. refused: why it is not possible.
+        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing; as each of those
+            runs the whole optimizer, sharded data can pass 1.
+        layers: (name, kind) of each layer, where layers are divided.
     """
 
     name: str
@@ -127,8 +121,7 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     """All of them, the fastest first, those that are not possible last."""
     check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
-    found = [_tensor(work, net, KINDS, "tensor")]
-    found += [_tensor(work, net, (kind,), kind) for kind in KINDS]
+    found = [_tensor(work, net, KINDS, "tensor"), *(_tensor(work, net, (kind,), kind) for kind in KINDS)]
     degree = legal_degree(work.sizes, num_gpus)
     if work.layers and 1 < degree < num_gpus:
         found.append(_replicated(work, net, degree))
@@ -156,21 +149,20 @@ def layer_cost(
     """(forward, backward) of one layer; ``divided``: its input arrives as S. Its output is the table's."""
     cost = _Net(num_gpus, topology, Link()).cost
     made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
-    gathered = cost("all_gather", taken) if divided else Cost()
+    gathered = cost("all_gather", taken) if divided else NOTHING
     if kind == "column":
         return gathered, cost("reduce_scatter" if divided else "all_reduce", taken)
     if kind == "row":
-        return cost("all_reduce", made), Cost() if divided else cost("all_gather", taken)
+        return cost("all_reduce", made), NOTHING if divided else cost("all_gather", taken)
     if kind == "hybrid":
         rows, columns = grid_of(num_gpus)
         forward = cost("all_reduce", made / columns, rows) + cost("all_gather", made, columns)
         return gathered + forward, cost("all_reduce", taken / rows, columns) + cost("all_gather", taken, rows)
-    return gathered, Cost()  # whole
+    return gathered, NOTHING  # whole
 
 
 def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
-    rows, columns = grid_of(num_gpus)
-    cut_in, cut_out = {"column": (1, num_gpus), "row": (num_gpus, 1), "hybrid": (rows, columns)}[kind]
+    cut_in, cut_out = {"column": (1, num_gpus), "row": (num_gpus, 1), "hybrid": grid_of(num_gpus)}[kind]
     return layer.in_features % cut_in == 0 and all(part % cut_out == 0 for part in layer.parts)
 
 
@@ -179,14 +171,14 @@ class _Chain:
     """The best way to a layout: seconds, cost of both directions, kinds so far."""
 
     seconds: float = 0.0
-    cost: Cost = Cost()
+    cost: Cost = NOTHING
     kinds: tuple[str, ...] = ()
 
-    def then(self, forward: Cost, backward: Cost, link: Link, repeats: int, kind: str | None = None) -> _Chain:
+    def then(self, net: _Net, repeats: int, forward: Cost, backward: Cost = NOTHING, kind: str | None = None) -> _Chain:
         """With one more part, whose forward is computed, and communicated, ``repeats`` times."""
         cost = sum([forward] * repeats, start=backward)
         kinds = (*self.kinds, kind) if kind else self.kinds
-        return _Chain(self.seconds + cost.seconds(link), self.cost + cost, kinds)
+        return _Chain(self.seconds + cost.seconds(net.link), self.cost + cost, kinds)
 
 
 def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
@@ -194,6 +186,7 @@ def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
     largest = max(layer.elements for layer in work.layers)
     repeats = 2 if work.recompute else 1
     best: dict[bool, _Chain] = {False: _Chain()}  # by whether the output is divided
+    gather_before = NOTHING
     for index, layer in enumerate(work.layers):
         allowed = [kind for kind in kinds if _possible(layer, kind, net.num_gpus)]
         if layer.elements <= SMALL_SHARE * largest:
@@ -203,27 +196,22 @@ def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
             return f"{layer.name}, {layer.in_features:,} to {made} features, does not divide by {net.num_gpus} GPUs"
         following: dict[bool, _Chain] = {}
         for divided, chain in best.items():
-            before = work.layers[index - 1]
-            loose = divided and not (layer.joined and _divides(before.heads, net.num_gpus))
-            if loose:  # made whole for what lies between
-                chain = chain.then(_gather(before, work, net), Cost(), net.link, repeats)
+            if divided and not (layer.joined and _divides(work.layers[index - 1].heads, net.num_gpus)):
+                divided, chain = False, chain.then(net, repeats, gather_before)  # whole for what lies between
             for kind in allowed:
-                costs = layer_cost(layer, kind, divided and not loose, work.width, net.num_gpus, net.topology)
-                grown, layout = chain.then(*costs, net.link, repeats, kind), kind == "column"
+                costs = layer_cost(layer, kind, divided, work.width, net.num_gpus, net.topology)
+                grown, layout = chain.then(net, repeats, *costs, kind), kind == "column"
                 if layout not in following or grown.seconds < following[layout].seconds:
                     following[layout] = grown
         best = following
+        gather_before = net.cost("all_gather", layer.rows * layer.out_features * work.width)
     if True in best:
-        best[True] = best[True].then(_gather(work.layers[-1], work, net), Cost(), net.link, 1)
+        best[True] = best[True].then(net, 1, gather_before)
     return min(best.values(), key=lambda chain: chain.seconds)
 
 
 def _divides(heads: Sequence[int], num_gpus: int) -> bool:
     return all(count % num_gpus == 0 for count in heads)
-
-
-def _gather(layer: Layer, work: Workload, net: _Net) -> Cost:
-    return net.cost("all_gather", layer.rows * layer.out_features * work.width)
 
 
 def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
@@ -239,18 +227,22 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strat
     inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
     compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
-    share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
+    share = min(1.0, _divided_elements(work, chain.kinds) / work.parameters)
     state = work.state_bytes * (1 - share + share / net.num_gpus)
     return Strategy(
         name,
         compute + chain.seconds,
         work.tokens,
-        chain.seconds,
-        chain.seconds,
-        chain.cost.num_bytes,
+        communication_seconds=chain.seconds,
+        exposed_seconds=chain.seconds,
+        sent_bytes=chain.cost.num_bytes,
         gpu_bytes=int(state + work.activation_bytes),
         layers=tuple((layer.name, kind) for layer, kind in pairs),
     )
+
+
+def _divided_elements(work: Workload, kinds: Sequence[str]) -> int:
+    return sum(layer.elements for layer, kind in zip(work.layers, kinds, strict=True) if kind != "whole")
 
 
 def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
@@ -261,8 +253,7 @@ def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
     one = _tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
     if one.refused:
         return one
-    kinds = zip(work.layers, one.layers, strict=True)
-    cut = min(work.parameters, sum(layer.elements for layer, (_, kind) in kinds if kind != "whole"))
+    cut = min(work.parameters, _divided_elements(work, [kind for _, kind in one.layers]))
     summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
     seconds = summed.seconds(net.link)
     return replace(
@@ -275,52 +266,46 @@ def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
     )
 
 
-# -- sharded data parallelism ------------------------------------------------------------------------------------------
+# -- sharded data parallelism, pipeline --------------------------------------------------------------------------------
 
 
 def _fsdp(work: Workload, net: _Net) -> Strategy:
     """All states divided; weights gathered and gradients scattered unit by unit; a batch on every GPU."""
     if not work.units:
         return Strategy("fsdp", refused="no layer groups were found")
-    p, last = net.num_gpus, len(work.units) - 1
+    p, link = net.num_gpus, net.link
     gather = [net.cost("all_gather", unit.weight_bytes) for unit in work.units]
     scatter = [net.cost("reduce_scatter", unit.weight_bytes) for unit in work.units]
     port = compute = begun = 0.0  # when each is free; when the compute before began
     for unit, cost in zip(work.units, gather, strict=True):
-        port = max(port, begun) + cost.seconds(net.link)
+        port = max(port, begun) + cost.seconds(link)
         begun = max(compute, port)
         compute = begun + unit.forward
     ready = compute  # the last unit's weights are there
-    ended: float | None = None
     for index in reversed(range(len(work.units))):
-        if index != last:
-            port = max(port, begun) + gather[index].seconds(net.link)
-            ready = port
-        if ended is not None:  # the gradient before goes after the gather that was asked for first
-            port = max(port, ended) + scatter[index + 1].seconds(net.link)
+        if index < len(work.units) - 1:
+            ready = max(port, begun) + gather[index].seconds(link)
+            # The gradient before goes after the gather that was asked for first.
+            port = max(ready, compute) + scatter[index + 1].seconds(link)
         begun = max(compute, ready)
-        compute = ended = begun + work.units[index].backward
-    port = max(port, compute) + scatter[0].seconds(net.link)
-    total = sum([*gather, *gather[:-1], *scatter], start=Cost())
+        compute = begun + work.units[index].backward
+    port = max(port, compute) + scatter[0].seconds(link)
+    total = sum([*gather, *gather[:-1], *scatter], start=NOTHING)
     ideal = sum(unit.forward + unit.backward for unit in work.units)
     held = work.state_bytes / p + 3 * max(unit.weight_bytes for unit in work.units) + work.activation_bytes
     return Strategy(
         "fsdp",
         port + work.optimizer / p,
         p * work.tokens,
-        total.seconds(net.link),
-        max(0.0, port - ideal),
-        total.num_bytes,
+        communication_seconds=total.seconds(link),
+        exposed_seconds=max(0.0, port - ideal),
+        sent_bytes=total.num_bytes,
         gpu_bytes=int(held),
     )
 
 
-# -- pipeline ----------------------------------------------------------------------------------------------------------
-
-
 def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
     """``units`` cut into ``count`` runs so that the slowest takes least, by halving the time that is allowed."""
-    times = [unit.forward + unit.backward for unit in units]
 
     def cut(most: float) -> list[list[Unit]]:
         runs: list[list[Unit]] = [[]]
@@ -334,6 +319,7 @@ def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
             taken += time
         return runs
 
+    times = [unit.forward + unit.backward for unit in units]
     low, high = max(times), sum(times)
     for _ in range(60):
         middle = (low + high) / 2
@@ -365,8 +351,8 @@ def _pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
         "pipeline",
         seconds + work.optimizer * share,
         micro_batches * work.tokens,
-        2 * micro_batches * passing,
-        max(0.0, seconds - ideal),
-        2 * micro_batches * work.boundary_bytes,
+        communication_seconds=2 * micro_batches * passing,
+        exposed_seconds=max(0.0, seconds - ideal),
+        sent_bytes=2 * micro_batches * work.boundary_bytes,
         gpu_bytes=int(work.state_bytes * share + work.activation_bytes),
     )
