@@ -18,7 +18,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
-from vblackwell.machine.rates import Rates, rates_of
+from vblackwell.machine.rates import rates_of
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
 from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.planner.estimate.measured import measure_run
@@ -39,9 +39,8 @@ FROZEN_BY_PYTHON = 1000  # at least as many objects as 3.12 itself freezes at it
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile.
-
-    Where the caller has frozen objects they stay so: there is no way to unfreeze the others alone.
+    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile. What
+    the caller has frozen stays so: there is no way to unfreeze the others alone.
     """
     ours = gc.get_freeze_count() < FROZEN_BY_PYTHON
     if ours:
@@ -71,29 +70,35 @@ def estimate_command(
     html: str | None = None,
     advice: bool = True,
 ) -> int:
-    """Print the estimate; 0. A model of a factory that cannot be traced is trained for two steps here instead.
-
-    Args:
-        html: file for the same as a page.
-        advice: say what would save memory or time, where it does not fit or the card is known; each line costs a trace.
+    """Print the estimate, and write it to ``html`` as a page; 0. A model of a factory that cannot be traced is trained
+    for two steps here instead. ``advice``: say what would save memory or time, where it does not fit or the card is
+    known; each line costs a trace.
 
     Raises:
         ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
-    gpu_bytes = _gpu_bytes(card, gpu_memory)
-    if gpus is not None and card is None:
-        raise ConfigurationError(
-            "--gpus plans for cards whose speed is known: give --gpu as well, e.g. --gpu 'RTX 3090'"
-        )
+    gpu_bytes = card.total_bytes if card else None
+    if gpu_memory is not None:
+        gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
+        if not MIN_GPU <= gpu_bytes <= MAX_GPU:
+            raise ConfigurationError(
+                f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(MIN_GPU)} and "
+                f"{format_bytes(MAX_GPU)}, with a unit, e.g. 8GiB"
+            )
     if gpus is not None:
+        if card is None:
+            raise ConfigurationError(
+                "--gpus plans for cards whose speed is known: give --gpu as well, e.g. --gpu 'RTX 3090'"
+            )
         check_several(gpus, topology)
-    page = None if html is None else _page_path(html)
-    below = (
-        PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory"),
-        parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0,
-    )
+    page = None if html is None else Path(html)
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
+        wrong = f"{page.absolute().parent} is no folder" if not page.is_dir() else "it is a folder"
+        raise ConfigurationError(f"--html {html}: {wrong}; give a file in a folder that exists")
+    host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
+    below = host, parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     decoders = {
         name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
     }
@@ -119,9 +124,24 @@ def estimate_command(
         elif advice and found.measured is None and (found.fits is False or card is not None):
             found = replace(found, advice=advice_of(found, below))
     if page is not None:
-        _write_page(page, found)
+        from vblackwell.planner.estimate.page import page_of
+
+        try:
+            page.write_text(page_of(found), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"--html {page}: {error.strerror}; give a file that can be written") from error
     print(json.dumps(found.report(), indent=2) if as_json else found.table())
     return 0
+
+
+def some_bytes(text: str, flag: str) -> int:
+    """The size that ``flag`` was given, above 0."""
+    found = parse_bytes(text, flag)
+    if not found:
+        raise ConfigurationError(
+            f"{flag} {text}: nothing runs without RAM; give a size, e.g. 32GiB, or leave the flag out"
+        )
+    return found
 
 
 def _traced(
@@ -147,11 +167,11 @@ def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stac
     """Whether it fits, the largest batch that does, how fast; and an offload stack, where it does not or it is asked
     for.
     """
-    run, trace = found.run, found.trace
+    run, trace, rates = found.run, found.trace, None
     found = replace(found, fits=fits(trace, gpu_bytes, run.capability, run.expandable))
-    rates = None if found.card is None or found.measured is not None else rates_of(found.card)
     if found.measured is None:
         found = replace(found, largest=0 if found.memory.state_bytes > gpu_bytes else run.largest_batch(gpu_bytes))
+        rates = rates_of(found.card) if found.card else None
     if rates is not None:
         resident = found.batch_size * run.seq_length / sum(phase_seconds(trace.work, rates).values())
         found = replace(found, resident=resident, rates=rates.source)
@@ -160,54 +180,13 @@ def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stac
     return found
 
 
-def _page_path(html: str) -> Path:
-    path = Path(html)
-    if not path.absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"--html {html}: {path.absolute().parent} is no folder; give a file in one that exists"
-        )
-    if path.is_dir():
-        raise ConfigurationError(f"--html {html}: it is a folder; give a file")
-    return path
-
-
-def some_bytes(text: str, flag: str) -> int:
-    """The size that ``flag`` was given, above 0."""
-    found = parse_bytes(text, flag)
-    if not found:
-        raise ConfigurationError(
-            f"{flag} {text}: nothing runs without RAM; give a size, e.g. 32GiB, or leave the flag out"
-        )
-    return found
-
-
-def _write_page(path: Path, estimated: Estimated) -> None:
-    from vblackwell.planner.estimate.page import page_of
-
-    try:
-        path.write_text(page_of(estimated), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--html {path}: {error.strerror}; give a file that can be written") from error
-
-
-def _gpu_bytes(card: KnownGPU | None, gpu_memory: str | None) -> int | None:
-    if gpu_memory is None:
-        return card.total_bytes if card else None
-    num_bytes = parse_bytes(gpu_memory, "--gpu-memory")
-    if not MIN_GPU <= num_bytes <= MAX_GPU:
-        raise ConfigurationError(
-            f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(MIN_GPU)} and {format_bytes(MAX_GPU)}, "
-            "with a unit, e.g. 8GiB"
-        )
-    return num_bytes
-
+# -- what would help ---------------------------------------------------------------------------------------------------
 
 MAX_SHOWN = 6
 MIN_SHARE = 0.02  # of the peak, or of the step: what saves less is within what predictions are off by
 NARROW = "products in bf16"
 NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters in addition"
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
-FOREACH = ("adamw", "adamw-for-loop")
 RECOMPUTING = "--gradient-checkpointing"
 FUSED = "vb.accelerate_causal_lm(model)"
 FUSED_STACK = f"an offload stack, {FUSED}"
@@ -232,27 +211,20 @@ def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) ->
     """
     found = []
     for other in others:
-        saved_bytes, saved_time = now.peak - other.peak, None
+        saved_bytes, saved_time, costs = now.peak - other.peak, None, []
+        if other.peak > now.peak * (1 + MIN_SHARE):
+            costs.append(f"{format_bytes(-saved_bytes)} of the GPU")
         if now.seconds is not None and other.seconds is not None:
-            saved_time = 1 - other.seconds / now.seconds
+            saved_time, longer = 1 - other.seconds / now.seconds, other.seconds / now.seconds - 1
+            if longer >= MIN_SHARE / 2:
+                more = format_seconds((other.seconds - now.seconds) * tokens)
+                costs.append(f"{longer:.0%} more time ({more} in {tokens:,} tokens)")
+        elif other.work > now.work * (1 + MIN_SHARE / 2):
+            costs.append(f"{other.work / now.work - 1:.0%} more operations")
         if saved_bytes >= MIN_SHARE * now.peak or (saved_time or 0.0) >= MIN_SHARE:
-            found.append(Advice(other.change, saved_bytes, saved_time, _cost(now, other, tokens), other.peak))
+            cost = ", ".join(filter(None, [*costs, other.also])) or "nothing that was measured"
+            found.append(Advice(other.change, saved_bytes, saved_time, cost, other.peak))
     return sorted(found, key=lambda each: -each.saved_bytes if for_memory else -(each.saved_time or 0.0))
-
-
-def _cost(now: Way, other: Way, tokens: int) -> str:
-    costs = []
-    if other.peak > now.peak * (1 + MIN_SHARE):
-        costs.append(f"{format_bytes(other.peak - now.peak)} of the GPU")
-    if now.seconds is not None and other.seconds is not None:
-        longer = other.seconds / now.seconds - 1
-        if longer >= MIN_SHARE / 2:
-            more = format_seconds((other.seconds - now.seconds) * tokens)
-            costs.append(f"{longer:.0%} more time ({more} in {tokens:,} tokens)")
-    elif other.work > now.work * (1 + MIN_SHARE / 2):
-        costs.append(f"{other.work / now.work - 1:.0%} more operations")
-    costs += [other.also] if other.also else []
-    return ", ".join(costs) or "nothing that was measured"
 
 
 def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
@@ -260,92 +232,89 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
     of RAM and of disk that an offload stack may take.
     """
     ways = _Ways(estimated, below)
-    now = ways.way("", estimated.run, estimated.trace)
+    (now,) = ways.plain("", estimated.run, estimated.trace)
     found = advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)
     return tuple(found[:MAX_SHOWN])
 
 
 class _Ways:
-    """The ways to run what was estimated: with other flags, on fused operators, through an offload stack."""
+    """The ways to run what was estimated, those that are possible: with other flags, on fused operators, through an
+    offload stack.
+    """
 
     def __init__(self, estimated: Estimated, below: tuple[int, int]) -> None:
-        self.estimated, self.below, self.run = estimated, below, estimated.run
+        self.estimated, self.below, self.batch_size = estimated, below, estimated.batch_size
         self.tokens = estimated.batch_size * estimated.run.seq_length
-        self.rates: Rates | None = None if estimated.card is None else rates_of(estimated.card)
+        self.rates = None if estimated.card is None else rates_of(estimated.card)
 
     def others(self) -> Iterator[Way]:
-        run, trace, stack = self.run, self.estimated.trace, self.estimated.stack
+        run, trace, stack = self.estimated.run, self.estimated.trace, self.estimated.stack
         changed = replace(run, checkpointing=True)
         recomputing = None if run.checkpointing else self._trace_of(changed)
         if not run.expandable:
-            yield self.way("PYTORCH_ALLOC_CONF=expandable_segments:True", replace(run, expandable=True), trace)
-        if run.optimizer in FOREACH:
-            yield self.way("torch.optim.AdamW(fused=True)", run, fused(trace))
-        if recomputing is not None:
-            yield self.way(RECOMPUTING, changed, recomputing)
-        traced = list(self._on_fused_operators())
-        if run.precision == "fp32":
-            traced += self._traced("--precision autocast", replace(run, precision="autocast"), NARROW)
-        if run.precision == "fp32" and not traced:
-            traced += self._traced("--precision bf16", replace(run, precision="bf16"), NARROW_WEIGHTS)
+            yield from self.plain("PYTORCH_ALLOC_CONF=expandable_segments:True", replace(run, expandable=True), trace)
+        if run.optimizer in ("adamw", "adamw-for-loop"):
+            yield from self.plain("torch.optim.AdamW(fused=True)", run, fused(trace))
+        yield from self.plain(RECOMPUTING, changed, recomputing)
+        traced = list(self._on_fused_operators(run))
+        for precision, also in (("autocast", NARROW), ("bf16", NARROW_WEIGHTS)):
+            if run.precision == "fp32" and (precision == "autocast" or not traced):
+                narrow = replace(run, precision=precision)
+                traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)
         lacks_a_stack = stack is not None and stack.refused is not None
         yield from (way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK))
-        if (batch_size := self.estimated.batch_size) > 1:
-            smaller = batch_size // 2
-            change = f"batches of {smaller}, gradients of {-(-batch_size // smaller)} added up"
-            yield from self._traced(change, run, batch_size=smaller)
+        if self.batch_size > 1:
+            smaller = self.batch_size // 2
+            change = f"batches of {smaller}, gradients of {-(-self.batch_size // smaller)} added up"
+            yield from self.plain(change, run, self._trace_of(run, smaller), batch_size=smaller)
         if stack is not None and not stack.refused:
-            yield self._stacked("an offload stack (vb train --vgpu-auto)", run, stack)
-        elif stack is not None and recomputing is not None:
-            change = f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)"
-            yield from self._traced_stack(change, changed, recomputing)
+            yield self._stacked("an offload stack (vb train --vgpu-auto)", stack)
+        elif stack is not None:
+            yield from self._streamed(
+                f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)", changed, recomputing
+            )
 
-    def _on_fused_operators(self) -> Iterator[Way]:
+    def _on_fused_operators(self, run: Run) -> Iterator[Way]:
         """A model of transformers without the logits of a batch, and a stack under it, recomputing only if it must."""
-        if self.run.spec.loss is not language_loss:
+        if run.spec.loss is not language_loss:
             return  # ours runs on them in any case
-        run = replace(self.run, spec=replace(self.run.spec, build=partial(_accelerated, self.run.spec.build)))
+        run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
         trace = self._trace_of(run)
-        if trace is None:
-            return
-        yield self.way(FUSED, run, trace)
-        stacked = list(self._traced_stack(f"{FUSED_STACK} (vb train --vgpu-auto)", run, trace))
-        if not stacked and not run.checkpointing and self.estimated.gpu_bytes is not None:
+        yield from self.plain(FUSED, run, trace)
+        stacked = list(self._streamed(f"{FUSED_STACK} (vb train --vgpu-auto)", run, trace))
+        if trace is not None and not stacked and not run.checkpointing and self.estimated.gpu_bytes is not None:
             run = replace(run, checkpointing=True)
-            trace = self._trace_of(run)
-            stacked += self._traced_stack(f"{FUSED_STACK}, {RECOMPUTING} (vb train --vgpu-auto)", run, trace)
+            stacked += self._streamed(f"{FUSED_STACK}, {RECOMPUTING} (vb train --vgpu-auto)", run, self._trace_of(run))
         yield from stacked
 
     def _trace_of(self, run: Run, batch_size: int | None = None) -> Trace | None:
         try:
-            return run.trace(batch_size or self.estimated.batch_size)
+            return run.trace(batch_size or self.batch_size)
         except (ConfigurationError, Unsupported):
             return None  # this model cannot be run so: nothing to advise
 
-    def _traced(self, change: str, run: Run, also: str = "", batch_size: int | None = None) -> Iterator[Way]:
-        trace = self._trace_of(run, batch_size)
+    def plain(
+        self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int | None = None
+    ) -> Iterator[Way]:
+        """Without a stack."""
         if trace is not None:
-            yield self.way(change, run, trace, also, batch_size)
+            tokens = (batch_size or self.batch_size) * run.seq_length
+            peak = estimate_trace(trace, run.capability, run.expandable).peak_p50
+            seconds = None if self.rates is None else sum(phase_seconds(trace.work, self.rates).values()) / tokens
+            yield Way(change, peak, seconds, _flops(trace) / tokens, also)
 
-    def way(self, change: str, run: Run, trace: Trace, also: str = "", batch_size: int | None = None) -> Way:
-        tokens = (batch_size or self.estimated.batch_size) * run.seq_length
-        memory = estimate_trace(trace, run.capability, run.expandable)
-        seconds = None if self.rates is None else sum(phase_seconds(trace.work, self.rates).values()) / tokens
-        return Way(change, memory.peak_p50, seconds, _flops(trace) / tokens, also)
-
-    def _traced_stack(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
+    def _streamed(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
         """An offload stack for the step that ``trace`` is of, if it fits."""
-        estimated = self.estimated
-        if trace is None or estimated.gpu_bytes is None:
-            return
-        stack = estimate_offload(run, trace, estimated.batch_size, estimated.gpu_bytes, *self.below)
-        if not stack.refused:
-            yield replace(self._stacked(change, run, stack), work=_flops(trace) / self.tokens)
+        if trace is not None and self.estimated.gpu_bytes is not None:
+            stack = estimate_offload(run, trace, self.batch_size, self.estimated.gpu_bytes, *self.below)
+            if not stack.refused:
+                yield replace(self._stacked(change, stack), work=_flops(trace) / self.tokens)
 
-    def _stacked(self, change: str, run: Run, stack: OffloadEstimate) -> Way:
-        peak = context_bytes(run.capability) + RUNTIME_BYTES + stack.level0 + stack.step + stack.fragmentation
+    def _stacked(self, change: str, stack: OffloadEstimate) -> Way:
+        context = context_bytes(self.estimated.run.capability) + RUNTIME_BYTES
         disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
         seconds = None if stack.tokens_per_second is None else 1 / stack.tokens_per_second
+        peak = context + stack.level0 + stack.step + stack.fragmentation
         return Way(change, peak, seconds, also=f"{stack.host / GiB:.1f} GiB of RAM{disk}")
 
 

@@ -39,10 +39,7 @@ class Measured:
 
 
 def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -> Measured:
-    """Train ``run`` for two steps with ``batch_size`` sequences.
-
-    Args:
-        device: None: the first GPU if it can be used, else the CPU.
+    """Train ``run`` for two steps with ``batch_size`` sequences, on the first GPU that can be used, else on the CPU.
 
     Raises:
         Untraceable: there is no way to make the model with bytes, or it fails with them too.
@@ -53,18 +50,18 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         raise Untraceable(f"{name} has no factory, so that it cannot be made with its bytes and measured")
     if device is None:
         device = torch.device("cpu") if why_no_cuda(list_gpus()) else torch.device("cuda", 0)
-    count = sum(p.numel() for p in run.model().parameters())
-    free = memory_facts().available_bytes
-    if (needed := count * (4 if device.type == "cuda" else RAM_A_PARAMETER)) > free:
+    is_gpu, free = device.type == "cuda", memory_facts().available_bytes
+    needed = sum(p.numel() for p in run.model().parameters()) * (4 if is_gpu else RAM_A_PARAMETER)
+    if needed > free:
         raise InsufficientMemory(
             f"{name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
             f"{format_bytes(free)} are free",
             needed_bytes=needed,
             available_bytes=free,
         )
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
+    where = torch.cuda.get_device_name(device) if is_gpu else "this machine's CPU"
     try:
-        with _recorded_on_gpu(device) if device.type == "cuda" else _recorded_on_cpu(free) as record:
+        with _recorded_on_gpu(device) if is_gpu else _recorded_on_cpu(free) as record:
             model, seconds = _train(run, run.spec.make(), batch_size, device, record)
             parameters = list(model.parameters())
             counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -79,8 +76,7 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         ) from error
     except Exception as error:  # a stranger's code may raise anything
         raise Untraceable(f"{name} cannot be traced, and fails when it is measured, too: {brief(error)}") from error
-    events = tuple(log.events)
-    trace = Trace(tuple(log.sizes), _categories(log, marks), events, tuple(marks), *counts)
+    trace = Trace(tuple(log.sizes), _categories(log, marks), tuple(log.events), tuple(marks), *counts)
     return Measured(trace, seconds, where)
 
 
@@ -115,9 +111,7 @@ Marks = list[tuple[int, int, str]]  # (index into events, step, phase)
 
 
 def _categories(log: StorageLog, marks: Marks) -> tuple[str, ...]:
-    """By the phase of birth: what backward leaves are gradients, what the optimizer leaves states, what was there
-    before weights.
-    """
+    """By the phase of birth: what outlives it is `LASTING`, the rest of these phases workspace."""
     events = log.events
     found = ["activations"] * len(log.sizes)
     ends = [begin for begin, _, _ in marks[1:]] + [len(events)]
@@ -136,7 +130,6 @@ class _OnCPU:
         self.storages, self.marks = storages, [(0, 0, "setup")]
 
     def enter(self, step: int, phase: str) -> None:
-        """A phase begins."""
         self.marks.append((len(self.storages.log.events), step, phase))
 
     def see_weights(self, model: nn.Module) -> None:
@@ -146,7 +139,6 @@ class _OnCPU:
             self.storages.see(tensor)
 
     def close(self) -> tuple[StorageLog, Marks]:
-        """Nothing more happens."""
         return self.storages.log, self.marks
 
 

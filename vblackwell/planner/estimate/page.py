@@ -1,78 +1,97 @@
 """``vb estimate --html``: one page of an estimate, that needs nothing from anywhere: memory over the step, the peak in
-its parts, the plan.
-
-The drawings stretch with the window, and their words are text next to them, so that a phone shows them as large as a
-desktop. Light or dark as the reader's system is.
+its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import metadata
 from pathlib import Path
+from string import Template
 
 from vblackwell.planner.estimate.result import SHOWN, Estimated
-from vblackwell.planner.parallel.plan import ParallelPlan
-from vblackwell.planner.parallel.strategies import Strategy
 from vblackwell.trace.allocator import Block, CachingAllocator
 from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
-WIDTH, HEIGHT = 1000, 300  # of drawings, in their own units
+WIDTH, HEIGHT = 1000, 300  # of the drawing in page.html, in its own units; it stretches with the window
 MAX_TICKS = 5
 UNITS = ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
 
 
 def page_of(estimated: Estimated) -> str:
     """The page's HTML."""
-    found = timeline(estimated.trace, expandable=estimated.run.expandable)
-    title = f"vb estimate: {estimated.model}"
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    sections = [
-        _answer(estimated),
-        _section("Memory over one training step", _timeline(estimated, found)),
-        _section("At the peak", _peak(estimated)),
-        _section("Plan", _plan(estimated)),
-        _section("What this assumes", _list(estimated.assumptions())),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light '
-        'dark">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body><main>\n"
-        f"<h1>{escape(estimated.model)}</h1>"
-        f'<p class="sub">{escape(estimated.title().partition(": ")[2])}</p>\n'
-        + "\n".join(sections)
-        + f"\n<footer>vblackwell {escape(metadata.version('vblackwell'))}</footer></main></body></html>\n"
+    memory, size = estimated.memory, estimated.gpu_bytes
+    values, peak = memory.as_dict(), memory.peak_p50
+    cards = [("", "expected peak", format_bytes(peak)), ("", "plan for (P99)", format_bytes(memory.peak_p99))]
+    if size is not None:
+        name = f"{estimated.card.name if estimated.card else 'this GPU'}, {format_bytes(size)}"
+        cards.append(("good", name, "fits") if estimated.fits else ("bad", name, "does not fit"))
+    if (speed := estimated.tokens_per_second) is not None:
+        cards.append(("", "tokens/s" if estimated.fits else "tokens/s, streamed", f"{speed:,.0f}"))
+    whole = size if size is not None and peak < size <= 2 * peak else peak
+    rows = [(f"{_key(name)}{SHOWN[name]}", values[name], f"{values[name] / peak:.1%}") for name in ORDER]
+    rows += [("peak (P50)", peak, ""), ("plan for (P99)", memory.peak_p99, "")]
+    parts = {
+        "model": escape(estimated.model),
+        "title": escape(estimated.title().partition(": ")[2]),
+        "cards": "".join(
+            f'<div class="card {mark}"><span>{escape(label)}</span><b>{value}</b></div>' for mark, label, value in cards
+        ),
+        "legend": "".join(f"<span>{_key(name)}{SHOWN[name]}</span>" for name in ORDER),
+        "bar": "".join(
+            f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{SHOWN[name]}: '
+            f'{format_bytes(values[name])}"></div>'
+            for name in ORDER
+            if values[name]
+        ),
+        "rows": "".join(
+            f"<tr{' class=sum' if text == 'peak (P50)' else ''}><td>{text}</td><td>{format_bytes(num_bytes)}</td>"
+            f"<td>{share}</td></tr>"
+            for text, num_bytes, share in rows
+        ),
+        "state": f"{format_bytes(memory.state_bytes)} ({memory.state_bytes / 1e9:.1f} GB)",
+        "plan": _plan(estimated),
+        "assumptions": _list(estimated.assumptions()),
+        "version": metadata.version("vblackwell"),
+    }
+    page = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return page.substitute(parts | _drawing(estimated))
+
+
+def _key(name: str) -> str:
+    return f'<i class="c-{name}"></i>'
+
+
+def _list(lines: Iterable[object]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(str(line))}</li>" for line in lines) + "</ul>"
+
+
+def _plan(estimated: Estimated) -> str:
+    lines = estimated.plan_lines()
+    body = _list(
+        lines or ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
     )
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
-def _answer(estimated: Estimated) -> str:
-    memory = estimated.memory
-    cards = [
-        ("expected peak", format_bytes(memory.peak_p50), ""),
-        ("plan for (P99)", format_bytes(memory.peak_p99), ""),
-    ]
-    if estimated.gpu_bytes is not None:
-        name = estimated.card.name if estimated.card else "this GPU"
-        mark = "good" if estimated.fits else "bad"
-        cards.append(
-            (f"{name}, {format_bytes(estimated.gpu_bytes)}", "fits" if estimated.fits else "does not fit", mark)
+    if estimated.advice:
+        body += "<h3>What would help</h3>" + _list(estimated.advice)
+    if (parallel := estimated.parallel) is not None:
+        heads = ("", "tokens/s", "efficiency", "waiting", "sent a GPU", "one holds", "")
+        rows = "".join(f"<th>{head}</th>" for head in heads)
+        for each in parallel.strategies:
+            why = f'<td class="why" colspan="6">{escape(each.refused or "")}</td>'
+            cells = why if each.refused else "".join(f"<td>{cell}</td>" for cell in parallel.cells(each))
+            rows += f"</tr><tr><td>{each.name}</td>{cells}"
+        body += (
+            f'<h3>On {parallel.num_gpus} such GPUs</h3><p class="note">{parallel.topology}; {escape(parallel.link)}</p>'
+            f'<div class="scroll"><table><tr>{rows}</tr></table></div>'
         )
-    if (shown := estimated.tokens_per_second) is not None:
-        cards.append(("tokens/s" if estimated.fits else "tokens/s, streamed", f"{shown:,.0f}", ""))
-    inner = "".join(
-        f'<div class="card {mark}"><span>{escape(label)}</span><b>{escape(value)}</b></div>'
-        for label, value, mark in cards
-    )
-    return f'<div class="cards">{inner}</div>'
+    return body
+
+
+# -- memory over the step ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,8 +122,8 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Time
     count, length = max(1, min(moments, end - begin)), max(1, end - begin)
     allocator = CachingAllocator(None, expandable)
     blocks: dict[int, Block | None] = {}
-    live: dict[str, int] = {category: 0 for category in CATEGORIES}
-    best: list[tuple[int, dict[str, int], int]] = [(-1, {}, 0)] * count
+    live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    best: list[tuple[int, dict[str, int], int]] = [(-1, live, 0)] * count
     for position, event in enumerate(trace.events[:end]):
         index = event if event >= 0 else ~event
         if event >= 0:
@@ -123,141 +142,56 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Time
         if phases and phases[-1][0] == name:
             start = phases.pop()[1]
         phases.append((name, start, (until - begin) / length))
-    return Timeline(
-        {category: tuple(found.get(category, 0) for _, found, _ in best) for category in CATEGORIES},
-        tuple(reserved for _, _, reserved in best),
-        tuple(phases),
-    )
+    categories = {category: tuple(found[category] for _, found, _ in best) for category in CATEGORIES}
+    return Timeline(categories, tuple(reserved for _, _, reserved in best), tuple(phases))
 
 
-# -- drawings ----------------------------------------------------------------------------------------------------------
-
-
-def _timeline(estimated: Estimated, found: Timeline) -> str:
+def _drawing(estimated: Estimated) -> dict[str, str]:
     """Stacked areas, with the context below and what the allocator holds beyond above; the card's size as a line."""
-    count, context = len(found.reserved), estimated.memory.context
-    layers: dict[str, Sequence[int]] = {"context": [context] * count, **found.bytes_by_category}
-    layers["fragmentation"] = [max(0, found.reserved[i] - found.allocated(i)) for i in range(count)]
-    top = max(sum(layers[name][i] for name in ORDER) for i in range(count))
-    limit = estimated.gpu_bytes
+    found = timeline(estimated.trace, expandable=estimated.run.expandable)
+    moments, limit = range(len(found.reserved)), estimated.gpu_bytes
+    layers: dict[str, Sequence[int]] = {"context": [estimated.memory.context for _ in moments]}
+    layers |= found.bytes_by_category
+    layers["fragmentation"] = [max(0, found.reserved[i] - found.allocated(i)) for i in moments]
+    top = max(sum(layers[name][i] for name in ORDER) for i in moments)
     scale = max(top * 1.05, limit * 1.02 if limit is not None and limit <= 2 * top else 0)
-    below = [0.0] * count
-    shapes = []
+
+    def y(num_bytes: float) -> float:
+        return HEIGHT * (1 - num_bytes / scale)
+
+    def outline(values: Sequence[float]) -> list[str]:
+        corners = ((x * WIDTH / len(moments), i) for i in moments for x in (i, i + 1))
+        return [f"{x:.1f},{y(values[i]):.1f}" for x, i in corners]
+
+    below, areas = [0.0 for _ in moments], ""
     for name in ORDER:
         above = [low + value for low, value in zip(below, layers[name], strict=True)]
         if any(layers[name]):
-            there, back = _steps(above, scale), _steps(below, scale)
-            points = " ".join(there + back[::-1])
-            shapes.append(f'<polygon class="c-{name}" points="{points}"><title>{escape(SHOWN[name])}</title></polygon>')
+            points = " ".join(outline(above) + outline(below)[::-1])
+            areas += f'<polygon class="c-{name}" points="{points}"><title>{SHOWN[name]}</title></polygon>'
         below = above
-    lines = [
-        f'<line class="phase" x1="{start * WIDTH:.1f}" x2="{start * WIDTH:.1f}" y1="0" y2="{HEIGHT}"/>'
-        for _, start, _ in found.phases[1:]
-    ]
-    marks = _ticks(scale)
-    lines += [
-        f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        for y in (_y(tick, scale) for tick in marks)
-    ]
-    notes = [f'<span style="top:{100 * _y(tick, scale) / HEIGHT:.2f}%">{_short(tick)}</span>' for tick in marks]
-    if limit is not None and limit <= scale:
-        y = _y(limit, scale)
-        lines.append(f'<line class="limit" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        notes.append(f'<em style="top:{100 * y / HEIGHT:.2f}%">{_short(limit)} GPU</em>')
-    drawing = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="Bytes on the GPU over one step, by kind">{"".join(shapes)}{"".join(lines)}</svg>'
-    )
-    phases = "".join(
-        f'<span style="left:{100 * start:.2f}%;width:{100 * (stop - start):.2f}%" title="{escape(name)}">'
-        f"{escape(name) if stop - start > 0.09 else ''}</span>"
+    starts = [start * WIDTH for _, start, _ in found.phases[1:]]
+    lines = [f'<line class="phase" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>' for x in starts]
+    heights = [("grid", "span", tick, _short(tick)) for tick in _ticks(scale)]
+    heights += [("limit", "em", limit, f"{_short(limit)} GPU")] if limit is not None and limit <= scale else []
+    lines += [f'<line class="{of}" x1="0" x2="{WIDTH}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>' for of, _, at, _ in heights]
+    notes = [f'<{tag} style="top:{100 * y(at) / HEIGHT:.2f}%">{text}</{tag}>' for _, tag, at, text in heights]
+    phases = (
+        f'<span style="left:{100 * start:.2f}%;width:{100 * (stop - start):.2f}%" title="{name}">'
+        f"{name if stop - start > 0.09 else ''}</span>"
         for name, start, stop in found.phases
     )
-    legend = "".join(f'<span><i class="c-{name}"></i>{escape(SHOWN[name])}</span>' for name in ORDER)
-    return (
-        f'<div class="plot">{drawing}{"".join(notes)}</div><div class="phases">{phases}</div>'
-        f'<div class="legend">{legend}</div><p class="note">From left to right the step\'s allocations in order, not '
-        "seconds. The grey on top is held by the allocator and not in use.</p>"
-    )
-
-
-def _steps(values: Sequence[float], scale: float) -> list[str]:
-    """The outline of a row of columns, left to right."""
-    width = WIDTH / len(values)
-    return [f"{x:.1f},{_y(value, scale):.1f}" for i, value in enumerate(values) for x in (i * width, (i + 1) * width)]
-
-
-def _y(value: float, scale: float) -> float:
-    return HEIGHT * (1 - value / scale)
+    return {"areas": areas, "lines": "".join(lines), "notes": "".join(notes), "phases": "".join(phases)}
 
 
 def _ticks(scale: float) -> list[float]:
     """Round numbers of a binary unit, at most `MAX_TICKS` of them."""
     unit = next((unit for unit, _ in UNITS if scale >= 2 * unit), 1)
-    step = next(
-        s for power in range(6) for s in (10**power, 2 * 10**power, 5 * 10**power) if scale / (s * unit) <= MAX_TICKS
-    )
-    return [step * unit * number for number in range(1, int(scale / (step * unit)) + 1)]
+    steps = (each * 10**power * unit for power in range(6) for each in (1, 2, 5))
+    step = next(each for each in steps if scale / each <= MAX_TICKS)
+    return [step * number for number in range(1, int(scale / step) + 1)]
 
 
 def _short(num_bytes: float) -> str:
     unit, name = next((each for each in UNITS if num_bytes >= each[0]), (1, "B"))
     return f"{num_bytes / unit:.3g} {name}"
-
-
-def _peak(estimated: Estimated) -> str:
-    values, peak = estimated.memory.as_dict(), estimated.memory.peak_p50
-    whole = max(peak, estimated.gpu_bytes or 0) if (estimated.gpu_bytes or 0) <= 2 * peak else peak
-    parts = "".join(
-        f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{escape(SHOWN[name])}: '
-        f'{format_bytes(values[name])}"></div>'
-        for name in ORDER
-        if values[name]
-    )
-    rows = "".join(
-        f'<tr><td><i class="c-{name}"></i>{escape(SHOWN[name])}</td><td>{format_bytes(values[name])}</td>'
-        f"<td>{values[name] / peak:.1%}</td></tr>"
-        for name in ORDER
-    )
-    rows += f'<tr class="sum"><td>peak (P50)</td><td>{format_bytes(peak)}</td><td></td></tr>'
-    rows += f"<tr><td>plan for (P99)</td><td>{format_bytes(estimated.memory.peak_p99)}</td><td></td></tr>"
-    state = estimated.memory.state_bytes
-    note = (
-        f"Weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB); not all are "
-        "alive at the peak."
-    )
-    return (
-        f'<div class="bar">{parts}</div><div '
-        f'class="scroll"><table><tr><th></th><th>bytes</th><th>share</th></tr>{rows}</table></div>'
-        f'<p class="note">{escape(note)}</p>'
-    )
-
-
-def _plan(estimated: Estimated) -> str:
-    lines = estimated.plan_lines()
-    if not lines:
-        lines = ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
-    body = _list(lines)
-    if estimated.advice:
-        body += "<h3>What would help</h3>" + _list([str(each) for each in estimated.advice])
-    parallel = estimated.parallel
-    if parallel is not None:
-        rows = "".join(_strategy(parallel, each) for each in parallel.strategies)
-        body += (
-            f"<h3>On {parallel.num_gpus} such GPUs</h3><p class='note'>{escape(parallel.topology)}; "
-            f"{escape(parallel.link)}</p>"
-            '<div class="scroll"><table><tr><th></th><th>tokens/s</th><th>efficiency</th><th>waiting</th><th>sent a '
-            "GPU</th>"
-            f"<th>one holds</th><th></th></tr>{rows}</table></div>"
-        )
-    return body
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
-
-
-def _strategy(plan: ParallelPlan, each: Strategy) -> str:
-    if each.refused:
-        return f'<tr><td>{escape(each.name)}</td><td class="why" colspan="6">{escape(each.refused)}</td></tr>'
-    return f"<tr><td>{escape(each.name)}</td>" + "".join(f"<td>{cell}</td>" for cell in plan.cells(each)) + "</tr>"

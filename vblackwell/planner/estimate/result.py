@@ -27,12 +27,8 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that pays.
-
-    Attributes:
-        saved_bytes: of the GPU's peak; negative: it costs them. saved_time: share of the time of a token; None: not
-            known.
-        cost: in words. peak_bytes: of the GPU, that it comes to.
+    """A change that pays: bytes of the GPU's peak (negative: it costs them), share of the time of a token (None: not
+    known), its cost in words, and the peak that it comes to.
     """
 
     change: str
@@ -54,10 +50,10 @@ class Estimated:
     """A run and what it takes.
 
     Attributes:
-        trace: of its two steps. memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it
-            does, and the largest batch that does; None where no size was given.
+        memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest batch
+            that does; None where no size was given.
         stack: an offload stack's bytes and speed. resident: tokens/s with everything on the GPU, whether or not it
-            fits, by ``rates`` of a known card. parallel: on several. advice: what would save memory or time.
+            fits, by ``rates`` of a known card. parallel: on several.
         measured: the steps that were run, where the model could not be traced.
     """
 
@@ -88,7 +84,6 @@ class Estimated:
         return self.resident if self.fits else self.streamed
 
     def title(self) -> str:
-        """The run in a line."""
         run = self.run
         return (
             f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, "
@@ -125,10 +120,8 @@ class Estimated:
 
     def report(self) -> dict[str, Any]:
         """JSON values."""
-        values = self.memory.as_dict()
-        parameters = values.pop("parameters")
+        values, stack = self.memory.as_dict(), self.stack
         plan: dict[str, Any] = {"largest_batch_size": self.largest}
-        stack = self.stack
         if stack is not None and stack.refused:
             plan["offload"] = {"refused": stack.refused}
         elif stack is not None:
@@ -144,7 +137,7 @@ class Estimated:
         if self.parallel is not None:
             plan["parallel"] = self.parallel.as_dict()
         return {
-            "model": self.model, "parameters": parameters, "bytes": values, "gpu_bytes": self.gpu_bytes,
+            "model": self.model, "parameters": values.pop("parameters"), "bytes": values, "gpu_bytes": self.gpu_bytes,
             "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
             "advice": [asdict(each) for each in self.advice],
             "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
@@ -153,13 +146,12 @@ class Estimated:
 
     def plan_lines(self) -> list[str]:
         """What to do with it, a line each."""
-        lines = []
+        lines, stack = [], self.stack
         if self.gpu_bytes is not None:
             lines.append(
                 f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
                 f"{'not known' if self.measured else self.largest or 'none'}"
             )
-        stack = self.stack
         if stack is not None and stack.refused:
             lines.append(f"with an offload stack it does not fit either: {stack.refused}")
         elif stack is not None:
@@ -177,16 +169,12 @@ class Estimated:
 
     def table(self) -> str:
         """For people."""
-        memory, values = self.memory, self.memory.as_dict()
-        sizes = [(text, values[name]) for name, text in SHOWN.items()]
-        sizes += [("peak (P50)", memory.peak_p50), ("plan for (P99)", memory.peak_p99)]
-        lines = [self.title(), "", "  of the peak:", *(f"  {text:<18}{format_bytes(size):>12}" for text, size in sizes)]
-        lines += [
-            "",
-            f"  weights, gradients and optimizer states in full: {format_bytes(memory.state_bytes)} "
-            f"({memory.state_bytes / 1e9:.1f} GB)",
-            *(f"  {line}" for line in self.plan_lines()),
-        ]
+        values, state = self.memory.as_dict(), self.memory.state_bytes
+        shown = SHOWN | {"peak_p50": "peak (P50)", "peak_p99": "plan for (P99)"}
+        lines = [self.title(), "", "  of the peak:"]
+        lines += [f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in shown.items()]
+        whole = f"weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB)"
+        lines += ["", *(f"  {line}" for line in [whole, *self.plan_lines()])]
         if self.parallel is not None:
             lines += ["", *self.parallel.lines()]
         if self.advice:
