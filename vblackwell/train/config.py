@@ -13,7 +13,6 @@ import inspect
 import math
 import textwrap
 import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -34,118 +33,91 @@ class TrainConfig:
 
     preset: str = "tiny"
     """Decoder to train: tiny, small, medium, large, xl or 7b (`--config` on the command line)."""
-
     architecture: dict[str, Any] | None = None
     """Decoder sizes that differ from the preset's, e.g. '{num_layers: 4, hidden_size: 64}'."""
-
     model: str | None = None
     """Hugging Face folder to start from instead of a preset's random weights."""
-
     data: str | None = None
     """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a
     folder of them; default: the Python standard library's sources."""
-
     packing: bool = True
     """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its
     own.
     """
-
     inspect_data: bool = False
     """Print the first rows, token by token and which are learnt, and stop."""
 
     tokenizer: str | None = None
     """tokenizer.json, or a folder that has one; default: a byte-pair tokenizer trained on the data and cached."""
-
     vocab_size: int = 4096
     """Tokens of the byte-pair tokenizer that is trained where none is given."""
 
     out: str | None = None
     """Run folder; default: runs/PRESET, or the next free runs/PRESET-N."""
-
     resume: bool = False
     """Go on from the newest complete checkpoint of the run folder."""
-
     max_steps: int | None = None
     """Optimizer steps in all."""
-
     epochs: float | None = None
     """Passes over the training data, instead of --max-steps."""
 
     batch_size: int = 8
     """Sequences in one forward; 'auto': the most that fit, see --auto-batch-size."""
-
     auto_batch_size: bool = False
     """Plan the sequences in one forward (--batch-size auto), as --vgpu-auto plans the rest: the fastest of the most
     that fit and its parts; with --accumulation-steps at the same sequences a step, the preset's --batch-size times the
     steps."""
-
     accumulation_steps: int = 1
     """Forwards whose gradients make one optimizer step."""
-
     seq_length: int = 256
     """Tokens in one sequence."""
 
     learning_rate: float = 3e-4
     """Peak learning rate, reached after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4.
     """
-
     min_learning_rate_ratio: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
-
     warmup_steps: int | None = None
     """Steps of linear warm-up; default: a twentieth of the run, at most 1000."""
-
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
-
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
-
     beta2: float = 0.95
     """AdamW's decay of the second moment."""
-
     epsilon: float = 1e-8
     """AdamW's denominator term."""
 
     max_grad_norm: float = 1.0
     """Clip gradients to this norm; 0 turns clipping off."""
-
     max_skipped_steps: int = 10
     """Stop after this many steps in a row whose loss or gradients were not finite (they never reach the weights)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: the GPU, if the machine has one."""
-
     seed: int = 0
     """Seed of the initial weights, the order of the data and dropout."""
-
     mixed_precision: bool = False
     """Compute in bf16 with fp32 masters; in fp16 with a loss scaler where the device lacks bf16."""
-
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Force a compute type instead of letting --mixed-precision pick one."""
 
     gradient_checkpointing: bool = False
     """Recompute each block in backward instead of keeping its activations."""
-
     use_flash_attn: bool = False
     """Run the fastest fused attention that is known here, refuse to run without one, and say which it is."""
 
     use_fp4: bool = False
     """Train with nvfp4-rounded weights in the forward, gradients straight through; without --gradient-checkpointing
     the rounded copies are kept until backward."""
-
     fp4_layers: str = "all"
     """Linears that --use-fp4 is for: all, large (2^20 elements and more), or a regular expression searched for in
     names; never the output head and tied weights."""
-
     keep: str | None = None
     """Regular expression for names of linears that --use-fp4 leaves alone in addition."""
-
     assignment: str | None = None
     """File of an assignment of precisions (docs/numerics.md): its linears train straight through nvfp4, or through two
     parts; for the same model alone, and instead of --use-fp4."""
-
     lora: str | None = None
     """Train low-rank adapters over the frozen --model: RANK[,alpha=A][,dropout=P][,targets=NAME+NAME], e.g. 16 or
     '16,alpha=32,targets=q_proj+v_proj'; with --use-fp4 the base is packed to nvfp4."""
@@ -154,29 +126,23 @@ class TrainConfig:
     """Choose the fastest way that fits, by prediction: levels (a disk included), placement, recomputing, where AdamW
     runs. What is said with other flags bounds the plan. Where bytes live changes no bit; recomputing on a GPU uses
     other kernels, and may round otherwise."""
-
     deterministic: bool = False
     """torch's deterministic algorithms: slower on a GPU; on one machine the same run gives the same bits."""
 
     fast_memory: str | int | None = None
     """What level 0 may hold: on a GPU a cap on the whole process, elsewhere the arena. E.g. '16MiB'."""
-
     host_memory: str | int | None = None
     """What the CPU RAM level may hold, e.g. '8GiB'."""
-
     disk_memory: str | int | None = None
     """What the disk level may hold, e.g. '64GiB'; without it, --disk-path or --vgpu-auto there is no disk level."""
-
     disk_path: str | None = None
     """Folder for the disk level's unnamed file, on a disk (not a tmpfs)."""
 
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
-
     update: str = "auto"
     """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a
     GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
-
     activations: Literal["auto", "level0", "host"] = "auto"
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
@@ -184,7 +150,6 @@ class TrainConfig:
     """AdamW's moments: exact, or in 8 bits for a quarter of their memory and traffic, which changes the numbers
     (docs/numerics.md).
     """
-
     masters: Literal["exact", "stochastic"] = "exact"
     """Weights that AdamW updates: exact fp32, or bf16 ones rounded at random (with --optimizer-states 8bit and bf16
     alone).
@@ -192,13 +157,10 @@ class TrainConfig:
 
     checkpoint_every: int = 100
     """Steps between checkpoints; 0 for none but the final export."""
-
     keep_checkpoints: int = 2
     """Checkpoints that are kept; older ones are removed once a newer one is safe on disk."""
-
     eval_every: int = 50
     """Steps between validation losses; 0 for one at the end only."""
-
     eval_sequences: int = 128
     """Held-out sequences in one validation loss, the same ones each time."""
 
@@ -206,24 +168,24 @@ class TrainConfig:
     """What the sample at the end continues; unset, "def ", and in a run on conversations one that was held out is
     answered.
     """
-
     sample_tokens: int = 96
     """Tokens of the sample at the end; 0 for none."""
-
     tensorboard: bool = True
     """Write TensorBoard events next to metrics.jsonl."""
-
     profile: bool = False
     """Write a trace of a few steps (trace.json; open it in Perfetto or chrome://tracing)."""
 
     def __post_init__(self) -> None:
-        self._check_counts()
-        self._check_numbers()
+        for name, hint in get_type_hints(TrainConfig).items():
+            value, choices = getattr(self, name), get_args(hint) if get_origin(hint) is Literal else ()
+            if (value is not None or choices) and (wrong := _why_wrong(name, value, choices)):
+                raise ConfigurationError(f"{flag_of(name)} {value!r} {wrong}")
         for name in ("fast_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
-        self._check_update()
+        if self.lora is not None:
+            Lora.parse(self.lora)  # which refuses what is none
         if self.max_steps is not None and self.epochs is not None:
             raise ConfigurationError("--max-steps and --epochs are both given: choose one")
         if self.mixed_precision and self.precision == "fp32":
@@ -236,44 +198,12 @@ class TrainConfig:
             raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
         if self.assignment is not None and (self.use_fp4 or self.lora is not None):
             raise ConfigurationError("--assignment says how each linear trains: drop --use-fp4 and --lora")
-        if self.lora is not None:
-            Lora.parse(self.lora)
-            if self.model is None:
-                raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
+        if self.lora is not None and self.model is None:
+            raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:
             raise ConfigurationError(
                 "--architecture changes a preset; with --model the folder's config.json decides: drop one"
             )
-
-    def _check_update(self) -> None:
-        try:
-            known = 0 <= float(self.update) <= 1
-        except ValueError:
-            known = self.update in ("auto", "level0", "home")
-        if not known:
-            raise ConfigurationError(f"--update {self.update!r}: give auto, level0, home, or a share between 0 and 1")
-
-    def _check_counts(self) -> None:
-        for name, least in _COUNTS.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigurationError(f"{flag_of(name)} {value!r} is not a whole number >= {least}: give one")
-
-    def _check_numbers(self) -> None:
-        for name, (low, high, advice) in _RANGES.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ConfigurationError(f"{flag_of(name)} {value!r} is not a finite number: try {advice}")
-            if not low <= value <= high:
-                raise ConfigurationError(f"{flag_of(name)} {value!r} is outside {low:g} to {high:g}: try {advice}")
-        for name, hint in get_type_hints(TrainConfig).items():
-            choices = get_args(hint) if get_origin(hint) is Literal else None
-            if choices is not None and getattr(self, name) not in choices:
-                raise ConfigurationError(
-                    f"{flag_of(name)} {getattr(self, name)!r} is none of {', '.join(choices)}: choose one"
-                )
 
     @property
     def name(self) -> str:
@@ -287,6 +217,11 @@ class TrainConfig:
         return asked and self.disk_memory != 0
 
     @property
+    def update_place(self) -> str | float:
+        """``--update`` as `enable_vgpu_stack_optimization` takes it: a place by its name, or a share."""
+        return self.update if self.update in PLACES else float(self.update)
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step learns from."""
         return self.batch_size * self.accumulation_steps * self.seq_length
@@ -296,6 +231,7 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
 
+PLACES = ("auto", "level0", "home")  # of updates
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1, "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0,
@@ -312,6 +248,26 @@ _RANGES: dict[str, tuple[float, float, str]] = {
     "epsilon": (1e-30, 1.0, "--epsilon 1e-8"),
     "max_grad_norm": (0.0, math.inf, "--max-grad-norm 1"),
 }
+
+
+def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
+    """What is wrong with the value of field ``name`` alone."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name in _COUNTS and (not is_number or not isinstance(value, int) or value < _COUNTS[name]):
+        return f"is not a whole number >= {_COUNTS[name]}: give one"
+    if name in _RANGES:
+        low, high, advice = _RANGES[name]
+        if not is_number or not math.isfinite(value):
+            return f"is not a finite number: try {advice}"
+        if not low <= value <= high:
+            return f"is outside {low:g} to {high:g}: try {advice}"
+    if choices and value not in choices:
+        return f"is none of {', '.join(choices)}: choose one"
+    if name == "update" and value not in PLACES:
+        share = _read(float, value)
+        if share is None or not 0 <= share <= 1:
+            return "is unknown: give auto, level0, home, or a share between 0 and 1"
+    return None
 
 
 def flag_of(field: str) -> str:
@@ -467,47 +423,49 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, (list, tuple, dict, set))
 
 
+_KINDS = {
+    bool: "true or false: write one of them", int: "a whole number: give one", float: "a number: give one",
+    str: "text: put it in quotes", dict: "a mapping: write e.g. '{num_layers: 4}'",
+}  # fmt: skip
+
+
 def convert(field: str, value: Any) -> Any:
     """``value`` as the type of ``field``; text is read as the command line means it."""
     wanted = _type_of(field)
-    if value is None or not isinstance(value, str):
-        if wanted is bool and not isinstance(value, bool):
-            raise ConfigurationError(f"{flag_of(field)} {value!r} is not true or false: write one of them")
-        if wanted is dict and value is not None and not isinstance(value, dict):
-            raise ConfigurationError(f"{flag_of(field)} {value!r} is not a mapping: write e.g. {{num_layers: 4}}")
-        if wanted is str and value is not None:
-            raise ConfigurationError(f"{flag_of(field)} {value!r} is not text: put it in quotes")
-        return float(value) if wanted is float and isinstance(value, int) and not isinstance(value, bool) else value
+    if wanted is None or (value is None and wanted is not bool):
+        return value
+    if isinstance(value, str):
+        found = _read(wanted, value)
+    elif wanted in (int, float):  # YAML's; whether it is one at all is checked where the config is made
+        return float(value) if wanted is float and type(value) is int else value
+    else:
+        found = value if isinstance(value, wanted) else None
+    if found is None:
+        raise ConfigurationError(f"{flag_of(field)} {value!r} is not {_KINDS[wanted]}")
+    return found
+
+
+def _read(wanted: type, text: str) -> Any:
+    """``text`` as a ``wanted``; None where it is none."""
     if wanted is bool:
-        if value.lower() not in _TRUE + _FALSE:
-            raise ConfigurationError(f"{flag_of(field)} {value!r} is not true or false: write one of them")
-        return value.lower() in _TRUE
-    if wanted in (int, float):
+        return {word: word in _TRUE for word in _TRUE + _FALSE}.get(text.lower())
+    if wanted is not dict:
         try:
-            return wanted(value)
+            return wanted(text)
         except ValueError:
-            kind = "a whole number" if wanted is int else "a number"
-            raise ConfigurationError(f"{flag_of(field)} {value!r} is not {kind}: give one") from None
-    if wanted is dict:
-        return _mapping(field, value)
-    return value
-
-
-def _mapping(field: str, text: str) -> dict[str, Any]:
+            return None
     import yaml
 
     try:
-        loaded = yaml.safe_load(text)
-    except Exception:  # as in a file
-        loaded = None
-    if not isinstance(loaded, dict) or not all(map(_is_plain, (*loaded, *loaded.values()))):
-        raise ConfigurationError(f"{flag_of(field)} {text!r} is not a mapping: write e.g. '{{num_layers: 4}}'")
-    return loaded
+        found = yaml.safe_load(text)
+    except Exception:  # its own, and what Python raises at a date or a number that is none
+        return None
+    return found if isinstance(found, dict) and all(map(_is_plain, (*found, *found.values()))) else None
 
 
 def _type_of(field: str) -> type | None:
     """bool, int, float, str or dict; None for sizes and choices, which are checked where the config is made."""
-    hint = typing.get_type_hints(TrainConfig)[field]
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = [typing.get_origin(option) or option for option in options if option is not type(None)]
-    return plain[0] if len(plain) == 1 and plain[0] in (bool, int, float, str, dict) else None
+    hint = get_type_hints(TrainConfig)[field]
+    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = [get_origin(option) or option for option in options if option is not type(None)]
+    return plain[0] if len(plain) == 1 and plain[0] in _KINDS else None
