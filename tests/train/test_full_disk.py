@@ -161,7 +161,7 @@ def test_metrics_that_no_run_wrote_are_refused(content, said, tmp_path):
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(monkeypatch, tmp_path):
     """The new one is committed by then."""
-    monkeypatch.setattr(checkpoint, "_write_model", lambda folder, prepared, with_states: folder.add("weights", b"1"))
+    monkeypatch.setattr(checkpoint, "_write_checkpoint", lambda folder, prepared: folder.add("weights", b"1"))
     monkeypatch.setattr(checkpoint, "_trainer_json", lambda prepared, state: {})
     parts = SimpleNamespace(model=nn.Linear(2, 2))
     said = []

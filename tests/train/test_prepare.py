@@ -37,7 +37,7 @@ def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     made = Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=16), seed=0, device="cpu").requires_grad_(False)
     source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: trainable(made))
     monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: source)
-    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: SimpleNamespace(corpus=None))
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: (None, None, None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
         prepare(TrainConfig(), CPU, Progress(), StopRequest(), ExitStack())
 
@@ -47,8 +47,7 @@ def preset_corpus(monkeypatch):
     """A tokenized corpus without files: `prepare` gets as far as the stack."""
     corpus = Corpus(np.arange(4000, dtype=np.uint16) % 64, None, 64, None, "", "toy")
     windows = PackedDataset(corpus, 32, "train")
-    data = SimpleNamespace(corpus=corpus, train=windows, validation=windows, packs_documents=False, template=None)
-    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: data)
+    monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: (corpus, windows, windows))
 
 
 def test_a_preset_that_does_not_fit_is_refused_before_it_takes_memory(preset_corpus):

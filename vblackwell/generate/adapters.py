@@ -208,7 +208,7 @@ class _Filling:
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
     """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, in the order in which
     they can be had; and what yields names and values, one parameter at a time."""
-    entries = _entries(model)
+    entries = export_order(model)
     if adapted(model) is None:
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
     shown = []
@@ -258,12 +258,12 @@ def adapter_specs(model: nn.Module) -> list[TensorSpec]:
         raise ConfigurationError(f"{type(model).__name__} has no adapters: load it with lora=Lora(rank)")
     return [
         TensorSpec(file_name(name), tuple(param.shape), torch.float32)
-        for name, param in _entries(model)
+        for name, param in export_order(model)
         if is_adapter(name)
     ]
 
 
-def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
+def export_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and parameters in the order of `export_state`."""
     engine = offload_of(model)
     if isinstance(engine, Offload):

@@ -88,9 +88,8 @@ def plan_run(
     except Untraceable as error:
         if config.auto_batch_size:
             raise
-        progress.say(
-            f"--vgpu-auto: {error}. No plan: sizes that are not given are probed, and the rest is as the flags say"
-        )
+        said = "No plan: sizes that are not given are probed, and the rest is as the flags say"
+        progress.say(f"--vgpu-auto: {error}. {said}")
         return None
     progress.say("\n".join(plan.lines()))
     return plan
@@ -137,17 +136,17 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
         available = max(available // 2, available - disk_thread_bytes())
+    sizes = [
+        int(available * ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory),
+        int(available * HOST_SHARE) if config.host_memory is None else int(config.host_memory),
+    ]
     if device.type == "cuda":
-        gpu = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
-    else:
-        gpu = int(available * ARENA_SHARE)
-    disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
-    given = (config.fast_memory, config.host_memory, config.disk_memory)
-    sizes = (gpu, int(available * HOST_SHARE), disk)
-    asked = [size if given is None else int(given) for given, size in zip(given, sizes, strict=True)]
-    if device.type == "cuda":
-        asked[0] = min(asked[0], gpu)
-    return Bounds(*asked)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
+        sizes[0] = free if config.fast_memory is None else min(sizes[0], free)
+    disk = config.disk_memory
+    if disk is None:
+        disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
+    return Bounds(*sizes, int(disk))
 
 
 def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
@@ -188,7 +187,7 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
     checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
     updates: tuple[str | float, ...] = SHARES if has_gpu else ("home", "level0")
     if config.update != "auto":
-        updates = (config.update if config.update in ("level0", "home") else float(config.update),)
+        updates = (config.update_place,)
     activations = ("level0", "host") if has_gpu else ("level0",)
     space = Space(
         batches=((config.batch_size, config.accumulation_steps),),

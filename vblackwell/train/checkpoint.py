@@ -35,12 +35,18 @@ from vblackwell.folders.commit import (
 )
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
-from vblackwell.generate.adapters import ADAPTER_FILE, adapted, save_adapter, whole_tensors, write_adapter
+from vblackwell.generate.adapters import (
+    ADAPTER_FILE,
+    adapted,
+    export_order,
+    save_adapter,
+    whole_tensors,
+    write_adapter,
+)
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
-from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.prepare import Prepared
@@ -57,15 +63,13 @@ class Checkpoints:
     """The checkpoints of one run, under ``parent``."""
 
     def __init__(self, parent: Path, prepared: Prepared, say: Callable[[str], None]) -> None:
-        self.parent = parent
-        self._prepared = prepared
-        self._say = say
+        self.parent, self._prepared, self._say = parent, prepared, say
 
     def write(self, state: TrainerState) -> None:
         """Commit the run as it is now; then remove the oldest. Raises DiskError: earlier checkpoints are untouched."""
         needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
         with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
-            _write_model(folder, self._prepared, with_states=True)
+            _write_checkpoint(folder, self._prepared)
             folder.add_json(TRAINER, _trainer_json(self._prepared, state))
         try:
             prune(self.parent, self._prepared.config.keep_checkpoints)
@@ -79,17 +83,19 @@ class Checkpoints:
             ConfigurationError: it was written under other settings.
             CorruptData: all checkpoints are damaged, or of another run.
         """
+        prepared, say = self._prepared, self._say
+        model, made = prepared.parts.model, adapted(prepared.parts.model)
         if self.parent.is_dir():
             clean_leftovers(self.parent)
         found, problems = newest_verified(self.parent)
         for problem in problems:
-            self._say(f"passed over a damaged checkpoint: {problem}")
+            say(f"passed over a damaged checkpoint: {problem}")
         if found is None:
             if problems:
                 raise CorruptData(
                     f"{self.parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out"
                 )
-            self._say("no checkpoint yet: starting over")
+            say("no checkpoint yet: starting over")
             return None
         stored = read_json(found / TRAINER)
         if stored.get("format", 1) < FORMAT:
@@ -97,39 +103,47 @@ class Checkpoints:
                 f"{found} is of an older version, which held out the last documents of the data for validation, and "
                 "this one draws them: go on with that version, or start a new run with another --out"
             )
-        if stored.get("fingerprint") != self._prepared.corpus.fingerprint:
+        if stored.get("fingerprint") != prepared.corpus.fingerprint:
             raise CorruptData(
                 f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
             )
-        refuse_other_run(self._prepared.config, found, stored["config"])
-        model, made = self._prepared.parts.model, adapted(self._prepared.parts.model)
+        refuse_other_run(prepared.config, found, stored["config"])
         if made is not None and stored.get("base") != made.base:
             raise CorruptData(
-                f"{found} holds an adapter for another base than --model {self._prepared.config.model}: give the "
-                "folder that the run was started with"
+                f"{found} holds an adapter for another base than --model {prepared.config.model}: give the folder that "
+                "the run was started with"
             )
         state = TrainerState.from_json(stored["state"])
         with ExitStack() as opened:
             prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
-            import_state(model, self._prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
-        self._say(f"resumed from {found} after step {state.step}")
+            import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
+        say(f"resumed from {found} after step {state.step}")
         before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
-        arithmetic = _arithmetic(self._prepared).items()
+        arithmetic = _arithmetic(prepared).items()
         changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
         if changed:
-            self._say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
-        end = self._prepared.config.max_steps
+            say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
+        end = prepared.config.max_steps
         if stored["max_steps"] != end:
-            self._say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
+            say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
         return state
 
 
-def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> Path:
+def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
     """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
-    with CommitFolder(parent, FINAL, _weight_bytes(prepared.parts.model) + METADATA_BYTES) as folder:
-        _write_model(folder, prepared, with_states=False)
+    model = prepared.parts.model
+    with CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
+        tokenizer = _add_tokenizer(folder, prepared)
+        folder.add_json(GENERATION, generation_settings(prepared))
+        if isinstance(model, Decoder):
+            entries, values = whole_tensors(model)
+            specs = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
+            tensors = values()
+        else:
+            published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
+            specs, tensors = published.specs, published.tensors()
+        save_model(folder, prepared.model_config, specs, tensors, tokenizer, generation=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
-    return parent / FINAL
 
 
 def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
@@ -157,9 +171,8 @@ def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, A
     defaults = [default_warmup_steps(steps) for steps in ends if steps is not None]
     if [config.warmup_steps, written["warmup_steps"]] == defaults:  # they move with the end of the run, which may move
         written = written | {"warmup_steps": config.warmup_steps}
-    values = checkpoint / TRAINER
-    remedy = f"give the values of 'config' in {values} as flags, and remove settings.json if it is there"
-    refuse_changes(config, written, remedy)
+    values = f"'config' in {checkpoint / TRAINER}"
+    refuse_changes(config, written, f"give the values of {values} as flags, and remove settings.json if it is there")
 
 
 def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
@@ -219,52 +232,42 @@ def _checkpoint_bytes(model: nn.Module) -> int:
     return 3 * _weight_bytes(model)
 
 
-def _in_export_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    engine = offload_of(model)
-    if isinstance(engine, Offload):
-        return [(slot.name, slot.param) for slot in engine.slots()]
-    return list(model.named_parameters())
-
-
-def _write_model(folder: CommitFolder, prepared: Prepared, *, with_states: bool) -> None:
-    """Weights, and AdamW's states if wanted, in one pass over the model."""
-    model, optimizer = prepared.parts.model, prepared.parts.optimizer
-    named = _in_export_order(model)
-    config, tokenizer = prepared.model_config, prepared.corpus.tokenizer
-    if prepared.tokenizer_folder is not None:  # with its special tokens and its chat template
+def _add_tokenizer(folder: CommitFolder, prepared: Prepared) -> Any:
+    """Copy that of the trained folder, with its special tokens and chat template; or else return what is to be
+    written.
+    """
+    tokenizer = prepared.corpus.tokenizer
+    if prepared.tokenizer_folder is not None:
         copy_tokenizer(folder, prepared.tokenizer_folder)
         tokenizer = None
     if prepared.template is not None and prepared.template.is_default:  # or who opens the folder would not know it
         folder.add(CHAT_TEMPLATE, prepared.template.source.encode())
-    if not with_states:
-        folder.add_json(GENERATION, generation_settings(prepared))
-        if isinstance(model, Decoder):
-            entries, values = whole_tensors(model)
-            specs = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
-            tensors = values()
-        else:
-            published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
-            specs, tensors = published.specs, published.tensors()
-        save_model(folder, config, specs, tensors, tokenizer, generation=False)
-        return
-    specs = [spec for name, param in named if param.requires_grad for spec in _state_specs(name, param)]
-    with SafetensorsShards(folder, "optimizer", specs) as shards:
+    return tokenizer
 
-        def with_moments() -> Iterator[tuple[str, ParameterState]]:
-            for name, state in export_state(model, optimizer, only=only):
-                for spec in _state_specs(name, state["weight"]) if name in trainable else ():
-                    shards.write(spec.name, _state_tensor(state, spec))
-                yield name, state
 
-        trainable = {name for name, param in named if param.requires_grad}
-        only = None if adapted(model) is None else is_adapter
-        exported = with_moments()
+def _write_checkpoint(folder: CommitFolder, prepared: Prepared) -> None:
+    """Weights, or adapters, and AdamW's states, in one pass over the model."""
+    model, optimizer = prepared.parts.model, prepared.parts.optimizer
+    named, only = export_order(model), None if adapted(model) is None else is_adapter
+    tokenizer = _add_tokenizer(folder, prepared)
+    states = {name: _state_specs(name, param) for name, param in named if param.requires_grad}
+
+    def exported() -> Iterator[tuple[str, ParameterState]]:
+        for name, state in export_state(model, optimizer, only=only):
+            for spec in states.get(name, ()):
+                found = state.get(spec.name.rpartition(".")[2])  # None: never stepped, and AdamW begins with zeros
+                shards.write(spec.name, torch.zeros(spec.shape) if found is None else found.to(spec.dtype))
+            yield name, state
+
+    with SafetensorsShards(folder, "optimizer", [spec for specs in states.values() for spec in specs]) as shards:
+        values = exported()
         if only is not None:
-            write_adapter(folder, model, exported)
+            write_adapter(folder, model, values)
         else:
             weights = [TensorSpec(name, tuple(param.shape), torch.float32) for name, param in named]
-            save_model(folder, config, weights, ((name, state["weight"]) for name, state in exported), tokenizer)
-        assert next(exported, None) is None, "export_state gave more than the model has"
+            named_weights = ((name, state["weight"]) for name, state in values)
+            save_model(folder, prepared.model_config, weights, named_weights, tokenizer)
+        assert next(values, None) is None, "export_state gave more than the model has"
 
 
 def generation_settings(prepared: Prepared) -> dict[str, Any]:
@@ -289,12 +292,6 @@ def generation_settings(prepared: Prepared) -> dict[str, Any]:
 def _state_specs(name: str, weight: Tensor) -> list[TensorSpec]:
     moments = [TensorSpec(f"{name}.{key}", tuple(weight.shape), torch.float32) for key in MOMENTS]
     return [*moments, TensorSpec(f"{name}.step", (), torch.float32)]
-
-
-def _state_tensor(state: ParameterState, spec: TensorSpec) -> Tensor:
-    """The state; zeros for a parameter that was never stepped, with which AdamW begins."""
-    found = state.get(spec.name.rpartition(".")[2])
-    return torch.zeros(spec.shape, dtype=spec.dtype) if found is None else found.to(spec.dtype)
 
 
 def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:

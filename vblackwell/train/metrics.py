@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,16 @@ TENSORBOARD = "tensorboard"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step did.
+    """What one optimizer step did, counted from 1.
 
     Attributes:
-        step: counted from 1.
         loss: mean over the step's tokens; None if it was not finite.
         grad_norm: before clipping; None if it was not finite or not measured.
         tokens_per_second: of this step, validation and checkpoints left out.
         level_bytes: the most that each level held after a forward and at the end of the step, by the level's label.
         link_bytes: bytes that this step moved, by 'source>destination'.
         stall_seconds: time in this step in which the computation waited for bytes.
-        seconds, skipped: the step's length, and whether it changed nothing because something was not finite; for
-            progress, not written.
+        seconds, skipped: the step's length, and whether it changed no weight; for progress, not written.
     """
 
     step: int
@@ -112,24 +110,22 @@ class MetricsLog:
     def __init__(self, folder: Path, keep_steps: int, tensorboard: bool) -> None:
         path = folder / METRICS_NAME
         cut_after(path, keep_steps)
-        self._lines = _Appended(path)
-        try:
-            self._events = _Events(folder / TENSORBOARD, keep_steps + 1) if tensorboard else None
-        except DiskError:
-            self._lines.close()
-            raise
+        with ExitStack() as opened:
+            self._lines = opened.enter_context(closing(_Appended(path)))
+            self._events = None
+            if tensorboard:
+                with _writing(folder / TENSORBOARD):
+                    (folder / TENSORBOARD).mkdir(exist_ok=True)
+                name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+                file = opened.enter_context(closing(_Appended(folder / TENSORBOARD / name)))
+                self._events = _Events(file, keep_steps + 1)
+            self.close = opened.pop_all().close  # idempotent
 
     def write(self, record: StepRecord) -> None:
         """Add a step. Raises DiskError: the line may be there in part."""
         self._lines.write((json.dumps(record.to_json(), allow_nan=False) + "\n").encode())
         if self._events is not None:
             self._events.write(record)
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._lines.close()
-        if self._events is not None:
-            self._events.close()
 
 
 class _Appended:
@@ -139,39 +135,29 @@ class _Appended:
         self._path = path
         with _writing(path):
             self._raw = path.open("ab", buffering=0)
+        self.close = self._raw.close
 
     def write(self, data: bytes) -> None:
         with _writing(self._path):
             WholeWrites(self._raw).write(memoryview(data))
 
-    def close(self) -> None:
-        self._raw.close()
-
 
 class _Events:
-    """A file of TensorBoard events, which ends what other files in ``folder`` show of ``first_step`` and later."""
+    """TensorBoard's events in ``file``, which end what other files of its folder show of ``first_step`` and later."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, file: _Appended, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event: Any = Event
         self._summary: Any = Summary
-        with _writing(folder):
-            folder.mkdir(exist_ok=True)
-        now = time.time()
-        self._file = _Appended(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}")
-        self._records = RecordWriter(self._file)
-        try:
-            self._add(wall_time=now, file_version="brain.Event:2")
-            self._add(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START))
-        except DiskError:
-            self.close()
-            raise
+        self._records = RecordWriter(file)
+        self._add(file_version="brain.Event:2")
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(**fields).SerializeToString())
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, record: StepRecord) -> None:
         """All numbers of a step as one event."""
@@ -180,10 +166,7 @@ class _Events:
         for kind, numbers in (("level_bytes", record.level_bytes), ("link_bytes", record.link_bytes)):
             values |= {f"{kind}/{label}": value for label, value in numbers.items()}
         shown = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
-        self._add(wall_time=time.time(), step=record.step, summary=self._summary(value=shown))
-
-    def close(self) -> None:
-        self._file.close()
+        self._add(step=record.step, summary=self._summary(value=shown))
 
 
 @contextmanager

@@ -63,13 +63,10 @@ class TrainableModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the model comes from.
+    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset, whose vocabulary is the data's.
 
-    Attributes:
-        model: the folder's model; None for a preset, whose vocabulary is the data's.
-        tokenizer_path: what the data is to be encoded with; None to train a tokenizer.
-        tokenizer_folder: the model folder, if its tokenizer is used.
-        folder: the model folder; None for a preset.
+    ``tokenizer_path``: what the data is to be encoded with, None to train a tokenizer; ``tokenizer_folder``: the model
+    folder, if its tokenizer is used.
     """
 
     model: TrainableModel | None
@@ -110,32 +107,32 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
         raise ConfigurationError(
             f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
         )
-    found = _open_folder(folder, config, cleanup)
-    path = tokenizer or folder
-    check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    return ModelSource(found, path, folder if tokenizer is None else None, folder)
-
-
-def _open_folder(folder: Path, config: TrainConfig, cleanup: ExitStack) -> TrainableModel:
-    raw, file = read_config(folder), folder / "config.json"
-    if not_supported_reasons(raw):
-        found = trainable(build_on_meta(folder, torch.float32))
-    else:
-        try:
-            shape = DecoderConfig.from_hf(raw)
-        except (ConfigurationError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{file}: {error}; give the config.json that the weights were published with"
-            ) from error
-        found = trainable(Decoder(shape, device="meta", dtype=torch.float32))
+    found = trainable(_on_meta(folder))
     limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
         raise ConfigurationError(
-            f"--seq-length {config.seq_length} is beyond the {limit} positions of {file}: shorten it"
+            f"--seq-length {config.seq_length} is beyond the {limit} positions of {folder / 'config.json'}: shorten it"
         )
     weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
-    return dataclasses.replace(found, initialize=weights)
+    path = tokenizer or folder
+    check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
+    model = dataclasses.replace(found, initialize=weights)
+    return ModelSource(model, path, folder if tokenizer is None else None, folder)
+
+
+def _on_meta(folder: Path) -> nn.Module:
+    raw = read_config(folder)
+    if not_supported_reasons(raw):
+        return build_on_meta(folder, torch.float32)
+    try:
+        shape = DecoderConfig.from_hf(raw)
+    except (ConfigurationError, TypeError, ValueError) as error:
+        file = folder / "config.json"
+        raise ConfigurationError(
+            f"{file}: {error}; give the config.json that the weights were published with"
+        ) from error
+    return Decoder(shape, device="meta", dtype=torch.float32)
 
 
 def trainable(model: nn.Module) -> TrainableModel:
@@ -161,9 +158,9 @@ def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
             raise ConfigurationError(
                 f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
             )
-        is_real = name in ("rope_theta", "norm_eps", "initializer_range")
-        wanted, kind = (float, "a number") if is_real else (int, "a whole number")
+        wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
         if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
+            kind = "a number" if wanted is float else "a whole number"
             raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
     if "num_heads" in changed or "hidden_size" in changed:
         changed = {"head_dim": None, "num_kv_heads": None} | changed
@@ -212,10 +209,10 @@ def adapt_model(
 def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -> None:
     """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
     done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
-    layers = len(done.replaced.get("experts", []))
+    linears, layers = (len(done.replaced.get(kind, [])) for kind in ("linear", "experts"))
     experts = f"and the experts of {layers} layers " if layers else ""
     say(
-        f"--use-fp4: {len(done.replaced.get('linear', []))} linears {experts}compute with their weights rounded to "
+        f"--use-fp4: {linears} linears {experts}compute with their weights rounded to "
         "nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n"
         f"{done}"
     )

@@ -1,6 +1,5 @@
-"""Everything of a run but its folder: data, model, memory and optimizer, from settings.
-
-What cannot work is refused here, before anything is written.
+"""Everything of a run but its folder: data, model, memory and optimizer, from settings. What cannot work is refused
+here, before anything is written.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import refuse_frozen
 from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.model import (
-    adapt_model,
-    choose_attention,
-    find_model,
-    use_assignment,
-    use_fp4,
-)
+from vblackwell.train.model import adapt_model, choose_attention, find_model, use_assignment, use_fp4
 from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.train.trainer import LossScaler, Parts, Schedule, default_warmup_steps
 from vblackwell.units import format_bytes
@@ -54,7 +47,6 @@ class Prepared:
         config: with ``max_steps`` and ``warmup_steps`` decided.
         model_config: the model's Hugging Face config.json.
         tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
-        template: how conversations were written down; None for plain text.
         plan: what ``config`` and the stack follow, where one was asked for.
         attention: the backend that runs, in words.
     """
@@ -63,10 +55,14 @@ class Prepared:
     model_config: dict[str, Any]
     corpus: Corpus
     parts: Parts
-    tokenizer_folder: Path | None = None
-    template: ChatTemplate | None = None
-    plan: Plan | None = None
-    attention: str = ""
+    tokenizer_folder: Path | None
+    plan: Plan | None
+    attention: str
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """How conversations were written down; None for plain text."""
+        return self.corpus.template if isinstance(self.corpus, ChatCorpus) else None
 
     @property
     def turn_end(self) -> int | None:
@@ -87,8 +83,8 @@ def prepare(
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
     source = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
-        data = open_data(config, source.tokenizer_path, progress)
-    corpus = data.corpus
+        corpus, train, validation = open_data(config, source.tokenizer_path, progress)
+    packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
     torch.manual_seed(config.seed)
     found = source.build(config, corpus)
     model = found.model
@@ -104,11 +100,12 @@ def prepare(
         progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
     precision = choose_precision(config.precision, config.mixed_precision, device)
     plan = plan_run(config, model, precision, device, progress)
-    config = decide_steps(config if plan is None else apply_plan(config, plan), len(data.train))
+    config = decide_steps(config if plan is None else apply_plan(config, plan), len(train))
+    assert config.max_steps is not None and config.warmup_steps is not None
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     formats = choose_formats(config, precision)
-    attention = choose_attention(config, found, precision, device, cleanup, data.packs_documents)
+    attention = choose_attention(config, found, precision, device, cleanup, packs)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
         f"{config.max_steps} steps of {config.tokens_per_step} tokens at a rate of {config.learning_rate:g}, "
@@ -128,7 +125,7 @@ def prepare(
         stack,
         placement=config.placement,
         compute_dtype=precision.compute_dtype,
-        update=place_or_share(config.update),
+        update=config.update_place,
         activations=activations,
         states=formats.states,
         masters=formats.masters,
@@ -136,39 +133,30 @@ def prepare(
         initialize=found.initialize,
         **({} if plan is None else planned_sizes(plan)),
     )
-    if data.packs_documents and not isinstance(model, Decoder):
+    if packs and not isinstance(model, Decoder):
         check_packing(model, found.config["vocab_size"], device)
-    assert config.max_steps is not None and config.warmup_steps is not None
     floor = config.learning_rate * config.min_learning_rate_ratio
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
-        stream=BatchStream(data.train, config.batch_size),
-        validation=data.validation,
+        stream=BatchStream(train, config.batch_size),
+        validation=validation,
         schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
         loss=found.loss,
     )
-    return Prepared(config, found.config, corpus, parts, source.tokenizer_folder, data.template, plan, attention)
+    return Prepared(config, found.config, corpus, parts, source.tokenizer_folder, plan, attention)
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:
     """``--inspect-data``: print the first rows as the model would see them."""
     with ExitStack() as opened:
         source = find_model(config, opened)
-        data = open_data(config, source.tokenizer_path, progress)
-    for line in inspect_lines(data.train, data.corpus.tokenizer):
+        corpus, train, _ = open_data(config, source.tokenizer_path, progress)
+    for line in inspect_lines(train, corpus.tokenizer):
         progress.say(line)
-
-
-def place_or_share(text: str) -> str | float:
-    """``--update`` as `enable_vgpu_stack_optimization` takes it: a place by its name, or a share."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def choose_formats(config: TrainConfig, precision: Precision) -> Formats:
@@ -194,16 +182,16 @@ def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
     trained = [param for param in model.parameters() if param.requires_grad]
-    matrices = [param for param in trained if param.dim() >= 2]
-    vectors = [param for param in trained if param.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": [param for param in trained if param.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
+    ]
     return VGPUAdamW(
         [group for group in groups if group["params"]],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
-        # inf: measure, so that what is not finite is met, and never clip.
-        max_grad_norm=config.max_grad_norm or math.inf,
+        max_grad_norm=config.max_grad_norm or math.inf,  # inf: measure, so that what is not finite is met, never clip
         update_in_backward=True,
         accumulation_steps=config.accumulation_steps,
     )
@@ -218,23 +206,10 @@ def _close_engine(model: nn.Module) -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunData:
-    """Tokens and what is cut of them; ``template`` is of conversations, None for plain text."""
-
-    corpus: Corpus
-    train: Dataset
-    validation: Dataset
-    template: ChatTemplate | None = None
-
-    @property
-    def packs_documents(self) -> bool:
-        """Whether rows hold several documents that must not see each other."""
-        return isinstance(self.train, ChatDataset) and self.train.packing
-
-
-def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> RunData:
-    """The data of ``--data``; of conversations it is said what they are."""
+def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
+    """The data of ``--data``, what of it is trained on, and what is held out; of conversations it is said what they
+    are.
+    """
     path = None if config.data is None else Path(config.data)
     source = find_text(path)
     if source.left_out:
@@ -245,28 +220,26 @@ def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progre
     if kind is None:
         corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
         plain = [PackedDataset(corpus, config.seq_length, split, config.seed) for split in splits]
-        return RunData(corpus, plain[0], plain[1])
+        return corpus, plain[0], plain[1]
     chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    rows = [ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits]
-    _describe(chat, rows[0], rows[1], progress)
-    return RunData(chat, rows[0], rows[1], chat.template)
-
-
-def _describe(corpus: ChatCorpus, train: ChatDataset, validation: ChatDataset, progress: Progress) -> None:
+    train, validation = (
+        ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits
+    )
     how = "each has a row of its own"
     if train.packing:
         how = "several share a row, positions begin again at 0 with each and none sees another"
     progress.say(
-        f"data: {corpus.name}: {len(corpus.lengths)} conversations ({corpus.kind}), written with "
-        f"{corpus.template.origin}; learnt are the answers, {train.learnt_share():.0%} of the tokens; "
-        f"{train.conversations} to train on in {len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): "
-        f"{how}"
+        f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written with {chat.template.origin}; "
+        f"learnt are the answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in "
+        f"{len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): {how}"
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
     if cut:
         lost = f"; {left_out} of them have no answer before the cut and are left out" if left_out else ""
-        limit = f"--seq-length {train.seq_length}"
-        progress.say(f"data: {cut} conversations are longer than {limit} and are cut there{lost}")
+        progress.say(
+            f"data: {cut} conversations are longer than --seq-length {train.seq_length} and are cut there{lost}"
+        )
+    return chat, train, validation
 
 
 @torch.no_grad()
@@ -278,12 +251,12 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
     made: Any = model
     generator = torch.Generator().manual_seed(0)
     first, other, same = torch.randint(vocab_size, (3, PROBE_TOKENS), generator=generator)
-    rows = torch.stack((torch.cat((first, same)), torch.cat((other, same)), torch.cat((same, first))))
-    positions = torch.arange(PROBE_TOKENS).repeat(3, 2)
+    rows = torch.stack((torch.cat((first, same)), torch.cat((other, same)), torch.cat((same, first)))).to(device)
+    positions = torch.arange(PROBE_TOKENS).repeat(3, 2).to(device)
     training = model.training
     model.eval()
     try:
-        logits_BSV = made(input_ids=rows.to(device), position_ids=positions.to(device), use_cache=False).logits.float()
+        logits_BSV = made(input_ids=rows, position_ids=positions, use_cache=False).logits.float()
     finally:
         model.train(training)
     after_first, after_other = logits_BSV[:2, PROBE_TOKENS:]
@@ -314,10 +287,22 @@ def build_stack(
         ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
         InsufficientMemory: less is free than the sizes need.
     """
-    if config.disk_memory:
-        _refuse_full_disk(config, state_bytes)
-    if device.type == "cpu":
-        _refuse_more_than_ram(config, state_bytes)
+    if config.disk_memory:  # its bytes are reserved when they are first needed: a run is told before
+        assert isinstance(config.disk_memory, int)
+        disk = disk_facts(config.disk_path or default_disk_path())
+        total, free = shutil.disk_usage(disk.path).total, disk.free_bytes
+        said = f"{format_bytes(free)} of {format_bytes(total)} are free at {disk.path}"
+        said = f"--disk-memory {format_bytes(config.disk_memory)}: {said}"
+        remedy = "make room, choose another --disk-path, or lower --disk-memory"
+        _refuse_lack(config.disk_memory, state_bytes, total, free, said, remedy)
+    if device.type == "cpu":  # levels 0 and 1 are RAM: a run that fills both would be killed without a word
+        asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
+        given = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
+        facts = memory_facts()
+        total, free = facts.total_bytes, facts.available_bytes
+        said = " and ".join(f"{flag} {format_bytes(size)}" for flag, size in given.items()) + " are RAM on a CPU: "
+        said += f"{format_bytes(free)} of {format_bytes(total)} are available (limited by {facts.limited_by})"
+        _refuse_lack(sum(given.values()), state_bytes, total, free, said, "give less")
     sizes = (config.fast_memory, config.host_memory, config.disk_memory if config.has_disk else 0)
     if plan is not None:
         bounds = plan.bounds
@@ -325,35 +310,10 @@ def build_stack(
     return create_vgpu_stack(*sizes, config.disk_path, device=device)
 
 
-def _refuse_more_than_ram(config: TrainConfig, state_bytes: int | None) -> None:
-    """Without a GPU levels 0 and 1 are RAM: a run that fills both would be killed without a word. Caps are held against
-    what the machine has; what is free now need only hold the run's state, if that is less.
-    """
-    asked = {"--fast-memory": config.fast_memory, "--host-memory": config.host_memory}
-    sizes = {flag: size for flag, size in asked.items() if isinstance(size, int) and size}
-    facts, wanted = memory_facts(), sum(sizes.values())
-    needed = wanted if state_bytes is None else min(wanted, state_bytes)
-    if wanted > facts.total_bytes or needed > facts.available_bytes:
+def _refuse_lack(asked: int, state_bytes: int | None, total: int, free: int, said: str, remedy: str) -> None:
+    """Caps are held against what there is in all; what is free now need only hold the run's state, if that is less."""
+    needed = asked if state_bytes is None else min(asked, state_bytes)
+    if asked > total or needed > free:
         raise InsufficientMemory(
-            f"{' and '.join(f'{flag} {format_bytes(size)}' for flag, size in sizes.items())} are RAM on a CPU: "
-            f"{format_bytes(facts.available_bytes)} of {format_bytes(facts.total_bytes)} are available (limited by "
-            f"{facts.limited_by}), and up to {format_bytes(needed)} are needed; give less",
-            needed_bytes=needed,
-            available_bytes=facts.available_bytes,
-        )
-
-
-def _refuse_full_disk(config: TrainConfig, state_bytes: int | None) -> None:
-    """A disk's bytes are reserved when they are first needed; a run, which needs at most its state, is told before."""
-    assert isinstance(config.disk_memory, int)
-    disk = disk_facts(config.disk_path or default_disk_path())
-    total = shutil.disk_usage(disk.path).total
-    needed = config.disk_memory if state_bytes is None else min(config.disk_memory, state_bytes)
-    if config.disk_memory > total or needed > disk.free_bytes:
-        raise InsufficientMemory(
-            f"--disk-memory {format_bytes(config.disk_memory)}: {format_bytes(disk.free_bytes)} of "
-            f"{format_bytes(total)} are free at {disk.path}, and up to {format_bytes(needed)} are needed; make room, "
-            "choose another --disk-path, or lower --disk-memory",
-            needed_bytes=needed,
-            available_bytes=disk.free_bytes,
+            f"{said}, and up to {format_bytes(needed)} are needed; {remedy}", needed_bytes=needed, available_bytes=free
         )

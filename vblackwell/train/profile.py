@@ -1,9 +1,8 @@
 """``--profile``: a trace of a few steps that Perfetto and chrome://tracing open.
 
-It shows the operators of every thread and every GPU stream, named in the trace's own metadata. torch writes "stream 7"
-and "thread 4711 (python3)"; which is which is read off what ran there: a stream whose time goes into copies is named
-by their direction, the one with most kernel time computes, one that mostly runs AdamW updates. Threads are known by
-the number that the system gave them, as long as they live.
+Streams and threads are named in the trace's own metadata, where torch writes "stream 7" and "thread 4711 (python3)":
+a stream whose time goes into copies by their direction, the one with most kernel time computes, one that mostly runs
+AdamW updates. Threads are known by the number that the system gave them, as long as they live.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ def tracing(
 # -- lanes -------------------------------------------------------------------------------------------------------------
 
 AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
-GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
-
-
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
 ORDER = (
     "compute", "host to GPU", "GPU to host", "updates", "kernels", "GPU to GPU", "copies on the GPU", "copies", "idle",
@@ -95,19 +91,20 @@ def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
     # Microseconds by what was done: kernels, those of AdamW among them, and copies by their role.
     uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        if event.get("cat") not in GPU_CATEGORIES:
-            continue
-        use, length, name = uses[event["pid"], event["tid"]], float(event.get("dur", 0)), str(event.get("name", ""))
-        if event["cat"] == "gpu_memcpy":
-            use[next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")] += length
-        elif event["cat"] == "kernel":
-            use["kernels"] += length
-            use["updates"] += length if "adam" in name.lower() else 0
-    computing = {
-        max((lane for lane in uses if lane[0] == device), key=lambda lane: uses[lane]["kernels"])
-        for device in {lane[0] for lane in uses}
-    }
-    return {lane: _role(use, lane in computing) for lane, use in uses.items()}
+        kind, length, name = event.get("cat"), float(event.get("dur", 0)), str(event.get("name", ""))
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            use = uses[event["pid"], event["tid"]]
+            if kind == "gpu_memcpy":
+                use[next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")] += length
+            elif kind == "kernel":
+                use["kernels"] += length
+                use["updates"] += length if "adam" in name.lower() else 0
+    computing: dict[Any, Lane] = {}  # of each device the stream with most kernel time
+    for lane in uses:
+        most = computing.setdefault(lane[0], lane)
+        if uses[lane]["kernels"] > uses[most]["kernels"]:
+            computing[lane[0]] = lane
+    return {lane: _role(use, computing[lane[0]] == lane) for lane, use in uses.items()}
 
 
 def _role(use: Mapping[str, float], computing: bool) -> str:
@@ -117,9 +114,7 @@ def _role(use: Mapping[str, float], computing: bool) -> str:
         return "compute"
     if sum(copies.values()) > kernels:
         return max(copies, key=lambda role: copies[role])
-    if updates > kernels / 2:
-        return "updates"
-    return "kernels" if kernels else "idle"
+    return "updates" if updates > kernels / 2 else "kernels" if kernels else "idle"
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
@@ -136,11 +131,9 @@ def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
             names[lane] = (f"{thread} (thread {lane[1]})", 0 if thread == "MainThread" else 1)
     told = ("thread_name", "thread_sort_index")
     kept = [
-        e
-        for e in events
-        if e.get("ph") != "M" or e.get("name") not in told or (e.get("pid"), e.get("tid")) not in names
+        event for event in events if event.get("name") not in told or (event.get("pid"), event.get("tid")) not in names
     ]
     for (pid, tid), (name, order) in names.items():
-        kept.append({"ph": "M", "name": told[0], "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}})
-        kept.append({"ph": "M", "name": told[1], "pid": pid, "tid": tid, "ts": 0, "args": {"sort_index": order}})
+        for kind, value in zip(told, ({"name": name}, {"sort_index": order}), strict=True):
+            kept.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": value})
     trace["traceEvents"] = kept

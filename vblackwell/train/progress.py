@@ -38,12 +38,11 @@ class Progress:
 
     def step(self, record: StepRecord) -> None:
         """A step is done."""
-        left = self._seconds_left(record)
-        now = time.monotonic()
+        left, now = self._time_left(record), time.monotonic()
         notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
         if notable or now - self._last_line >= PLAIN_SECONDS:
             self._last_line = now
-            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {format_seconds(left)}")
+            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {left}")
 
     def close(self) -> None:
         """The loop is over. Idempotent."""
@@ -53,17 +52,15 @@ class Progress:
         """Something before the loop is going on; ``share`` of it (0 to 1) is done. Said once, if it takes long."""
         now = time.monotonic()
         if text != self._phase:
-            self._phase, self._phase_began, self._phase_said = text, now, share is None
-            if share is None:
-                self.say(text)
-        elif not self._phase_said and now - self._phase_began > PHASE_SECONDS:
+            self._phase, self._phase_began, self._phase_said = text, now, False
+        if not self._phase_said and (share is None or now - self._phase_began > PHASE_SECONDS):
             self._phase_said = True
             self.say(text)
 
-    def _seconds_left(self, record: StepRecord) -> float:
+    def _time_left(self, record: StepRecord) -> str:
         before = self._step_seconds
         self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
-        return self._step_seconds * (self._total_steps - record.step)
+        return format_seconds(self._step_seconds * (self._total_steps - record.step))
 
 
 class RichProgress(Progress):
@@ -92,10 +89,9 @@ class RichProgress(Progress):
         from rich.console import Group
         from rich.text import Text
 
-        left = self._seconds_left(record)
         if record.val_loss is not None:
             self._val_loss = record.val_loss
-        self._bar.update(self._task, completed=record.step, left=f"{format_seconds(left)} left")
+        self._bar.update(self._task, completed=record.step, left=f"{self._time_left(record)} left")
         self._live.update(Group(self._bar, Text(describe(record, self._val_loss))))
         if record.skipped:
             self.say(f"step {record.step}: {describe(record)}")

@@ -1,6 +1,5 @@
-"""``vb train`` from settings to exit code: look at the machine, prepare, train, export, report.
-
-The order is chosen so that everything that can be refused is refused before the run folder exists.
+"""``vb train`` from settings to exit code: look at the machine, prepare, train, export, report. Everything that can be
+refused is refused before the run folder exists.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
         settled = {name: getattr(prepared.config, name) for name in planned}
         write_settings(folder, replace(config, **settled).to_dict())
-    return _Run(prepared, folder, progress, stop, cleanup).to_the_end()
+    return _to_the_end(prepared, folder, progress, stop, cleanup)
 
 
 def printable(text: str) -> str:
@@ -93,122 +92,97 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-class _Run:
-    def __init__(
-        self, prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
-    ) -> None:
-        self.prepared = prepared
-        self.folder = folder
-        self.progress = progress
-        self.stop = stop
-        self.cleanup = cleanup
-        self.checkpoints = Checkpoints(folder.checkpoints, prepared, progress.say)
-        self.losses: dict[str, float] = {}
-        self.speeds: list[float] = []
-
-    def to_the_end(self) -> int:
-        """Resume if asked, train, export, report; the exit code."""
-        config = self.prepared.config
-        assert config.max_steps is not None
-        state = self.checkpoints.load_newest() if config.resume else None
-        if state is not None and state.step > config.max_steps:
-            raise ConfigurationError(
-                f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
-                "--max-steps, or start a new run with another --out"
-            )
-        trainer = self._make_trainer(0 if state is None else state.step - (state.unrecorded is not None))
-        if state is not None:
-            trainer.restore(state)
-        began = time.perf_counter()
-        first_step = trainer.step
-        try:
-            trainer.run()
-        except DiskError as error:
-            raise DiskError(f"{error}. To go on: --resume --out {self.folder.path}") from error
-        seconds = time.perf_counter() - began
-        self.progress.close()
-        if self.stop.wanted:
-            assert self.stop.signal is not None
-            self.progress.say(
-                f"stopped by {self.stop.signal.name} after step {trainer.step}: go on with --resume --out "
-                f"{self.folder.path}"
-            )
-            return self.stop.exit_code
-        adapter = export_adapter(self.folder.path, self.prepared)
-        if adapter is not None:
-            self.progress.say(f"adapter: {adapter}")
-        export_final(self.folder.path, self.prepared, trainer.state())
-        self.progress.say(f"model: {self.folder.final}" + (" (the adapter merged)" if adapter is not None else ""))
-        self._report(seconds, trainer.step - first_step)
-        self._sample()
-        return 0
-
-    def _make_trainer(self, recorded_steps: int) -> Trainer:
-        config, parts = self.prepared.config, self.prepared.parts
-        metrics = MetricsLog(self.folder.path, recorded_steps, config.tensorboard)
-        self.cleanup.callback(metrics.close)
-        step_context: Callable[[], Any] = nullcontext
-        if config.profile:
-            traced = tracing(self.folder.path / TRACE, parts.device, self.progress.say)
-            step_context = self.cleanup.enter_context(traced)
-
-        def record(line: StepRecord) -> None:
-            metrics.write(line)
-            self.speeds.append(line.tokens_per_second)
-            for name in ("loss", "val_loss"):
-                value = getattr(line, name)
-                if value is not None:
-                    self.losses.setdefault(f"first_{name}", value)
-                    self.losses[f"last_{name}"] = value
-
-        return Trainer(config, parts, self.progress, self.stop, record, self.checkpoints.write, step_context)
-
-    def _sample(self) -> None:
-        """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
-        config, prepared = self.prepared.config, self.prepared
-        tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
-        prompt, answer, talks = "def " if config.sample_prompt is None else config.sample_prompt, "", False
-        if isinstance(held_out, ChatDataset) and config.sample_prompt is None:
-            (asked, answered), talks = held_out.example(), True
-            prompt, answer = tokenizer.decode(asked, skip_special_tokens=False), tokenizer.decode(answered)
-        length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
-        limit = position_limit(prepared.parts.model)
-        count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - length)
-        if count < config.sample_tokens:
-            self.progress.say(
-                f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}"
-            )
-        if count <= 0:
-            return
-        end = prepared.turn_end
-        options: dict[str, Any] = {"seed": config.seed, "ends": () if end is None else (end,)}
-        text = generate(prepared.parts.model, tokenizer, prompt, count, special_tokens=not talks, **options)
-        what = "sample, in answer to a conversation that was held out" if talks else "sample"
-        reference = f"\nthe data answers:\n{printable(answer)}" if talks else ""
-        self.progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
-
-    def _report(self, seconds: float, steps: int) -> None:
-        config, parts = self.prepared.config, self.prepared.parts
-        stats = parts.stack.get_stats()
-        engine = offload_of(parts.model)
-        assert engine is not None
-        run = {
-            "steps": steps,
-            "seconds": seconds,
-            "tokens_per_second": steps * config.tokens_per_step / max(seconds, 1e-9),
-            **self.losses,
-        }
-        report = make_report(
-            stats,
-            engine.summary(),
-            run=run,
-            gpu_peak_bytes=peak_gpu_bytes(parts.device),
-            process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+def _to_the_end(
+    prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
+) -> int:
+    """Resume if asked, train, export, report; the exit code."""
+    config, parts = prepared.config, prepared.parts
+    assert config.max_steps is not None
+    checkpoints = Checkpoints(folder.checkpoints, prepared, progress.say)
+    state = checkpoints.load_newest() if config.resume else None
+    if state is not None and state.step > config.max_steps:
+        raise ConfigurationError(
+            f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
+            "--max-steps, or start a new run with another --out"
         )
-        if self.prepared.plan is not None:
-            report["plan"] = compare(self.prepared.plan, report, self.speeds)
-        self.folder.write_json(REPORT, report)
-        self.progress.say("\n".join(report_lines(report)))
+    recorded_steps = 0 if state is None else state.step - (state.unrecorded is not None)
+    metrics = MetricsLog(folder.path, recorded_steps, config.tensorboard)
+    cleanup.callback(metrics.close)
+    step_context: Callable[[], Any] = nullcontext
+    if config.profile:
+        step_context = cleanup.enter_context(tracing(folder.path / TRACE, parts.device, progress.say))
+    losses: dict[str, float] = {}
+    speeds: list[float] = []
+
+    def record(line: StepRecord) -> None:
+        metrics.write(line)
+        speeds.append(line.tokens_per_second)
+        for name, value in (("loss", line.loss), ("val_loss", line.val_loss)):
+            if value is not None:
+                losses.setdefault(f"first_{name}", value)
+                losses[f"last_{name}"] = value
+
+    trainer = Trainer(config, parts, progress, stop, record, checkpoints.write, step_context)
+    if state is not None:
+        trainer.restore(state)
+    began, first_step = time.perf_counter(), trainer.step
+    try:
+        trainer.run()
+    except DiskError as error:
+        raise DiskError(f"{error}. To go on: --resume --out {folder.path}") from error
+    seconds, steps = time.perf_counter() - began, trainer.step - first_step
+    progress.close()
+    if stop.signal is not None:
+        progress.say(
+            f"stopped by {stop.signal.name} after step {trainer.step}: go on with --resume --out {folder.path}"
+        )
+        return stop.exit_code
+    adapter = export_adapter(folder.path, prepared)
+    if adapter is not None:
+        progress.say(f"adapter: {adapter}")
+    export_final(folder.path, prepared, trainer.state())
+    progress.say(f"model: {folder.final}" + (" (the adapter merged)" if adapter is not None else ""))
+    engine = offload_of(parts.model)
+    assert engine is not None
+    speed = steps * config.tokens_per_step / max(seconds, 1e-9)
+    report = make_report(
+        parts.stack.get_stats(),
+        engine.summary(),
+        run={"steps": steps, "seconds": seconds, "tokens_per_second": speed, **losses},
+        gpu_peak_bytes=peak_gpu_bytes(parts.device),
+        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    if prepared.plan is not None:
+        report["plan"] = compare(prepared.plan, report, speeds)
+    folder.write_json(REPORT, report)
+    progress.say("\n".join(report_lines(report)))
+    _sample(prepared, progress)
+    return 0
+
+
+def _sample(prepared: Prepared, progress: Progress) -> None:
+    """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
+    config, model = prepared.config, prepared.parts.model
+    tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
+    prompt, reference, what = "def " if config.sample_prompt is None else config.sample_prompt, "", "sample"
+    talks = False
+    if isinstance(held_out, ChatDataset) and config.sample_prompt is None:
+        talks = True
+        asked, answered = held_out.example()
+        prompt, what = (
+            tokenizer.decode(asked, skip_special_tokens=False),
+            "sample, in answer to a conversation that was held out",
+        )
+        reference = f"\nthe data answers:\n{printable(tokenizer.decode(answered))}"
+    length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
+    limit = position_limit(model)
+    count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - length)
+    if count < config.sample_tokens:
+        progress.say(f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}")
+    if count > 0:
+        ends = () if prepared.turn_end is None else (prepared.turn_end,)
+        text = generate(model, tokenizer, prompt, count, seed=config.seed, ends=ends, special_tokens=not talks)
+        progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -222,21 +196,14 @@ def make_report(
     gpu_peak_bytes: dict[str, int] | None,
     process_peak_bytes: int,
 ) -> dict[str, Any]:
-    """The report as plain values, of `VGPUStack.get_stats()` and the offload engine's `summary()`.
-
-    Args:
-        run: what the loop knows: steps, seconds, losses, tokens per second.
-        gpu_peak_bytes: the most that torch allocated and reserved on the GPU; None on the CPU.
-        process_peak_bytes: largest resident set of the process.
+    """The report as plain values, of `VGPUStack.get_stats()` and the offload engine's `summary()`; ``run``: what the loop
+    knows.
     """
-    labels = level_labels(stats)
-    seconds = max(run["seconds"], 1e-9)
-    kept = ("capacity_bytes", "peak_bytes", "hits", "misses")
     levels = []
-    for label, level in zip(labels, stats["levels"], strict=True):
+    for label, level in zip(level_labels(stats), stats["levels"], strict=True):
         asked = level["hits"] + level["misses"]
-        rate = level["hits"] / asked if asked else None
-        levels.append({"level": label} | {name: level[name] for name in kept} | {"hit_rate": rate})
+        kept = {name: level[name] for name in ("capacity_bytes", "peak_bytes", "hits", "misses")}
+        levels.append({"level": label} | kept | {"hit_rate": level["hits"] / asked if asked else None})
     written = sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd"))
     return {
         **run,
@@ -247,7 +214,7 @@ def make_report(
         "levels": levels,
         "links": stats["links"],
         "stall_seconds": stats["stall_seconds"],
-        "stalled_share": stats["stall_seconds"] / seconds,
+        "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
         "ssd_written_bytes": written,
         "gpu_peak_bytes": gpu_peak_bytes,
         "process_peak_bytes": process_peak_bytes,
@@ -278,57 +245,48 @@ def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str
     }
 
 
-def _plan_lines(found: dict[str, Any]) -> list[str]:
-    rows = [("plan", "predicted", "measured", "off by")]
-    for name, text, show in (
-        ("gpu_bytes", "GPU or arena", format_bytes), ("host_bytes", "RAM level", format_bytes),
-        ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
-    ):  # fmt: skip
-        said, was = found[name]["predicted"], found[name]["measured"]
-        off = "-" if not was else f"{said / was - 1:+.1%}"
-        rows.append((text, show(said), "-" if was is None else show(was), off))
-    lines = _columns(rows)
-    clipped = found["clipped_tokens_per_second"]
-    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]
-
-
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report as the lines of a table."""
-    rows = [("level", "peak", "capacity", "hits", "misses", "hit rate")]
+    levels = [("level", "peak", "capacity", "hits", "misses", "hit rate")]
     for level in report["levels"]:
         rate = level["hit_rate"]
         sizes = (format_bytes(level["peak_bytes"]), format_bytes(level["capacity_bytes"]))
         counts = (str(level["hits"]), str(level["misses"]), "-" if rate is None else f"{rate:.1%}")
-        rows.append((level["level"], *sizes, *counts))
-    lines = _columns(rows)
+        levels.append((level["level"], *sizes, *counts))
     links = [("link", "bytes", "busy")]
     for link in report["links"]:
         name = f"{link['source']} > {link['destination']}"
         links.append((name, format_bytes(link["bytes"]), format_seconds(link["seconds"])))
-    if len(links) > 1:
-        lines += ["", *_columns(links)]
-    lines += ["", f"placement: {report['placement']}, {report['groups']} layer groups"]
-    formats = report["formats"]
-    lines += [f"AdamW: {formats['states']} states, {formats['masters']} masters"]
-    lines += [f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run"]
-    lines += [f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}"]
-    peak = report["gpu_peak_bytes"]
+    formats, peak = report["formats"], report["gpu_peak_bytes"]
+    lines = [
+        *_columns(levels),
+        *(["", *_columns(links)] if report["links"] else []),
+        "",
+        f"placement: {report['placement']}, {report['groups']} layer groups",
+        f"AdamW: {formats['states']} states, {formats['masters']} masters",
+        f"time stalled: {format_seconds(report['stall_seconds'])}, {report['stalled_share']:.1%} of the run",
+        f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}",
+    ]
     if peak is not None:
-        lines += [
+        lines.append(
             f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
             f"{format_bytes(peak['reserved'])} reserved"
-        ]
-    lines += [f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak"]
+        )
+    lines.append(f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak")
     return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
+
+
+def _plan_lines(found: dict[str, Any]) -> list[str]:
+    rows = [("plan", "predicted", "measured", "off by")]
+    for name, text in (("gpu_bytes", "GPU or arena"), ("host_bytes", "RAM level"), ("tokens_per_second", "tokens/s")):
+        said, was = found[name]["predicted"], found[name]["measured"]
+        show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
+        rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
+    clipped = found["clipped_tokens_per_second"]
+    return _columns(rows) + ([] if clipped is None else [f"predicted while steps clip: {clipped:,.0f} tokens/s"])
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows as aligned text: the first column to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]

@@ -11,6 +11,7 @@ Nothing is created before the run is sure to start.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,13 +24,8 @@ from vblackwell.folders.commit import clean_leftovers
 from vblackwell.machine.lock import Locked, lock_file
 from vblackwell.train.metrics import METRICS_NAME, TENSORBOARD
 
-FINAL = "final"
-ADAPTER = "adapter"
-CHECKPOINTS = "checkpoints"
-SETTINGS = "settings.json"
-REPORT = "report.json"
-TRACE = "trace.json"
-LOCK = ".lock"
+FINAL, ADAPTER, CHECKPOINTS = "final", "adapter", "checkpoints"
+SETTINGS, REPORT, TRACE, LOCK = "settings.json", "report.json", "trace.json", ".lock"
 _HASH = "xxh3"  # of the settings, in their own file
 
 
@@ -43,7 +39,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
-        self.path = path
+        self.path, self.checkpoints, self.final = path, path / CHECKPOINTS, path / FINAL
         self._lock: int | None = None  # the descriptor that holds it
         if path.exists() and not path.is_dir():
             raise ConfigurationError(f"--out {path} is a file: choose another --out")
@@ -63,14 +59,6 @@ class RunFolder:
     @property
     def has_run(self) -> bool:
         return any((self.path / name).exists() for name in (SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL))
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @property
-    def final(self) -> Path:
-        return self.path / FINAL
 
     def create(self) -> None:
         """Make the folder if need be, and lock it.
@@ -162,7 +150,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
         DiskError: the file cannot be read.
         CorruptData: it is not what was written: a digit of a learning rate would change what a resumed run computes.
     """
-    path = folder / SETTINGS
+    path, remedy = folder / SETTINGS, "remove it to resume with the flags alone"
     if not path.is_file():
         return None
     try:
@@ -170,22 +158,19 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise DiskError(f"{path} cannot be read: {error.strerror}; check the disk") from error
     except (ValueError, RecursionError) as error:
-        raise CorruptData(f"{path} is damaged ({error}): remove it to resume with the flags alone") from error
+        raise CorruptData(f"{path} is damaged ({error}): {remedy}") from error
     if not isinstance(stored, dict):
-        raise CorruptData(f"{path} holds no settings: remove it to resume with the flags alone")
+        raise CorruptData(f"{path} holds no settings: {remedy}")
     written = stored.pop(_HASH, None)
     if written is not None and written != _hash_of(stored):
         raise CorruptData(
             f"{path} is not what the run wrote (its XXH3 is another): put back what was changed ('config' in a "
-            "checkpoint's trainer.json has the values), or remove it to resume with the flags alone"
+            f"checkpoint's trainer.json has the values), or {remedy}"
         )
     return stored
 
 
 def default_out(name: str, parent: Path = Path("runs")) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist yet."""
-    number, path = 1, parent / name
-    while path.exists():
-        number += 1
-        path = parent / f"{name}-{number}"
-    return path
+    names = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(path for path in names if not path.exists())

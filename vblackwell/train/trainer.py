@@ -1,8 +1,7 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
-The loop knows a model that returns a loss, an optimizer that measures and clips by itself, and a stack that counts
-bytes. It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped,
-data position and generators put back), so a resumed run repeats it bit by bit.
+It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped, data
+position and generators put back), so a resumed run repeats it bit by bit.
 
 A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in
 a forward, at the same sequences a step, and so on from there, also in a resumed run. Only forward and backward can be
@@ -16,7 +15,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,7 +28,7 @@ from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBErro
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.metrics import StepRecord, Traffic, finite_or_none, traffic_of
+from vblackwell.train.metrics import StepRecord, finite_or_none, traffic_of
 from vblackwell.train.progress import Progress, StopRequest
 
 
@@ -39,12 +38,8 @@ class TrainingDiverged(VBError):
 
 @dataclass
 class Parts:
-    """What a run is made of.
-
-    Attributes:
-        loss: called with what the data gives: input_ids, targets and, for packed documents, positions, all (B, S)
-            int64; returns the mean loss. By default the model itself.
-        stream, validation: the training data, and the held-out windows.
+    """What a run is made of. ``loss``, by default the model, is called with what the data gives (input_ids, targets and,
+    for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: the held-out windows.
     """
 
     model: nn.Module
@@ -60,17 +55,13 @@ class Parts:
 
 @dataclass
 class TrainerState:
-    """Where a run stands between two optimizer steps: what it needs, next to its weights, to go on with the same bits.
+    """What a run needs between two optimizer steps, next to its weights, to go on with the same bits.
 
     Attributes:
-        step: finished steps.
         data_position: windows consumed, as `BatchStream` counts them.
-        skipped_in_a_row: steps, up to the last one, that were not finite.
-        skipped: steps in all that changed no weight.
-        scaler: the loss scaler's state; None where there is none.
-        rng: generators, as `capture_rng` returns them.
+        skipped_in_a_row, skipped: steps, up to the last one and in all, that were not finite and changed no weight.
         micro_batch: sequences in a forward; None: as the settings say.
-        unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be; else None.
+        unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be.
     """
 
     step: int = 0
@@ -85,9 +76,8 @@ class TrainerState:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
         """The reverse of `dataclasses.asdict`. Raises CorruptData: a key is missing."""
+        given = {"micro_batch": None, "skipped": 0, "unrecorded": None} | found  # which older checkpoints do not have
         try:
-            optional = {"micro_batch": None, "skipped": 0, "unrecorded": None}  # older checkpoints do not have these
-            given = optional | found
             return cls(**{name: given[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
@@ -119,8 +109,6 @@ class Trainer:
         self._progress = progress
         self._stop = stop
         self._record, self._checkpoint, self._step_context = record, checkpoint, step_context
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> TrainerState:
         """Where the run stands; valid between steps."""
@@ -156,8 +144,6 @@ class Trainer:
     def _take_micro_batches_of(self, sequences: int) -> None:
         self.micro_batch = self.parts.stream.batch_size = sequences
         self.parts.optimizer.accumulation_steps = self.accumulation_steps
-
-    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train until the last step, at which all is done that is due, or a stop request. Raises TrainingDiverged."""
@@ -230,17 +216,47 @@ class Trainer:
         self.step += 1
         self._skipped += skipped
         seconds = time.perf_counter() - began
-        return self._record_of(loss, learning_rate, seconds, traffic_of(parts.stack.get_stats()).since(before), skipped)
+        moved = traffic_of(parts.stack.get_stats()).since(before)
+        return StepRecord(
+            step=self.step,
+            loss=finite_or_none(loss),
+            lr=learning_rate,
+            grad_norm=finite_or_none(parts.optimizer.grad_norm) if math.isfinite(loss) else None,
+            tokens_per_second=self.config.tokens_per_step / seconds,
+            level_bytes={label: max(size, self._held.get(label, 0)) for label, size in moved.level_bytes.items()},
+            link_bytes=moved.link_bytes,
+            stall_seconds=moved.stall_seconds,
+            seconds=seconds,
+            skipped=skipped,
+        )
 
     def _forward_and_backward(self) -> list[LateScalar] | None:
-        """Every micro-batch's share of the loss; None where memory ran out and fewer sequences at a time may fit."""
-        self._held = {}
+        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and fewer
+        sequences at a time may fit.
+        """
+        parts, count = self.parts, self.accumulation_steps
+        scale = 1.0 if parts.scaler is None else parts.scaler.scale
+        parts.optimizer.loss_scale = scale
+        parts.model.train()
+        self._held, losses = {}, list[LateScalar]()
         try:
-            return list(self._backward_micro_batches())
+            while len(losses) < count and not self._stop.wanted:
+                losses.append(self._one_micro_batch(count, scale))
+            return losses
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
             if not is_out_of_memory(error) or self.micro_batch == 1:
                 raise
         return None  # the error is gone here, and with it what its frames held
+
+    def _one_micro_batch(self, count: int, scale: float) -> LateScalar:
+        parts = self.parts
+        sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
+        loss = self._loss(*(tokens.arrived() for tokens in sent))
+        late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
+        for label, size in traffic_of(parts.stack.get_stats()).level_bytes.items():  # level 0 is empty at the end
+            self._held[label] = max(size, self._held.get(label, 0))
+        (loss * (scale / count)).backward()
+        return late
 
     def _begin_again_smaller(self, start: TrainerState) -> None:
         """Undo the begun step, and halve what a forward takes."""
@@ -255,23 +271,6 @@ class Trainer:
             f"{self.micro_batch}, {self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} "
             "tokens"
         )
-
-    def _backward_micro_batches(self) -> Iterator[LateScalar]:
-        """Forward and backward, yielding each micro-batch's share of the loss; ends early if a stop is wanted."""
-        parts, count = self.parts, self.accumulation_steps
-        scale = 1.0 if parts.scaler is None else parts.scaler.scale
-        parts.optimizer.loss_scale = scale
-        parts.model.train()
-        for _ in range(count):
-            if self._stop.wanted:
-                return
-            sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
-            loss = self._loss(*(tokens.arrived() for tokens in sent))
-            late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
-            for label, size in traffic_of(parts.stack.get_stats()).level_bytes.items():  # level 0 is empty at the end
-                self._held[label] = max(size, self._held.get(label, 0))
-            (loss * (scale / count)).backward()
-            yield late
 
     def _update(self, loss: float) -> bool:
         """Let the step happen unless something is not finite; whether it happened."""
@@ -291,25 +290,6 @@ class Trainer:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         return finite
 
-    def _record_of(
-        self, loss: float, learning_rate: float, seconds: float, moved: Traffic, skipped: bool
-    ) -> StepRecord:
-        norm = self.parts.optimizer.grad_norm if math.isfinite(loss) else None
-        return StepRecord(
-            step=self.step,
-            loss=finite_or_none(loss),
-            lr=learning_rate,
-            grad_norm=finite_or_none(norm),
-            tokens_per_second=self.config.tokens_per_step / seconds,
-            level_bytes={label: max(size, self._held.get(label, 0)) for label, size in moved.level_bytes.items()},
-            link_bytes=moved.link_bytes,
-            stall_seconds=moved.stall_seconds,
-            seconds=seconds,
-            skipped=skipped,
-        )
-
-    # -- validation ----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def validate(self) -> float | None:
         """Mean loss over the first held-out sequences, the same for every batch size; None if it was interrupted or is
@@ -317,13 +297,11 @@ class Trainer:
         """
         parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
-        batches = evaluation_batches(parts.validation, self.micro_batch, -(-wanted // self.micro_batch))
-        for batch in batches:
+        for batch in evaluation_batches(parts.validation, self.micro_batch, -(-wanted // self.micro_batch)):
             if self._stop.wanted:
                 return None
             used = min(len(batch[0]), wanted - seen)
-            loss = self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))
-            total += float(loss) * used
+            total += float(self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))) * used
             seen += used
         return finite_or_none(total / seen)
 
@@ -344,27 +322,24 @@ def half_of(micro_batch: int, sequences: int) -> int:
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """The generators that a forward may draw from, as JSON values."""
     version, numbers, gauss = random.getstate()
-    captured: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _encode(torch.get_rng_state())}
+    states = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
-        captured["cuda"] = _encode(torch.cuda.get_rng_state(device))
-    return captured
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    encoded = {name: base64.b64encode(state.numpy().tobytes()).decode("ascii") for name, state in states.items()}
+    return {"python": [version, list(numbers), gauss]} | encoded
 
 
 def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
     """Put generators back; the GPU's not on a machine without one, where its numbers cannot be continued."""
+
+    def decoded(name: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(captured[name])), dtype=torch.uint8)
+
     version, numbers, gauss = captured["python"]
     random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(_decode(captured["torch"]))
+    torch.set_rng_state(decoded("torch"))
     if device.type == "cuda" and "cuda" in captured:
-        torch.cuda.set_rng_state(_decode(captured["cuda"]), device)
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        torch.cuda.set_rng_state(decoded("cuda"), device)
 
 
 # -- tokens to the device, losses from it ------------------------------------------------------------------------------
@@ -428,9 +403,7 @@ class LateScalar:
 
 # -- learning rate and loss scale --------------------------------------------------------------------------------------
 
-
-MIN_SCALE = 1.0
-MAX_SCALE = 2.0**24
+MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
 
 @dataclass(frozen=True)
@@ -464,18 +437,14 @@ class LossScaler:
     """
 
     def __init__(self, initial: float = 2.0**16, growth_interval: int = 200) -> None:
-        self.scale = initial
-        self.growth_interval = growth_interval
-        self._finite_steps = 0
+        self.scale, self.growth_interval, self._finite_steps = initial, growth_interval, 0
 
     def update(self, *, overflowed: bool) -> None:
         """Record how the step went."""
+        self._finite_steps = 0 if overflowed else self._finite_steps + 1
         if overflowed:
             self.scale = max(MIN_SCALE, self.scale / 2)
-            self._finite_steps = 0
-            return
-        self._finite_steps += 1
-        if self._finite_steps >= self.growth_interval:
+        elif self._finite_steps >= self.growth_interval:
             self.scale = min(MAX_SCALE, self.scale * 2)
             self._finite_steps = 0
 
@@ -488,6 +457,5 @@ class LossScaler:
         return {"scale": self.scale, "growth_interval": self.growth_interval, "finite_steps": self._finite_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale = float(state["scale"])
-        self.growth_interval = int(state["growth_interval"])
+        self.scale, self.growth_interval = float(state["scale"]), int(state["growth_interval"])
         self._finite_steps = int(state["finite_steps"])
