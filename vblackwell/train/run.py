@@ -196,8 +196,8 @@ def make_report(
     gpu_peak_bytes: dict[str, int] | None,
     process_peak_bytes: int,
 ) -> dict[str, Any]:
-    """The report as plain values, of `VGPUStack.get_stats()` and the offload engine's `summary()`; ``run``: what the loop
-    knows.
+    """The report as plain values, of `VGPUStack.get_stats()`, the offload engine's `summary()` and what the loop
+    knows of the ``run``.
     """
     levels = []
     for label, level in zip(level_labels(stats), stats["levels"], strict=True):

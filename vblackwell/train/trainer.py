@@ -38,8 +38,8 @@ class TrainingDiverged(VBError):
 
 @dataclass
 class Parts:
-    """What a run is made of. ``loss``, by default the model, is called with what the data gives (input_ids, targets and,
-    for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: the held-out windows.
+    """What a run is made of. ``loss``, by default the model, is called with what the data gives (input_ids, targets
+    and, for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: held-out windows.
     """
 
     model: nn.Module
