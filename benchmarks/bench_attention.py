@@ -2,10 +2,10 @@
 
     python benchmarks/bench_attention.py [--quick]        # on a CUDA GPU
 
-First the error of every backend against float64 at a small size, then times (medians of CUDA-graph replays, bf16,
-forward and backward apart), ratios in the same run with their floors and aims, and peak memory. What the own kernel
-makes of a mask (bits, tile lists) is counted. ``--sweep`` times plans of the own kernels, ``--tune`` keeps the times on
-this machine, for the dispatcher to choose by.
+Times (medians of CUDA-graph replays, bf16, forward and backward apart), the own kernel's error against float64, ratios
+in the same run with their floors and aims, and peak memory. What the own kernel makes of a mask (bits, tile lists) is
+counted. ``--sweep`` times plans of the own kernels, ``--tune`` keeps the times on this machine, for the dispatcher to
+choose by.
 """
 
 from __future__ import annotations
@@ -41,25 +41,23 @@ def documents(length: int, count: int) -> Tensor:
 
 def cases(quick: bool) -> dict[str, dict[str, Any]]:
     """(batch, heads, key heads, length, head), variant and goal of each case; those with masks first."""
-    found: dict[str, dict[str, Any]] = {}
     random = torch.rand(1, 1, 4096, 4096, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    found["boolean random S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": random > 0.5}
-    found["boolean documents S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": "mask", "mask": documents(8192, 8)}
-    keys = (torch.arange(4096, device="cuda")[None] < torch.tensor([[4096], [3000], [2100], [1111]], device="cuda"))[
-        :, None, None
-    ]
-    found["boolean padding S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": keys}
-    found["additive S=4k"] = {"shape": (4, 16, 16, 4096, 128), "goal": "mask", "mask": (random - 0.5).bfloat16()}
-    found["window 1k causal S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None, "causal": True, "window": 1024}
+    padded = torch.arange(4096, device="cuda")[None] < torch.tensor([[4096], [3000], [2100], [1111]], device="cuda")
+    found: dict[str, dict[str, Any]] = {
+        "boolean random S=4k": {"shape": (4, 16, 16, 4096, 128), "mask": random > 0.5},
+        "boolean documents S=8k": {"shape": (2, 16, 16, 8192, 128), "mask": documents(8192, 8)},
+        "boolean padding S=4k": {"shape": (4, 16, 16, 4096, 128), "mask": padded[:, None, None]},
+        "additive S=4k": {"shape": (4, 16, 16, 4096, 128), "mask": (random - 0.5).bfloat16()},
+        "window 1k causal S=8k": {"shape": (2, 16, 16, 8192, 128), "causal": True, "window": 1024},
+    }
     for head, heads in ((128, 16), (64, 32)):
         for batch, length in ((4, 4096), (2, 8192), (1, 16384)):
-            name = f"causal {head} S={length >> 10}k"
-            found[name] = {"shape": (batch, heads, heads, length, head), "goal": f"causal {head}", "causal": True}
-    found["full 128 S=8k"] = {"shape": (2, 16, 16, 8192, 128), "goal": None}
-    found["grouped causal 128 S=8k"] = {"shape": (2, 32, 8, 8192, 128), "goal": None, "causal": True}
+            found[f"causal {head} S={length >> 10}k"] = {"shape": (batch, heads, heads, length, head), "causal": True}
+    found["full 128 S=8k"] = {"shape": (2, 16, 16, 8192, 128)}
+    found["grouped causal 128 S=8k"] = {"shape": (2, 32, 8, 8192, 128), "causal": True}
     if not quick:
-        found["causal 96 S=8k"] = {"shape": (2, 16, 16, 8192, 96), "goal": None, "causal": True}
-        found["causal 256 S=4k"] = {"shape": (2, 8, 8, 4096, 256), "goal": None, "causal": True}
+        found["causal 96 S=8k"] = {"shape": (2, 16, 16, 8192, 96), "causal": True}
+        found["causal 256 S=4k"] = {"shape": (2, 8, 8, 4096, 256), "causal": True}
     return found
 
 
@@ -218,20 +216,6 @@ def memory_line() -> str:
     )
 
 
-# -- correctness -------------------------------------------------------------------------------------------------------
-
-
-def errors(system: str, leaves: list[Tensor], variant: Variant) -> list[float]:
-    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
-    mask = variant.mask.double() if variant.mask is not None and variant.mask.is_floating_point() else variant.mask
-    exact = BACKENDS["math"].run(exact_leaves[0], exact_leaves[1], exact_leaves[2], variant._replace(mask=mask))
-    dout = torch.randn_like(leaves[0])
-    right = (exact, *torch.autograd.grad(exact, exact_leaves, dout.double()))
-    out = runner(system, leaves, variant)()
-    got = (out, *torch.autograd.grad(out, leaves, dout))
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, right, strict=True)]
-
-
 @torch.no_grad()
 def head_error(leaves: list[Tensor], variant: Variant) -> float:
     """Relative error, at a case's own size, of what the own forward makes of the last head of the last batch."""
@@ -244,48 +228,24 @@ def head_error(leaves: list[Tensor], variant: Variant) -> float:
     return ((runner("triton", leaves, variant)()[-1:, -1:].double() - exact).norm() / exact.norm()).item()
 
 
-def check() -> None:
-    """Errors of every backend that accepts, at S = 1000; a backend that is wrong on rows that see nothing shows
-    here.
-    """
-    mask = torch.rand(1000, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) > 0.5
-    mask[5] = False
-    for words, variant in (("causal", Variant(causal=True)), ("boolean with an empty row", Variant(mask=mask))):
-        leaves = leaves_of(1, 4, 4, 1000, 128)
-        reasons = dispatcher.attention_backends(dispatcher.request_of(leaves[0], leaves[1], leaves[2], variant))
-        for system in ("triton", *(n for n in ("cudnn", "flash", "efficient", "math") if not reasons[n])):
-            try:
-                say(words, system, "errors of out, dq, dk, dv:", *(f"{e:.2e}" for e in errors(system, leaves, variant)))
-            except Exception as error:
-                if system == "triton":
-                    raise
-                say(f"{words}: {system} failed: {error!r:.200}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", default="", help="cases whose name has this")
-    parser.add_argument(
-        "--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first"
-    )
-    parser.add_argument("--no-table", action="store_true", help="no comparison")
-    parser.add_argument("--seconds", type=float, default=0.0, help="start no case later than this")
-    parser.add_argument("--no-check", action="store_true", help="no errors against float64 first")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer cases")
+    add("--only", default="", help="cases whose name has this")
+    add("--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first")
+    add("--no-table", action="store_true", help="no comparison")
+    add("--seconds", type=float, default=0.0, help="start no case later than this")
+    add(
         "--tune",
         action="store_true",
         help="keep the times of a case's systems on this machine before its dispatcher is timed",
     )
-    parser.add_argument(
-        "--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned"
-    )
-    parser.add_argument("--out", type=Path, help="CSV to append to")
+    add("--table", type=Path, help="JSON file of times for the dispatcher, to ship in vblackwell/kernels/tuned")
+    add("--out", type=Path, help="CSV to append to")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), torch.__version__)
-    if not arguments.no_check:
-        check()
     lines = sweep(arguments.sweep) if arguments.sweep else []
     wanted = wanted_cases(arguments.quick, arguments.only)
     if not arguments.no_table:

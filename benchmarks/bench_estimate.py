@@ -25,7 +25,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def measure_all(args: argparse.Namespace, told: Answers, start: str) -> Answers:
     timed = {case.name for case in random.Random(0).sample(plain, count)}  # a stride would meet one family alone
     alone, tasks = list[Task](), list[Task]()
     for case in cases:
-        arguments = {"values": case.to_dict(), "device": args.device, "timed": case.name in timed}
+        arguments = {"values": asdict(case), "device": args.device, "timed": case.name in timed}
         need = told.get(case.name, {}).get("peak_p50", 16 * GiB)
         (alone if case.name in timed else tasks).append(Task(case.name, measure, arguments, need))
     limited = [
@@ -193,7 +193,7 @@ def _boundary_task(case: Case, told: Answers, device: str) -> Task:
     mine = told[key]
     chosen = Case.from_dict(mine["case"])
     cap = mine["smallest_cap"]
-    arguments = {"values": chosen.to_dict(), "device": device, "claim": claim_bytes(cap), "expected": cap}
+    arguments = {"values": asdict(chosen), "device": device, "claim": claim_bytes(cap), "expected": cap}
     if chosen.card_bytes:
         arguments["card"] = chosen.card_bytes - mine["context"]
     return Task(f"boundary {key}", boundary, arguments, mine["peak_p99"])

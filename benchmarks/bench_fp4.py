@@ -310,22 +310,23 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--bench", action="store_true")
-    parser.add_argument("--prebuild", action="store_true")
-    parser.add_argument("--peers", default="none", help="all, none, or names like humming,torchao")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--check", action="store_true")
+    add("--bench", action="store_true")
+    add("--prebuild", action="store_true")
+    add("--peers", default="none", help="all, none, or names like humming,torchao")
+    add(
         "--peer-seconds",
         type=float,
         default=60.0,
         help="for a peer to make its layers, or to run a number of rows first",
     )
-    parser.add_argument("--do-bench", action="store_true", help="also by triton.testing.do_bench")
-    parser.add_argument("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
-    parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
-    parser.add_argument("--seconds", type=float, default=600.0, help="start no further shape after so many")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
+    add("--do-bench", action="store_true", help="also by triton.testing.do_bench")
+    add("--shapes", type=parse_shapes, default=list(SHAPES), help="NxK,NxK,..")
+    add("--rows", type=lambda text: [int(word) for word in text.split(",")], default=list(ROWS))
+    add("--seconds", type=float, default=600.0, help="start no further shape after so many")
+    add("--out", type=Path, default=None)
+    add("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
     args = parser.parse_args()
     if args.prebuild:
         prebuild(args)

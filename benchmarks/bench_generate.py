@@ -38,35 +38,28 @@ FOLDER_CHILD = Path(__file__).parent / "lib/generate/folder.py"
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--systems", type=names, default=[s for s in SYSTEMS if s != "folder"], help=", ".join(SYSTEMS[1:])
-    )
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="6.7B")
-    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 8, 32))
-    parser.add_argument(
+    add = parser.add_argument
+    add("--systems", type=names, default=[s for s in SYSTEMS if s != "folder"], help=", ".join(SYSTEMS[1:]))
+    add("--shape", choices=tuple(SHAPES), default="6.7B")
+    add("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 8, 32))
+    add(
         "--batches-of",
         type=batches_of,
         default={"accelerate": (1, 8)},
         help="others for some: 'resident=1;accelerate=1,8'",
     )
-    parser.add_argument("--accelerate-seconds", type=float, default=60.0, help="for accelerate, which is the slowest")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--new", type=int, default=64, help="tokens")
-    parser.add_argument("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
-    parser.add_argument("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
-    parser.add_argument(
-        "--host-memory", type=parse_bytes, default=parse_bytes("60GiB"), help="of our second level, and accelerate's"
-    )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where the weights are, or go and stay; default a temporary folder"
-    )
-    parser.add_argument(
-        "--deadline", type=float, default=272.0, help="seconds for everything; what is late is left out"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "generate.csv")
+    add("--accelerate-seconds", type=float, default=60.0, help="for accelerate, which is the slowest")
+    add("--prompt", type=int, default=512, help="tokens")
+    add("--new", type=int, default=64, help="tokens")
+    add("--through-new", type=int, default=20, help="tokens with room for three layers; 0: none")
+    add("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
+    add("--host-memory", type=parse_bytes, default=parse_bytes("60GiB"), help="of our second level, and accelerate's")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--folder", type=Path, default=None, help="where the weights are, or go and stay; default a temporary folder")
+    add("--deadline", type=float, default=272.0, help="seconds for everything; what is late is left out")
+    add("--seed", type=int, default=0)
+    add("--csv", type=Path, default=RESULTS / "generate.csv")
     args = parser.parse_args(argv)
     for name in args.systems:
         if name not in SYSTEMS[1:]:

@@ -34,23 +34,24 @@ CHILD = Path(__file__).parent / "lib/generate/lora_measure.py"
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--systems", type=names, default=list(SYSTEMS), help=", ".join(SYSTEMS))
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="6.7B")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--alpha", type=float, default=32.0)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="reached after 5 steps")
-    parser.add_argument("--cap", type=parse_bytes, default=parse_bytes("16GiB"), help="GPU memory of both")
-    parser.add_argument("--host-memory", type=parse_bytes, default=parse_bytes("40GiB"), help="of our second level")
-    parser.add_argument("--placement", choices=("auto", "resident", "streamed"), default="auto", help="of ours")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--folder", type=Path, default=None, help="where the weights are, or go and stay")
-    parser.add_argument("--deadline", type=float, default=145.0, help="seconds for everything")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "lora.csv")
+    add = parser.add_argument
+    add("--systems", type=names, default=list(SYSTEMS), help=", ".join(SYSTEMS))
+    add("--shape", choices=tuple(SHAPES), default="6.7B")
+    add("--rank", type=int, default=16)
+    add("--alpha", type=float, default=32.0)
+    add("--batch", type=int, default=4)
+    add("--seq", type=int, default=2048)
+    add("--steps", type=int, default=50)
+    add("--learning-rate", type=float, default=5e-4, help="reached after 5 steps")
+    add("--cap", type=parse_bytes, default=parse_bytes("16GiB"), help="GPU memory of both")
+    add("--host-memory", type=parse_bytes, default=parse_bytes("40GiB"), help="of our second level")
+    add("--placement", choices=("auto", "resident", "streamed"), default="auto", help="of ours")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--folder", type=Path, default=None, help="where the weights are, or go and stay")
+    add("--deadline", type=float, default=145.0, help="seconds for everything")
+    add("--seed", type=int, default=0)
+    add("--csv", type=Path, default=RESULTS / "lora.csv")
     return parser.parse_args(argv)
 
 
@@ -84,11 +85,6 @@ def ratio_lines(results: list[Result]) -> list[str]:
         lines.append(
             goal_line("peak GPU memory, bitsandbytes over ours", theirs.peak_reserved / mine.peak_reserved, 1.0, 1.0)
         )
-    last = min(len(mine.losses), len(theirs.losses)) - 1
-    lines.append(
-        f"losses: first {mine.losses[0]:.4f} and {theirs.losses[0]:.4f}, last {mine.losses[last]:.4f} and "
-        f"{theirs.losses[last]:.4f}"
-    )
     return lines
 
 

@@ -66,14 +66,15 @@ MAX_HOST = 48 * GiB
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="1.56B")
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--sequences", type=int, default=8, help="in a step")
-    parser.add_argument("--cap", default="8GiB", help="of the GPU's allocator; without a GPU of the arena")
-    parser.add_argument("--placements", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for all but the report")
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--shape", choices=tuple(SHAPES), default="1.56B")
+    add("--seq", type=int, default=2048)
+    add("--sequences", type=int, default=8, help="in a step")
+    add("--cap", default="8GiB", help="of the GPU's allocator; without a GPU of the arena")
+    add("--placements", type=int, default=30)
+    add("--seed", type=int, default=0)
+    add("--limit", type=float, default=180.0, help="seconds for all but the report")
     return parser.parse_args(argv)
 
 
@@ -295,9 +296,8 @@ def main(argv: list[str] | None = None) -> int:
         measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
         stopped = False
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
-    words = (
-        f"{bench.options.shape}, {bench.options.sequences} x {bench.options.seq} tokens a step, cap {bench.options.cap}"
-    )
+    asked = bench.options
+    words = f"{asked.shape}, {asked.sequences} x {asked.seq} tokens a step, cap {asked.cap}"
     print(f"\n{where}, torch {torch.__version__}, {words}, {time.perf_counter() - bench.began:.0f} s")
     print("\n".join(report(rows)), flush=True)
     if stopped:

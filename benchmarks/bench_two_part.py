@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
+from benchmarks.lib.kernels.graph_timing import alternating_us
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
-from vblackwell.kernels.fp4.two_part import OP, two_part_linear
-from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.nn.convert.linears import enable_vb_optimization
 
 LAYERS = 24
@@ -108,15 +107,6 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
         )
         text = f"{bf16 / ours:.3f} x ({ours:.2f} us; bf16 {bf16:.2f}, coarse alone {coarse:.2f})"
         rows.append((f"two-part linear {n}x{k}, M={m}", text, "1.5 x", bf16 / ours >= 1.5 or m > 16))
-        if m <= 16:
-            with use_backend(OP, "dequantize"):
-                slow = graph_us([functools.partial(call_parts, x, w, n, k) for w in parts[:4]], 5)
-            print(f"M={m}: writing the weight out and cuBLAS {slow:.2f} us", flush=True)
-
-
-def call_parts(x: Tensor, parts: tuple[Tensor, ...], n: int, k: int) -> Tensor:
-    codes, fine, scales, scale = parts
-    return two_part_linear(x, codes, fine, scales, scale, None, layout.TILED_PARTS, "none", n, k)
 
 
 def numbers(text: str) -> list[int]:
@@ -125,11 +115,12 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
     for name in ("start", "linear"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of --start")
-    parser.add_argument("--shape", default="8192x8192", help="NxK of --linear")
-    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 64], help="of --linear")
+        add(f"--{name}", action="store_true")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="of --start")
+    add("--shape", default="8192x8192", help="NxK of --linear")
+    add("--rows", type=numbers, default=[1, 2, 4, 8, 16, 64], help="of --linear")
     args = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"torch {torch.__version__}, {machine}", flush=True)

@@ -116,9 +116,8 @@ def verdict_lines(rows: list[Row]) -> list[str]:
             for row in measured if row.again
         ]  # fmt: skip
     best = min(best, chosen)
-    verdict = (
-        "aim met" if chosen <= best * (1 + AIM) else "floor met" if chosen <= best * (1 + FLOOR) else "FLOOR MISSED"
-    )
+    behind = chosen / best - 1
+    verdict = "aim met" if behind <= AIM else "floor met" if behind <= FLOOR else "FLOOR MISSED"
     left_out = sum(row.left_out for row in rows)
     missing = sum(row.step_seconds is None and not row.left_out for row in rows)
     lines.append(
@@ -127,7 +126,7 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     )
     count = len(measured) + left_out
     lines.append(
-        f"the plan (*): {chosen:.4f} s a step, the best of {count} placements {best:.4f} s: {chosen / best - 1:+.1%} "
+        f"the plan (*): {chosen:.4f} s a step, the best of {count} placements {best:.4f} s: {behind:+.1%} "
         f"(floor {FLOOR:.0%}, aim {AIM:.0%}): {verdict}"
     )
     return lines

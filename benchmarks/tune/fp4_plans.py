@@ -272,14 +272,13 @@ def write(path: Path, rows: list[list[object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", type=parse_cells, default=open_cells(), help="MxNxK,MxNxK,..; default: open floors")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=75.0, help="start no further cell after so many")
-    parser.add_argument("--csv", type=Path, default=None)
-    parser.add_argument("--list", action="store_true")
-    parser.add_argument(
-        "--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest"
-    )
+    add = parser.add_argument
+    add("--cells", type=parse_cells, default=open_cells(), help="MxNxK,MxNxK,..; default: open floors")
+    add("--rounds", type=int, default=5)
+    add("--seconds", type=float, default=75.0, help="start no further cell after so many")
+    add("--csv", type=Path, default=None)
+    add("--list", action="store_true")
+    add("--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest")
     args = parser.parse_args()
     if args.table:
         shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")

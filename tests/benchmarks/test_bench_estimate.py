@@ -8,7 +8,7 @@ import importlib
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_the_draw_is_fixed_and_covers_the_grid(part):
     assert cases[:60] == part("cases").draw(60)
     for name, wanted in (("attention", 2), ("optimizer", 6), ("precision", 3), ("stack", 2), ("family", 10)):
         assert len({getattr(case, name) for case in cases}) == wanted
-    assert part("cases").Case.from_dict(cases[3].to_dict()) == cases[3]
+    assert part("cases").Case.from_dict(asdict(cases[3])) == cases[3]
     limits = part("cases").boundary_cases(cases, 12)
     assert len(set(limits)) == 12 and {case.card_bytes // 2**30 for case in limits} == {0, 8, 16, 24}
     assert sum(case.card_bytes == 24 * 2**30 for case in limits) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vblackwell.units import GiB
@@ -36,19 +36,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(),
     "llama": Family(),
-    "qwen": Family(
-        sizes=((896, 8, 14), (1024, 12, 16)), tokens=(1024, 2048, 4096)
-    ),
+    "qwen": Family(sizes=((896, 8, 14), (1024, 12, 16)), tokens=(1024, 2048, 4096)),
     "mixtral": Family(sizes=((768, 6, 12), (1024, 6, 16)), precisions=("bf16", "bf16", "autocast", "fp32")),
     "t5": Family(sizes=((512, 6, 8), (768, 8, 12)), attention=("eager", "sdpa"), lengths=(256, 512)),
     "bert": Family(),
     "vit": Family(sizes=((768, 12, 12), (1024, 12, 16)), tokens=(16, 32, 64), lengths=(0,)),
     "resnet": Family(
-        sizes=((3, 4, 6, 3), (3, 4, 23, 3)),
-        attention=("eager",),
-        tokens=(16, 32, 64),
-        lengths=(0,),
-        checkpointing=(False,),
+        sizes=((3, 4, 6, 3), (3, 4, 23, 3)), attention=("eager",), tokens=(16, 32, 64), lengths=(0,),
+        checkpointing=(False,)
     ),
     "mlp": Family(
         sizes=((2048, 8, 0), (4096, 4, 0)), attention=("eager",), lengths=(1,), tokens=(4096, 16384),
@@ -94,13 +89,10 @@ class Case:
         card = f"{self.card_bytes // GiB}GiB" if self.card_bytes else ""
         return f"{self.number:03d} " + " ".join(filter(None, [*words, f"{self.batch}x{self.seq}", flags, card]))
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: tuple(v) if name == "size" else v for name, v in values.items() if name in known})
+        """From `asdict`, through JSON."""
+        return cls(**values | {"size": tuple(values["size"])})
 
 
 def draw(count: int, seed: int = 0) -> list[Case]:
@@ -110,7 +102,7 @@ def draw(count: int, seed: int = 0) -> list[Case]:
     while len(found) < count:
         family = names[len(found) % len(names)]
         case = _one(rng, len(found), family)
-        values = tuple(case.to_dict().items())[1:]
+        values = tuple(asdict(case).items())[1:]
         if str(values) not in seen:
             seen.add(str(values))
             found.append(case)
@@ -120,11 +112,8 @@ def draw(count: int, seed: int = 0) -> list[Case]:
 def _one(rng: random.Random, number: int, name: str) -> Case:
     family = FAMILIES[name]
     size, attention = rng.choice(family.sizes), rng.choice(family.attention)
-    precision, checkpointing, stack = (
-        rng.choice(family.precisions),
-        rng.choice(family.checkpointing),
-        rng.choice(family.stacks),
-    )
+    precision, checkpointing = rng.choice(family.precisions), rng.choice(family.checkpointing)
+    stack = rng.choice(family.stacks)
     # What keeps squares of the sequence is given short ones, so that eight cases fit one GPU side by side.
     seq = rng.choice([each for each in family.lengths if attention != "eager" or each <= 1024])
     most = 4096 if attention == "eager" and seq > 1 else max(family.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def predict(
     if case.card_bytes and not case.batch:
         case = replace(case, batch=chosen_batch(case, capability))
     trace = trace_case(case, capability)
-    found: dict[str, Any] = {"case": case.to_dict()}
+    found: dict[str, Any] = {"case": asdict(case)}
     if case.stack:
         found |= _through_stack(case, trace, capability)
     else:

@@ -133,16 +133,13 @@ def _grouped(rows: list[Row], key: Callable[[Row], str]) -> list[str]:
 def case_lines(rows: list[Row]) -> list[str]:
     """One line a case, in MB; errors last."""
     lines = [f"{'case':<58}{'allocated':>10}{'error':>8}{'reserved':>10}{'error':>8}{'context':>9}{'ms/step':>9}"]
-    for row in rows:
-        if row.get("allocated"):
-            context = f"{row['context'] / 1e6:.0f}" if row["context"] else "?"
-            step = f"{row['step_seconds'] * 1e3:.1f}" if row["step_seconds"] else ""
-            lines.append(
-                f"{row['case'][:57]:<58}{row['allocated'] / 1e6:>10.0f}"
-                f"{relative(row, 'predicted_allocated', 'allocated'):>+8.2%}"
-                f"{row['reserved'] / 1e6:>10.0f}{relative(row, 'predicted_reserved', 'reserved'):>+8.2%}"
-                f"{context:>9}{step:>9}"
-            )
+    for row in (row for row in rows if row.get("allocated")):
+        sizes = "".join(
+            f"{row[of] / 1e6:>10.0f}{relative(row, f'predicted_{of}', of):>+8.2%}" for of in ("allocated", "reserved")
+        )
+        context = f"{row['context'] / 1e6:.0f}" if row["context"] else "?"
+        step = f"{row['step_seconds'] * 1e3:.1f}" if row["step_seconds"] else ""
+        lines.append(f"{row['case'][:57]:<58}{sizes}{context:>9}{step:>9}")
     return lines + [f"{row['case'][:57]:<58} {row['error']}" for row in rows if row["error"]]
 
 

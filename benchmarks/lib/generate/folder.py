@@ -31,25 +31,13 @@ INDEX = "model.safetensors.index.json"
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     """The config.json."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": dtype,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
+        "vocab_size": shape.vocab_size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "dtype": dtype,
+    }  # fmt: skip
 
 
 def shards_of(shape: Shape) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
@@ -62,18 +50,12 @@ def shards_of(shape: Shape) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
         ("lm_head.weight", (shape.vocab_size, width)),
     ]
     for layer in range(shape.num_layers):
-        name = f"model.layers.{layer}."
-        yield [
-            (name + "self_attn.q_proj.weight", (width, width)),
-            (name + "self_attn.k_proj.weight", (keys, width)),
-            (name + "self_attn.v_proj.weight", (keys, width)),
-            (name + "self_attn.o_proj.weight", (width, width)),
-            (name + "mlp.gate_proj.weight", (inner, width)),
-            (name + "mlp.up_proj.weight", (inner, width)),
-            (name + "mlp.down_proj.weight", (width, inner)),
-            (name + "input_layernorm.weight", (width,)),
-            (name + "post_attention_layernorm.weight", (width,)),
-        ]
+        sizes = {
+            "self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, width), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+            "mlp.down_proj": (width, inner), "input_layernorm": (width,), "post_attention_layernorm": (width,),
+        }  # fmt: skip
+        yield [(f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
 
 
 def write_folder(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> int:

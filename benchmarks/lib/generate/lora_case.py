@@ -15,9 +15,7 @@ class Case:
     """One system's run.
 
     Attributes:
-        system: of `SYSTEMS`.
-        folder: of the base. shape: of `SHAPES`.
-        rank, alpha: of the adapters, around all linears but the head.
+        folder: of the base. shape: of `SHAPES`. rank, alpha: of the adapters, around all linears but the head.
         batch, seq: a step's rows and their tokens. steps: of AdamW at ``learning_rate``, reached after ``rise_steps``.
         cap_bytes: of the GPU, enforced. host_bytes: of our second level.
         placement: of ours.

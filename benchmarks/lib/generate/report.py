@@ -19,9 +19,8 @@ def line_of(point: Point) -> str:
         return f"{name:26}{point.rows:>5}  {point.status}"
     cells = [
         (point.new, "{}"), (point.first_cold, "{:.3f}"), (point.first_seconds, "{:.3f}"), (point.rate, "{:.2f}"),
-        (point.drained_rate, "{:.2f}"), (_of(point.step_seconds, 1e-3), "{:.2f}"),
-        (_of(point.must_bytes, GB), "{:.2f}"),
-        (_of(point.moved_bytes, GB), "{:.2f}"), (_of(point.peak_reserved, GB), "{:.2f}"),
+        (point.drained_rate, "{:.2f}"), (point.step_seconds, "{:.4f}"), (point.must_bytes, "{:.2e}"),
+        (point.moved_bytes, "{:.2e}"), (point.peak_reserved, "{:.2e}"),
     ]  # fmt: skip
     return f"{name:26}{point.rows:>5}" + "".join(
         f"{'' if value is None else form.format(value):>10}" for value, form in cells
@@ -30,12 +29,8 @@ def line_of(point: Point) -> str:
 
 HEAD = f"{'system':26}{'rows':>5}" + "".join(
     f"{name:>10}"
-    for name in ("new", "1st cold", "1st token", "tokens/s", "mean", "ms/step", "must GB", "moved GB", "GPU GB")
+    for name in ("new", "1st cold", "1st token", "tokens/s", "mean", "s/step", "must B", "moved B", "GPU B")
 )
-
-
-def _of(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
 
 
 def loading_line(loading: Loading) -> str:

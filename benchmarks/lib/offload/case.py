@@ -74,19 +74,14 @@ class Recipe:
         Raises:
             ValueError: an unknown name, or a value of the wrong type.
         """
-        known = {each.name: str(each.type) for each in fields(cls)}
-        found: dict[str, str | bool | int] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            if name not in known or not value:
-                raise ValueError(f"recipe {part!r}: write name=value with a name of {', '.join(known)}")
-            if "bool" in known[name]:
-                if value not in ("true", "false"):
-                    raise ValueError(f"recipe {part!r}: give true or false")
-                found[name] = value == "true"
-            else:
-                found[name] = int(value) if "int" in known[name] else value
-        return cls(**found)  # pyright: ignore[reportArgumentType]
+        found = dict(part.partition("=")[::2] for part in filter(None, text.split(",")))
+        flags = {"true": True, "false": False}
+        for name, value in found.items():
+            known = {each.name: each.type for each in fields(cls)}
+            if name not in known or not value or ("bool" in known[name]) != (value in flags):
+                raise ValueError(f"recipe {name}={value}: write name=value with a name of {', '.join(known)}")
+        values = {name: flags.get(value, int(value) if value.isdigit() else value) for name, value in found.items()}
+        return cls(**values)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -130,14 +125,11 @@ class Case:
     recipe: Recipe = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
-        if self.system not in SYSTEMS:
-            raise ValueError(f"system {self.system!r} is none of {', '.join(SYSTEMS)}")
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape {self.shape!r} is none of {', '.join(SHAPES)}")
-        if min(self.seq, self.batch, self.steps) < 1 or self.warmup < 1:
-            raise ValueError(
-                f"seq {self.seq}, batch {self.batch}, steps {self.steps} and warmup {self.warmup} must be at least 1"
-            )
+        for value, known in ((self.system, SYSTEMS), (self.shape, SHAPES)):
+            if value not in known:
+                raise ValueError(f"{value!r} is none of {', '.join(known)}")
+        if min(self.seq, self.batch, self.steps, self.warmup) < 1:
+            raise ValueError("seq, batch, steps and warmup must be at least 1")
 
     @property
     def decoder(self) -> Shape:

@@ -78,19 +78,13 @@ def hf_config(shape: Shape, seq: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads or shape.num_heads,
-        max_position_embeddings=max(seq, 2048),
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        use_cache=False,
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads or shape.num_heads, max_position_embeddings=max(seq, 2048),
+        rms_norm_eps=1e-5, tie_word_embeddings=False, use_cache=False,
         attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    )  # fmt: skip
 
 
 def hf_model(case: Case, device: torch.device | str) -> Any:
