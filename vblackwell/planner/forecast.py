@@ -1,9 +1,9 @@
 """What each way of training a model takes of a machine: memory from traces and the engine's own placement, seconds from
 its lanes.
 
-On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is level 0's capacity.
-Without one, level 0 is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one
-after another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says fits, the other accepts.
+On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is its capacity. Without
+one, level 0 is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one after
+another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says fits, the other accepts.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Machine:
     """What a run may take and how fast it is.
 
     Attributes:
-        has_gpu: level 0 is a GPU. undo: updates can be rolled back, as the trainer's can. may_clip: steps may clip.
+        has_gpu: level 0 is a GPU, of ``capability``. undo: updates can be rolled back, as the trainer's can. may_clip:
+            steps may clip.
         disk: bytes/s that the disk level reads and writes, asked where a choice uses one; None: those of ``rates``.
-        capability: of the GPU.
     """
 
     bounds: Bounds
@@ -110,18 +110,17 @@ class Forecast:
         self.run, self.machine, self._masters, self._fused, self._steps = run, machine, masters, fused, steps
         self.traces = {} if traces is None else traces
         self.model = functools.cache(self._model)
-        self.seconds = functools.cache(self._seconds)
-        self._groups_of = functools.cache(
-            lambda checkpointing, states: find_groups(
-                self.model(checkpointing), None, None, Formats(states, self._masters)
-            )[0]
-        )
+        self._seconds = functools.cache(self._phase_seconds)
+        self._groups = functools.cache(self._find_groups)
 
     def _model(self, checkpointing: bool) -> nn.Module:
         model = replace(self.run, checkpointing=checkpointing).model()
         if self._fused:
             fuse(model)
         return model
+
+    def _find_groups(self, checkpointing: bool, states: str) -> list[Group]:
+        return find_groups(self.model(checkpointing), None, None, Formats(states, self._masters))[0]
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
@@ -136,18 +135,16 @@ class Forecast:
                 )  # fmt: skip
         return self.traces[key]
 
-    def _seconds(
-        self, checkpointing: bool, batch_size: int, streaming: float, updates: float = 0.0
-    ) -> Mapping[str, float]:
+    def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
         """Of a micro-batch's phases, while the CPU updates for ``updates`` seconds."""
-        work = (*self.trace(checkpointing, batch_size).work, *streaming_work(streaming))
+        work = (*self.trace(*choice).work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
     # -- one choice --------------------------------------------------------------------------------------------------
 
     def least_seconds(self, choice: Choice) -> float:
         """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
-        compute, tokens = choice.accumulation_steps * sum(self._seconds_of(choice).values()), self._tokens(choice)
+        compute, tokens = self._compute_seconds(choice), self._tokens(choice)
         if choice.placement == "resident":
             return compute / tokens
         # Whole groups are updated on the host: a little less than the share, maybe.
@@ -163,15 +160,15 @@ class Forecast:
             return placed.choice, self._streamed_prediction(placed, placed.step, in_full)
         rates, trained = self.machine.rates, self._trained(choice)
         update = trained * ADAMW_BYTES / rates.memory if self.machine.has_gpu else trained / rates.cpu_adamw
-        seconds = choice.accumulation_steps * sum(self._seconds_of(choice).values()) + update
+        seconds = self._compute_seconds(choice) + update
         return placed.choice, Prediction(placed.gpu, placed.p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
 
     def place(self, choice: Choice, trace: Trace | None = None) -> Placed | Lacking:
         """Where the bytes of ``choice`` are, or what it lacks. ``trace``: what its forward and backward allocate, where
         only the bytes matter.
         """
+        formats = Formats(choice.states, self._masters)
         try:
-            formats = Formats(choice.states, self._masters)
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing).parameters()]):
                 return Lacking(f"is refused: {choice.states} states need bf16 or fp32 weights")
             seconds = self._seconds_of(choice) if trace is None and choice.placement == "streamed" else {}
@@ -202,10 +199,13 @@ class Forecast:
             on_level0 = count - 1 if self.machine.undo else max(0, count - 2)
             sums = share * (count - 1) + (1 - share) * on_level0
             updates = (share + sums / rates.adds_per_update) * self._trained(choice) / rates.cpu_adamw / count
-        return self.seconds(choice.checkpointing, choice.batch_size, streaming, updates)
+        return self._seconds((choice.checkpointing, choice.batch_size), streaming, updates)
+
+    def _compute_seconds(self, choice: Choice) -> float:
+        return choice.accumulation_steps * sum(self._seconds_of(choice).values())
 
     def groups(self, choice: Choice) -> list[Group]:
-        return self._groups_of(choice.checkpointing, choice.states)
+        return self._groups(choice.checkpointing, choice.states)
 
     def _trained(self, choice: Choice) -> int:
         return sum(num_elements(group) for group in self.groups(choice) if group.trainable())
@@ -247,17 +247,16 @@ class Forecast:
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
-        options = StreamingOptions(
-            update=choice.update,
-            weight_bytes=choice.weight_bytes,
-            resident_bytes=choice.resident_bytes,
-            activation_bytes=waiting,
-            formats=formats,
-        )
         found = forecast_step(
             self.model(choice.checkpointing),
             [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else []),
-            options,
+            StreamingOptions(
+                update=choice.update,
+                weight_bytes=choice.weight_bytes,
+                resident_bytes=choice.resident_bytes,
+                activation_bytes=waiting,
+                formats=formats,
+            ),
             seconds,
             input_bytes=inputs,
             micro_batches=choice.accumulation_steps,
@@ -269,25 +268,21 @@ class Forecast:
         return Placed(choice, gpu, int(gpu * STREAMED_P99) + P99_BYTES if machine.has_gpu else gpu, found, waiting)
 
     def _streamed_prediction(self, placed: Placed, found: StepForecast, in_full: bool) -> Prediction:
-        machine, bounds, rates = self.machine, self.machine.bounds, self.machine.rates
-        tokens, uses_disk = self._tokens(placed.choice), found.lanes.uses_disk
-        if machine.disk is not None and uses_disk:
+        machine, bounds, rates, lanes = self.machine, self.machine.bounds, self.machine.rates, found.lanes
+        tokens, in_full = self._tokens(placed.choice), in_full and machine.has_gpu
+        if machine.disk is not None and lanes.uses_disk:
             disk_read, disk_write = machine.disk()
             rates = replace(rates, disk_read=disk_read, disk_write=disk_write)
         # Copies for a rollback take the RAM that is free, and inputs of checkpoints come before them.
         host = found.bytes_of(1) + placed.waiting
         host -= min(found.rollback_bytes, max(0, host - bounds.host))
-        times = simulate(found.lanes, rates)
+        times = simulate(lanes, rates)
         seconds, busy = times.step_seconds, {lane: share for lane, share in times.busy.items() if share}
         if not machine.has_gpu:  # every lane is the same cores, and one works after the other
             together = sum(busy.values())
             seconds, busy = together * seconds, {lane: share / together for lane, share in busy.items()}
-        clipped, hidden, written = None, 0, sum(group.disk_write for group in found.lanes.groups)
-        if in_full and machine.has_gpu:
-            if machine.may_clip:
-                clipped = simulate(replace(found.lanes, clips=True), rates).step_seconds
-            if written:
-                hidden = disk_hidden_from(found.lanes, rates, tokens)
+        written = sum(group.disk_write for group in lanes.groups)
+        clips = in_full and machine.may_clip
         return Prediction(
             min(placed.gpu, bounds.gpu),  # what level 0 lets in ends at its capacity
             min(placed.p99, bounds.gpu),
@@ -296,11 +291,11 @@ class Forecast:
             seconds,
             tokens,
             busy,
-            clipped,
+            simulate(replace(lanes, clips=True), rates).step_seconds if clips else None,
             written,
-            hidden,
+            disk_hidden_from(lanes, rates, tokens) if in_full and written else 0,
             placed.waiting,
-            disk_thread_bytes() if uses_disk else 0,
+            disk_thread_bytes() if lanes.uses_disk else 0,
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
@@ -355,22 +350,13 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
     """Most bytes of activations, logits, workspace and gradients at one time; gradients ``widened`` times as wide as
     they were traced. ``held``: earlier micro-batches' gradients are there all the time.
     """
-    live = most = 0
     steps = 1 + max((step for _, step, _ in trace.marks), default=0)
-    base = int(trace.total("gradients") * widened / steps) if held else 0
-    for event in trace.events:
-        index = event if event >= 0 else ~event
-        category = trace.categories[index]
-        if category in ("weights", "optimizer") or (held and category == "gradients"):
-            continue
-        size = int(trace.sizes[index] * widened) if category == "gradients" else trace.sizes[index]
-        live += size if event >= 0 else -size
-        most = max(most, live)
-    return base + most
+    width = {"weights": 0, "optimizer": 0, "gradients": 0 if held else widened}
+    sizes = [int(size * width.get(of, 1)) for size, of in zip(trace.sizes, trace.categories, strict=True)]
+    return (int(trace.total("gradients") * widened / steps) if held else 0) + trace.peak(sizes)
 
 
-# -- what `vb estimate` says of an offload stack
-# -------------------------------------------------------------------------
+# -- what `vb estimate` says of an offload stack -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -405,7 +391,6 @@ def estimate_offload(
     rates: Rates | None = None,
 ) -> OffloadEstimate:
     """What the fastest streamed plan for ``run`` takes of such a machine, whose step allocates what ``trace`` says.
-
     Where ``rates`` are not known, all of AdamW is on the GPU.
     """
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
@@ -415,8 +400,9 @@ def estimate_offload(
     machine = Machine(Bounds(room, host, disk_bytes), rates or _any_rates())
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
-    updates = SHARES if rates else (one.update,)
-    space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), updates)
+    space = Space(
+        ((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates is not None else (one.update,)
+    )
     try:
         plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, machine.bounds)
     except InsufficientMemory:
@@ -426,14 +412,16 @@ def estimate_offload(
         return OffloadEstimate(step=step, refused=f"{lacking}; {said}")
     placed, found = forecast.place(plan.choice), plan.prediction
     assert isinstance(placed, Placed) and placed.step is not None
-    level0, step = placed.step.bytes_of(0), placed.gpu - placed.step.bytes_of(0)
-    level0 = min(level0, placed.choice.level0_bytes)  # what it lets in ends at its capacity
-    needed = placed.step.bytes_of(1) + placed.waiting - placed.step.rollback_bytes + found.threads
-    lost = _fragments(forecast, plan.choice, trace, placed.step)
-    estimate = OffloadEstimate(level0, needed, found.disk, step, lost)
-    if rates is None:
-        return estimate
-    return replace(estimate, tokens_per_second=found.tokens_per_second, bottleneck=found.bottleneck)
+    on_level0 = placed.step.bytes_of(0)
+    return OffloadEstimate(
+        level0=min(on_level0, placed.choice.level0_bytes),  # what it lets in ends at its capacity
+        host=placed.step.bytes_of(1) + placed.waiting - placed.step.rollback_bytes + found.threads,
+        disk=found.disk,
+        step=placed.gpu - on_level0,
+        fragmentation=_fragments(forecast, plan.choice, trace, placed.step),
+        tokens_per_second=None if rates is None else found.tokens_per_second,
+        bottleneck=None if rates is None else found.bottleneck,
+    )
 
 
 def _any_rates() -> Rates:
@@ -442,9 +430,8 @@ def _any_rates() -> Rates:
 
 
 def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
-    """What segments hold beyond a streamed run's step and the groups that come and go: holes and rounding.
-
-    Five small decoders on an H200 reserved 7 % more to 7 % less than with this; 5 to 13 % more than without.
+    """What segments hold beyond a streamed run's step and the groups that come and go: holes and rounding. Five small
+    decoders on an H200 reserved 7 % more to 7 % less than with this; 5 to 13 % more than without.
     """
     expandable = forecast.run.expandable
     alone = replay(part_of(trace, NOT_STATE, outside="optimizer"), None, expandable)

@@ -1,9 +1,10 @@
-"""A model and how it is trained, its trace, and from that numbers a user can act on: peak bytes by category, whether
-they fit, the largest batch that does, and the levels of a stack that hold it.
+"""A model and how it is trained, its trace, and from that: peak bytes by category, whether they fit, the largest batch
+that does, and the levels of a stack that hold it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -39,14 +40,14 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def optimizer_named(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """A maker of torch's optimizer of that name.
-
-    Raises:
-        ConfigurationError: no such optimizer.
-    """
-    if name not in OPTIMIZERS:
-        raise ConfigurationError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
+    """A maker of torch's optimizer of that name. Raises ConfigurationError where there is none."""
+    _check("optimizer", name, OPTIMIZERS)
     return OPTIMIZERS[name]
+
+
+def _check(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,8 @@ class Run:
     num_sms: int = NUM_SMS
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigurationError(
-                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}{nearest(self.precision, PRECISIONS)}"
-            )
-        optimizer_named(self.optimizer)
+        _check("precision", self.precision, PRECISIONS)
+        _check("optimizer", self.optimizer, OPTIMIZERS)
 
     def model(self) -> nn.Module:
         """The module on meta."""
@@ -80,18 +78,21 @@ class Run:
 
     def prepared(self, model: Any) -> nn.Module:
         """``model`` with its checkpointing switched on, if that is asked for."""
-        if self.checkpointing and isinstance(model, Decoder):
-            model.gradient_checkpointing = True
-        elif self.checkpointing and hasattr(model, "gradient_checkpointing_enable"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # renamed in newer versions of transformers
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        elif self.checkpointing:
-            raise ConfigurationError(f"{self.spec.name} has no switch for gradient checkpointing: leave the flag out")
-        if self.precision == "autocast" and isinstance(model, Decoder):
+        is_ours = isinstance(model, Decoder)
+        if self.precision == "autocast" and is_ours:
             raise ConfigurationError(
                 "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
             )
+        if self.checkpointing and is_ours:
+            model.gradient_checkpointing = True
+        elif self.checkpointing:
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise ConfigurationError(
+                    f"{self.spec.name} has no switch for gradient checkpointing: leave the flag out"
+                )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # renamed in newer versions of transformers
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
     def trace(self, batch_size: int) -> Trace:
@@ -110,7 +111,7 @@ class Run:
             )
 
     def largest_batch(self, gpu_bytes: int) -> int:
-        """The largest batch whose replay fits a GPU of that size with P99's margin; 0 where one sequence does not."""
+        """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""
         return Batches(self.trace).largest(lambda size, trace: fits(trace, gpu_bytes, self.capability, self.expandable))
 
 
@@ -121,8 +122,7 @@ class MemoryEstimate:
     Attributes:
         parameters: elements of the model's weights.
         weights, gradients, optimizer, activations, logits_and_loss, workspace: bytes alive when most are allocated.
-        fragmentation: reserved at its peak beyond those: rounding, holes, segments kept free.
-        context: CUDA context and kernels, outside the allocator.
+        fragmentation: reserved at its peak beyond those. context: CUDA context and kernels, outside the allocator.
         peak_p50, peak_p99: bytes of the device that the process takes: expected, and what to plan for.
         allocated, reserved: peaks as torch counts them.
         state_bytes: weights, gradients and optimizer states in full, whether or not they are all alive at the peak.
@@ -163,15 +163,10 @@ def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
     """The peaks of ``trace`` on a GPU without a limit."""
     found = replay(trace, None, expandable)
-    alive: set[int] = set()
+    split = dict.fromkeys(CATEGORIES, 0)
     for event in trace.events[: found.peak_event + 1]:
-        if event >= 0:
-            alive.add(event)
-        else:
-            alive.discard(~event)
-    split = {category: 0 for category in CATEGORIES}
-    for index in alive:
-        split[trace.categories[index]] += trace.sizes[index]
+        index = event if event >= 0 else ~event
+        split[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
     context = context_bytes(capability)
     return MemoryEstimate(
         parameters=trace.num_parameters,
@@ -198,47 +193,33 @@ def part_of(trace: Trace, categories: Sequence[str], outside: str | None = None)
 
 
 def peak_of(trace: Trace, categories: Sequence[str], outside: str | None = None) -> int:
-    """Most bytes of these categories together at one time, before the allocator's rounding; arguments as `part_of`."""
-    live = most = 0
-    for event in part_of(trace, categories, outside).events:
-        live += trace.sizes[event] if event >= 0 else -trace.sizes[~event]
-        most = max(most, live)
-    return most
+    """Most bytes of `part_of` at one time, before the allocator's rounding."""
+    return part_of(trace, categories, outside).peak(trace.sizes)
 
 
 class Batches:
-    """Traces of one model at any batch size, from as few real traces as possible.
+    """Traces of one model at any batch size, from as few real traces (``trace_at``) as possible.
 
-    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch, and
-    others follow without running the model again. That is a guess, because some sizes stop growing (chunks) and some
-    operators change with the size, so what `largest` finds is traced for real. ``trace_at``: traces a batch size.
+    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch.
+    That is a guess, because some sizes stop growing (chunks) and some operators change with the size, so what `largest`
+    finds is traced for real.
     """
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:
-        self.trace_at = trace_at
-        self._real: dict[int, Trace] = {}
+        self.real = functools.cache(trace_at)
         self._base = 2
-
-    def real(self, batch_size: int) -> Trace:
-        """The trace of ``batch_size`` sequences."""
-        if batch_size not in self._real:
-            self._real[batch_size] = self.trace_at(batch_size)
-        return self._real[batch_size]
 
     def at(self, batch_size: int) -> Trace:
         """The trace of ``batch_size`` sequences, as two neighbouring ones let expect it."""
         below, above = self.real(self._base), self.real(self._base + 1)
-        if batch_size in self._real or batch_size == 1 or below.events != above.events:
+        if batch_size == 1 or below.events != above.events:
             return self.real(batch_size)
-        sizes = tuple(
-            max(0, one + (other - one) * (batch_size - self._base))
-            for one, other in zip(below.sizes, above.sizes, strict=True)
-        )
-        return replace(below, sizes=sizes, work=())
+        steps = batch_size - self._base
+        sizes = (max(0, one + (other - one) * steps) for one, other in zip(below.sizes, above.sizes, strict=True))
+        return replace(below, sizes=tuple(sizes), work=())
 
     def largest(self, is_ok: Callable[[int, Trace], bool], at_most: int = 1 << 16) -> int:
         """The largest batch of ``at_most`` sequences that ``is_ok`` with its trace; 0 where one sequence is too many.
-
         Where ``is_ok`` is False, it is taken to be False of larger ones.
         """
         if not is_ok(1, self.real(1)):
@@ -301,23 +282,18 @@ class ModelConfig:
 
     def decoder(self) -> DecoderConfig:
         """The shape alone."""
-        wide = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64
         return DecoderConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=wide,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
+            self.vocab_size,
+            self.hidden_size,
+            self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64,
+            self.num_layers,
+            self.num_heads,
             max_position=self.seq_length,
         )
 
 
 class VGPUResourceEstimator:
-    """Memory of training, by name or shape.
-
-    Args:
-        gpu_capability: CUDA compute capability of the card that is meant.
-    """
+    """Memory of training decoders by shape, on a card of CUDA compute capability ``gpu_capability``."""
 
     def __init__(self, gpu_capability: tuple[int, int] = (8, 0)) -> None:
         self.capability = gpu_capability
@@ -331,9 +307,7 @@ class VGPUResourceEstimator:
     def recommend_batch_size(
         self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
     ) -> int:
-        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size``
-        is ignored.
-        """
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin, or 0, whatever ``config.batch_size`` is."""
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
@@ -352,10 +326,9 @@ class VGPUResourceEstimator:
         come the other GPUs, RAM, and a disk for the rest.
 
         Args:
-            gpus: MiB of each GPU.
+            gpus: MiB of each GPU. host_memory_mb: MiB of RAM; None: as much as is needed.
             target_hit_rate: above 0, at most 1: share of the accesses to weights that level 0 serves, if they go forth
                 and back and the farthest next use is evicted (``policy='next_use'``).
-            host_memory_mb: MiB of RAM; None: as much as is needed.
 
         Raises:
             ConfigurationError: no GPU, a size or a rate out of range.
@@ -401,10 +374,8 @@ class VGPUResourceEstimator:
 
 
 def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optimizer: str = "adamw") -> MemoryEstimate:
-    """Peak bytes of training a known model in fp32 with that batch.
-
-    Raises:
-        ConfigurationError: the name is not known; the message has the nearest one.
+    """Peak bytes of training a known model in fp32 with that batch. Raises ConfigurationError, with the nearest name,
+    where it is not known.
     """
     check_batch(batch_size, seq_length)
     run = Run(find_model(name, {}, seq_length), seq_length, optimizer)

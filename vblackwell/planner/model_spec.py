@@ -41,12 +41,8 @@ def check_batch(batch_size: int, seq_length: int) -> None:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model to be estimated.
-
-    Attributes:
-        build: makes it on meta. vocab_size: of its tokens. loss: of a model and a batch.
-        make: makes it with its bytes; None: nobody knows how.
-        note: why ``build`` is not what one would expect; None where it is.
+    """A model to be estimated: how it is built on meta, the size of its vocabulary, and its loss of a batch. ``make``:
+    makes it with its bytes (None: nobody knows how). ``note``: why ``build`` is not what one would expect.
     """
 
     name: str
@@ -58,8 +54,7 @@ class ModelSpec:
 
 
 def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> ModelSpec:
-    """What MODEL of ``vb estimate`` means: a preset of ``decoders``, a known name, a folder, a config.json, a hub id,
-    or ``package.module:factory``.
+    """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``.
 
     Raises:
         CorruptData: a file that is no JSON object.
@@ -147,17 +142,20 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     """What ``factory`` gives, on meta; and if it had to be built for real before, why. A module that can neither be
     built nor copied there is the real one: it cannot be traced, and can be measured.
     """
+
+    def without_bytes(found: Any) -> Any:
+        return on_meta(found) if isinstance(found, nn.Module) else found
+
     try:
         with torch.device("meta"):
             found = factory()
-        return (on_meta(found) if isinstance(found, nn.Module) else found), None
+        return without_bytes(found), None
     except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
-        on_meta_error = brief(error)
+        why = brief(error)
     free = memory_facts().available_bytes
     refusal = (
-        f"{text} cannot be built on device 'meta' ({on_meta_error}), and for real it takes more than the "
-        f"{format_bytes(free)} of RAM that were free: leave out of the factory what needs values, such as "
-        ".item() and files that are loaded"
+        f"{text} cannot be built on device 'meta' ({why}), and for real it takes more than the {format_bytes(free)} of "
+        "RAM that were free: leave out of the factory what needs values, such as .item() and files that are loaded"
     )
     try:
         with StoragesWithBytes(free, refusal):
@@ -165,12 +163,11 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     except VBError:
         raise
     except Exception as error:
-        again = brief(error)
-        alike = "" if again == on_meta_error else f"; on device 'meta': {on_meta_error}"
-        raise ConfigurationError(f"{text} cannot be built: {again}{alike}") from error
-    note = f"{text} cannot be built on device 'meta' ({on_meta_error}): it was built for real in this machine's RAM"
+        alike = "" if brief(error) == why else f"; on device 'meta': {why}"
+        raise ConfigurationError(f"{text} cannot be built: {brief(error)}{alike}") from error
+    note = f"{text} cannot be built on device 'meta' ({why}): it was built for real in this machine's RAM"
     try:
-        return (on_meta(found) if isinstance(found, nn.Module) else found), note
+        return without_bytes(found), note
     except Untraceable:
         return found, note
 
@@ -193,18 +190,13 @@ def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _llama(model_type: str = "llama", **fields: Any) -> dict[str, Any]:
-    names = [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ]
-    sizes = dict(zip(names, fields.pop("shape"), strict=True))
-    own = {"tie_word_embeddings": fields.pop("tied", False), "max_position_embeddings": fields.pop("positions")}
-    return {"model_type": model_type} | own | sizes | fields
+def _llama(
+    kind: str = "llama", *, shape: tuple[int, ...], positions: int, tied: bool = False, **more: Any
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model_type": kind, "tie_word_embeddings": tied, "max_position_embeddings": positions}
+    fields |= zip(("vocab_size", "hidden_size", "intermediate_size"), shape[:3], strict=True)
+    fields |= zip(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), shape[3:], strict=True)
+    return fields | more
 
 
 KNOWN_MODELS: dict[str, dict[str, Any]] = {

@@ -59,16 +59,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train.
+    """One way to train: 'resident' or 'streamed', so many sequences in a forward and forwards in a step.
 
     Attributes:
-        placement: 'resident' or 'streamed'.
-        batch_size, accumulation_steps: sequences in a forward, forwards in a step.
-        checkpointing: blocks are computed again in backward.
+        checkpointing: blocks are computed again in backward. states: format of AdamW's moments.
         update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters that is updated on the
             host.
         activations: where checkpoints' inputs wait: 'level0' or 'host'.
-        states: format of AdamW's moments.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
             there may take of it; decided when the choice is predicted.
     """
@@ -87,9 +84,7 @@ class Choice:
     @property
     def host_share(self) -> float:
         """Of the updates."""
-        found = {"level0": 0.0, "home": 1.0}.get(str(self.update), self.update)
-        assert isinstance(found, float)
-        return found
+        return 0.0 if self.update == "level0" else 1.0 if self.update == "home" else float(self.update)
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
@@ -177,12 +172,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         """For people."""
-        found = [
-            f"plan: {self.choice}",
-            f"  {_numbers(self.prediction)}",
-            f"  within {self.bounds}; rates: {self.rates}",
-        ]
         best = self.prediction
+        found = [f"plan: {self.choice}", f"  {_numbers(best)}", f"  within {self.bounds}; rates: {self.rates}"]
         if best.clipped_seconds is not None:
             found.append(f"  while steps clip: {best.tokens / best.clipped_seconds:,.0f} tokens/s")
         if best.disk_written:
@@ -190,14 +181,14 @@ class Plan:
             if best.disk_hidden_from != 0:
                 hidden = "no" if best.disk_hidden_from is None else f"{best.disk_hidden_from:,}"
                 found.append(f"  the disk costs nothing from {hidden} tokens a step on")
-        firsts: dict[Choice, Any] = {_kind(self.choice): None}
+        instead: dict[Choice, tuple[Choice, Prediction]] = {}
         for each in self.others:
-            firsts.setdefault(_kind(each[0]), each)
-        for choice, prediction in list(firsts.values())[1 : MAX_SHOWN + 1]:
-            longer = prediction.token_seconds / self.prediction.token_seconds
+            if _kind(each[0]) != _kind(self.choice):
+                instead.setdefault(_kind(each[0]), each)
+        for choice, prediction in list(instead.values())[:MAX_SHOWN]:
+            longer = prediction.token_seconds / best.token_seconds
             found.append(f"  instead, {longer:.2f} times as long: {choice}: {_numbers(prediction)}")
-        for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]:
-            found.append(f"  not {choice}: {lacking}")
+        found += [f"  not {choice}: {lacking}" for choice, lacking in _nearest(self.rejected)[:MAX_SHOWN]]
         if self.pruned:
             found.append(f"  {self.pruned} more were left out, which arithmetic alone shows to be slower")
         return found
@@ -221,12 +212,11 @@ def make_plan(
     rates: str = "",
 ) -> Plan:
     """Predict ``choices``, those first that could be the fastest by the token, and leave out those that cannot be.
+    Raises InsufficientMemory, with what the nearest lacks, where none fits.
 
     Args:
         least_seconds: a token, by arithmetic: no prediction may be below it.
         predict: a choice with its sizes filled in, or what it lacks.
-
-    Raises InsufficientMemory, with what the nearest lacks, where none fits.
     """
     found: list[tuple[Choice, Prediction]] = []
     rejected: list[tuple[Choice, Lacking]] = []
@@ -251,13 +241,13 @@ def make_plan(
             available_bytes=0,
         )
     found.sort(key=lambda each: each[1].token_seconds)
-    alike = [each for each in found if each[1].token_seconds <= best * ALIKE]
-    chosen = min(
-        alike,
-        key=lambda each: (
-            each[0].placement != "resident", each[0].checkpointing, each[1].disk, each[1].host, each[1].gpu
-        ),
-    )  # fmt: skip
+
+    def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:
+        choice, prediction = each
+        streamed = choice.placement != "resident"
+        return streamed, choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
+
+    chosen = min((each for each in found if each[1].token_seconds <= best * ALIKE), key=taken)
     others = tuple(each for each in found if each is not chosen)
     return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)
 

@@ -1,21 +1,20 @@
 """``vb estimate`` without a model: the largest known model that a machine trains, adapts and runs, each with its tokens
 a second.
 
-Nothing is looked up: every candidate is built without bytes, traced, placed by the offload runtime's own code and timed
-by the simulation of its lanes, from the largest that its states do not already rule out down to the first that fits.
+Every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation of
+its lanes, from the largest that its states do not already rule out down to the first that fits.
 
 - *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 sequences of 1,024 tokens a step, in as few
-    forwards as fit.
+  forwards as fit.
 - *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
 - *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values
   once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
-
-What is slower than `MIN_SPEED` is left out: with a disk, nearly everything fits.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,21 +32,20 @@ from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
-from vblackwell.planner.placement import Plan, Space, make_plan
+from vblackwell.planner.placement import Space, make_plan
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
 from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
 
-TASKS = ("train", "adapters", "run")
 WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "run": "run in FP4"}
+TASKS = tuple(WORDS)
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
 UPDATES: tuple[str | float, ...] = ("level0", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
-ACTIVATIONS = ("level0", "host")  # where checkpoints wait: in RAM only if the GPU has no room
 TRACED = (9, 0)  # of all capabilities alike: cuBLAS's workspace is its largest, 32 MiB
 
 
@@ -69,24 +67,18 @@ class Fit:
 
 
 class WhatFits:
-    """Answers for any number of machines; what does not depend on the machine is worked out once.
-
-    ``models``: of `KNOWN_MODELS`, to choose from. ``say``: told what is being tried.
+    """Answers for any number of machines, from ``models`` of `KNOWN_MODELS`; what does not depend on the machine is
+    worked out once. ``say``: told what is being tried.
     """
 
     def __init__(
         self, models: Sequence[str] = tuple(KNOWN_MODELS), say: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._say = say
-        self._names = models
+        self._say, self._names = say, models
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
-        self.parameters = functools.cache(
-            lambda name: sum(p.numel() for p in _causal_lm(name, torch.bfloat16).parameters())
-        )
-        self._packed = functools.cache(
-            lambda name: sum(p.numel() * p.element_size() for p in _pack(_causal_lm(name, torch.bfloat16)).parameters())
-        )
-        self._decoding = functools.cache(self._decode)
+        self.parameters = functools.cache(lambda name: sum(p.numel() for p in _causal_lm(name).parameters()))
+        self._packed = functools.cache(lambda name: sum(p.nbytes for p in _pack(_causal_lm(name)).parameters()))
+        self._decoding = functools.cache(_decoding)
 
     def largest(self, task: str, place: Machine) -> list[Fit]:
         """The largest model for ``task``, and the largest that stays on the GPU if that is another."""
@@ -101,9 +93,7 @@ class WhatFits:
 
     def fit(self, task: str, name: str, place: Machine, only_resident: bool = False) -> Fit | None:
         """How ``name`` fits ``place``; None where it does not, or could not be fast enough."""
-        bounds = place.bounds
-        room = bounds.gpu if only_resident else bounds.gpu + bounds.host + bounds.disk
-        if self._least(task, name, only_resident) > room or self._most_speed(task, name, place) < MIN_SPEED[task]:
+        if not self._is_candidate(task, name, place, only_resident):
             return None
         self._say(f"{WORDS[task]}: {name}")
         if task == "run":
@@ -111,27 +101,28 @@ class WhatFits:
             return None if fit is None or (only_resident and not fit.resident) else fit
         return self._train(task, name, place, ("resident",) if only_resident else ("resident", "streamed"))
 
-    def _least(self, task: str, name: str, only_resident: bool) -> float:
-        """Bytes below which ``name`` is no candidate."""
-        if task == "train":
-            return self.parameters(name) * (MIN_RESIDENT if only_resident else MIN_STATE)
-        return self._packed(name) if only_resident else self.parameters(name) * MIN_PACKED
-
-    def _most_speed(self, task: str, name: str, place: Machine) -> float:
-        """Tokens a second that ``name`` cannot pass: by products of a step, and by what must cross the link or the
-        disk.
+    def _is_candidate(self, task: str, name: str, place: Machine, only_resident: bool) -> bool:
+        """Whether neither its bytes rule ``name`` out, nor what its speed cannot pass: by products of a step, and by
+        what must cross the link or the disk.
         """
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
+        trains = task == "train"
+        state = parameters * (MIN_STATE if trains else MIN_PACKED)
+        if only_resident:
+            fits = (parameters * MIN_RESIDENT if trains else self._packed(name)) <= bounds.gpu
+        else:
+            fits = state <= bounds.gpu + bounds.host + bounds.disk
+        if not fits:
+            return False
         if task == "run":
-            passing = parameters * MIN_PACKED - bounds.gpu
-            return rates.up / passing if passing > 0 else float("inf")
-        state = MIN_STATE if task == "train" else MIN_PACKED
-        on_disk = parameters * state - bounds.gpu - bounds.host
-        ways = 1 / rates.disk_read + (1 / rates.disk_write if task == "train" else 0.0)
+            passing = state - bounds.gpu
+            return passing <= 0 or rates.up / passing >= MIN_SPEED[task]
+        on_disk = state - bounds.gpu - bounds.host
+        ways = 1 / rates.disk_read + (1 / rates.disk_write if trains else 0.0)
+        fields = KNOWN_MODELS[name]  # of experts a token meets the chosen ones, at least
+        active = parameters * fields.get("num_experts_per_tok", 1) / fields.get("num_local_experts", 1)
         by_disk = SEQUENCES * SEQ_LENGTH / (on_disk * ways) if on_disk > 0 else float("inf")
-        return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * _active(name, parameters)))
-
-    # -- training ----------------------------------------------------------------------------------------------------
+        return min(by_disk, MATMUL_SHARE * rates.matmul_half / (6 * active)) >= MIN_SPEED[task]
 
     def _train(self, task: str, name: str, place: Machine, placements: tuple[str, ...]) -> Fit | None:
         spec = replace(of_config(KNOWN_MODELS[name], name, SEQ_LENGTH), name=f"{name} {task}")
@@ -139,19 +130,19 @@ class WhatFits:
             spec = replace(spec, build=functools.partial(_adapted, name, place.has_gpu))
         run = Run(spec, SEQ_LENGTH, precision="bf16", capability=TRACED, expandable=True)
         forecast = Forecast(run, place, traces=self._traces[spec.name], steps=1)  # traces depend on no machine
-        for batch in BATCHES:
-            for activations in ACTIVATIONS:
-                space = Space(
-                    (batch,), checkpointing=(True,), placements=placements, updates=UPDATES, activations=(activations,)
-                )
-                try:
-                    plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, place.bounds)
-                except InsufficientMemory:
-                    continue
-                return _fit_of(task, name, self.parameters(name), plan)
+        for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
+            space = Space((batch,), (True,), placements, UPDATES, (activations,))
+            try:
+                plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, place.bounds)
+            except InsufficientMemory:
+                continue
+            found, resident = plan.prediction, plan.choice.placement == "resident"
+            how = "resident" if resident else f"streamed, {found.bottleneck} busiest"
+            if plan.choice.accumulation_steps > 1:
+                how += f", {plan.choice.accumulation_steps} forwards a step"
+            sizes = found.gpu, found.host, found.disk
+            return Fit(task, name, self.parameters(name), found.tokens_per_second, *sizes, resident, how)
         return None
-
-    # -- running -----------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, place: Machine) -> Fit | None:
         shape, sizes, per_token, work = self._decoding(name, place.capability, place.has_gpu)
@@ -172,44 +163,29 @@ class WhatFits:
         slowest = max(compute, passing / rates.up, min(on_disk, passing) / rates.disk_read)
         how = f"{format_bytes(passing)} a token over the link" if passing else "resident"
         how += f", {format_bytes(min(on_disk, passing))} of it from the disk" if on_disk and passing else ""
-        gpu = kept + cached + workspace
-        host = min(whole, bounds.host)
-        return Fit("run", name, self.parameters(name), 1 / slowest, gpu, host, on_disk, passing == 0, how)
-
-    def _decode(
-        self, name: str, capability: tuple[int, int], tiled: bool
-    ) -> tuple[CacheShape, tuple[int, ...], int, Any]:
-        """Sizes of the cache and of the groups, workspace of a token, and the work of one."""
-        model: Any = _causal_lm(name, torch.bfloat16)
-        model.requires_grad_(False)
-        _pack(model, tiled)
-        shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
-        assert shape is not None, "known models attend plainly"
-        sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
-        with plain_batches():
-            work = trace_forward(
-                model.eval(),
-                language_batch(model.config.vocab_size, 1, 1),
-                lambda m, batch: m(input_ids=batch["input_ids"]).logits,
-                capability,
-            )
-        return shape, sizes, token_bytes(model.config, 2), work
+        levels = kept + cached + workspace, min(whole, bounds.host), on_disk
+        return Fit("run", name, self.parameters(name), 1 / slowest, *levels, passing == 0, how)
 
 
-def _active(name: str, parameters: int) -> float:
-    """Parameters that a token meets, at least: of experts the chosen ones."""
-    fields = KNOWN_MODELS[name]
-    return parameters * fields.get("num_experts_per_tok", 1) / fields.get("num_local_experts", 1)
+def _decoding(name: str, capability: tuple[int, int], tiled: bool) -> tuple[CacheShape, tuple[int, ...], int, Any]:
+    """Sizes of the cache and of the groups, workspace of a token, and the work of one."""
+    model: Any = _pack(_causal_lm(name).requires_grad_(False), tiled)
+    shape = cache_shape(model.config, 1, POSITIONS, torch.bfloat16)
+    assert shape is not None, "known models attend plainly"
+    sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
+    batch = language_batch(model.config.vocab_size, 1, 1)
+    with plain_batches():
+        work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
+    return shape, sizes, token_bytes(model.config, 2), work
 
 
-def _causal_lm(name: str, dtype: torch.dtype) -> nn.Module:
+def _causal_lm(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return build_causal_lm(KNOWN_MODELS[name], name, dtype)
 
 
 def _adapted(name: str, tiled: bool, dtype: torch.dtype) -> nn.Module:
     """As ``vb train --lora 16 --use-fp4`` makes it."""
-    model = _causal_lm(name, dtype)
-    model.requires_grad_(False)
+    model = _causal_lm(name, dtype).requires_grad_(False)
     add_adapters(model, Lora(RANK))
     return _pack(model, tiled).to(dtype).train()
 
@@ -220,29 +196,12 @@ def _pack(model: nn.Module, tiled: bool = True) -> nn.Module:
     return model
 
 
-def _fit_of(task: str, name: str, parameters: int, plan: Plan) -> Fit:
-    found = plan.prediction
-    resident = plan.choice.placement == "resident"
-    how = "resident" if resident else f"streamed, {found.bottleneck} busiest"
-    if plan.choice.accumulation_steps > 1:
-        how += f", {plan.choice.accumulation_steps} forwards a step"
-    speed = found.tokens_per_second
-    return Fit(task, name, parameters, speed, found.gpu, found.host, found.disk, resident, how)
+HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")
 
 
 def row_of(fit: Fit) -> tuple[str, ...]:
-    """What tables show: task, model, parameters, tokens a second, GPU, RAM, disk, how."""
-    speed = fit.tokens_per_second
-    return (
-        WORDS[fit.task],
-        fit.model,
-        f"{fit.parameters / 1e9:.1f}B",
-        f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
-        format_bytes(fit.gpu),
-        format_bytes(fit.host),
-        format_bytes(fit.disk) if fit.disk else "-",
-        fit.how,
-    )
-
-
-HEADS = ("", "model", "parameters", "tokens/s", "GPU", "RAM", "disk", "")
+    """What tables show, below `HEADS`."""
+    speed = f"{fit.tokens_per_second:,.0f}" if fit.tokens_per_second >= 10 else f"{fit.tokens_per_second:.2g}"
+    gpu, host, disk = (format_bytes(size) for size in (fit.gpu, fit.host, fit.disk))
+    parameters = f"{fit.parameters / 1e9:.1f}B"
+    return WORDS[fit.task], fit.model, parameters, speed, gpu, host, disk if fit.disk else "-", fit.how

@@ -62,6 +62,14 @@ class Trace:
         """Bytes of all storages of ``category``, whether or not they lived at the same time."""
         return sum(size for size, of in zip(self.sizes, self.categories, strict=True) if of == category)
 
+    def peak(self, sizes: Sequence[int]) -> int:
+        """Most bytes alive at one time, were the storages of these ``sizes``."""
+        live = most = 0
+        for event in self.events:
+            live += sizes[event] if event >= 0 else -sizes[~event]
+            most = max(most, live)
+        return most
+
     def born_in(self, phase: str) -> set[int]:
         """Numbers of the storages that are allocated in ``phase`` of any step."""
         ends = [index for index, _, _ in self.marks[1:]] + [len(self.events)]
