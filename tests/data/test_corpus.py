@@ -81,7 +81,7 @@ def test_changed_text_or_tokenizer_is_another_corpus(folder):
     assert changed.fingerprint != first.fingerprint and any("third" in text for text in documents_of(changed))
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "tokenizer.json"])
 def test_a_damaged_cache_is_built_again(folder, cache, name):
     first = np.array(prepare_data(folder, None, 300).tokens)
     (path,) = cache.rglob(name)

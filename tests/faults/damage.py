@@ -183,7 +183,7 @@ def caches(lab: Lab, seed: int) -> Iterator[Try]:
         damage(path, random.Random(f"{seed} {name} {number}"))
         ends_as_undisturbed(place, **cache)
 
-    for name in ("tokenizer.json", "tokens.bin", "tokens.json"):
+    for name in ("tokenizer.json", "tokens.bin"):
         for what, damage in DAMAGES.items():
             for number in range(8 if damage is flip_bit else 1):
                 yield Try(f"{name} {what} {number}", partial(damaged, name=name, damage=damage, number=number))

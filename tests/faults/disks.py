@@ -78,7 +78,7 @@ def failing_syncs(lab: Lab, seed: int) -> Iterator[Try]:
 def failing_reads(lab: Lab, seed: int) -> Iterator[Try]:
     for label, rule in few_of_each(lab, SPILL, "read"):
         yield Try(f"spill: {label}", partial(refused, rules=[with_action(rule, f"errno={errno.EIO}")], site="spill"))
-    for name in ("corpus.py", "tokens.json", "tokenizer.json"):
+    for name in ("corpus.py", "tokens.bin", "tokenizer.json"):
         rule = Rule("read", name, 1, f"errno={errno.EIO}")
         yield Try(name, partial(refused, rules=[rule], site="cache"))
     for name in ("manifest.json", "trainer.json", "model.safetensors", "optimizer.safetensors", "settings.json"):

@@ -1,7 +1,5 @@
 """Conversations: out of jsonl files, written down by a chat template, and as rows of tokens with masked targets.
 
-There are four ways to write conversations down, recognised by their keys and made into one:
-
 ========  ============================================================  =============================================
 kind      a line                                                        becomes
 ========  ============================================================  =============================================
@@ -9,22 +7,19 @@ messages  {"messages": [{"role": "user", "content": "..."}, ...]}       itself
 sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}   human: user; gpt: assistant
 alpaca    {"instruction": "...", "input": "...", "output": "..."}       user: instruction, a blank line and input;
                                                                         assistant: output
-text      {"text": "..."}                                               no conversation: plain text
 ========  ============================================================  =============================================
 
 The first line decides, and every other must be of its kind. A line that cannot be used is an error with file and line:
 a trainer that skips bad lines trains on something else than it was given.
 
-The text is what the tokenizer folder's chat template makes of the messages, rendered by transformers' own code. Where a
-folder has none, `DEFAULT` is used, said, and written next to the trained model. A template with ``{% generation %}``
-says what the model writes. For any other, each answer is put between two characters that stand nowhere else, inside
-the white space it begins and ends with, because templates trim; the text without the marks must be the text without
-marking. What the model must learn to write is then the answer, and the special token after it that ends the turn.
+A template with ``{% generation %}`` says what the model writes. For any other, each answer is put between two
+characters that stand nowhere else, inside the white space it begins and ends with, because templates trim; the text
+without the marks must be the text without marking. Learnt is the answer, and the special token after it that ends the
+turn. The cache holds a token in the lower 31 bits of each number and in the highest whether it is to be learnt.
 
-The cache holds one flat file of 32-bit numbers, a token in the lower 31 bits and in the highest whether it is to be
-learnt, and a table of lengths. Rows hold whole conversations. With packing several share a row: positions begin again
-at 0 with each, and no token attends to another conversation or is predicted from one. Without, each has a separate row,
-filled up after its end with tokens that nothing attends to and nothing learns.
+Rows hold whole conversations. With packing several share a row: positions begin again at 0 with each, and no token
+attends to another conversation or is predicted from one. Without, each has a row, filled up after its end with tokens
+that nothing attends to and nothing learns.
 
 Legend: B batch, S sequence.
 """
@@ -33,6 +28,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -56,7 +52,7 @@ from vblackwell.data.corpus import (
 )
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id
-from vblackwell.errors import ConfigurationError, CorruptData, nearest
+from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, special_after
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
@@ -75,10 +71,8 @@ Message = dict[str, str]
 
 
 class Conversation(NamedTuple):
-    """Messages with 'role' and 'content', at least one of them an answer; and where they stand, for errors."""
-
-    messages: list[Message]
-    place: str
+    messages: list[Message]  # at least one of them an answer
+    place: str  # where they stand, for errors
 
 
 def chat_kind(source: TextFiles) -> str | None:
@@ -95,8 +89,7 @@ def chat_kind(source: TextFiles) -> str | None:
 
 
 def _kind_of(record: Any) -> str | None:
-    found = [kind for key, kind in KINDS.items() if isinstance(record, dict) and key in record]
-    return found[0] if found else None
+    return next((kind for key, kind in KINDS.items() if isinstance(record, dict) and key in record), None)
 
 
 def conversations(source: TextFiles, kind: str) -> Iterator[Conversation]:
@@ -114,29 +107,31 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
     if found != kind:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
-    for name in _UNREAD:
-        if record.get(name):
-            raise ConfigurationError(
-                f"{place} has {name!r}, which is not read: write it into the messages, or remove it"
-            )
-    if kind == "alpaca":
-        return _of_alpaca(record, place)
-    names = ("messages", "role", "content") if kind == "messages" else ("conversations", "from", "value")
-    key, role_key, text_key = names
+    if unread := [name for name in _UNREAD if record.get(name)]:
+        raise ConfigurationError(
+            f"{place} has {unread[0]!r}, which is not read: write it into the messages, or remove it"
+        )
+    if kind == "messages":
+        return _listed(record, "messages", "role", "content", place)
+    messages = (
+        _of_alpaca(record, place) if kind == "alpaca" else _listed(record, "conversations", "from", "value", place)
+    )
+    system = record.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _listed(record: dict[str, Any], key: str, role_key: str, text_key: str, place: str) -> list[Message]:
     listed = record[key]
     if not isinstance(listed, list) or not listed:
         raise ConfigurationError(f"{place}: {key!r} is no list of messages; write [{{{role_key!r}: ...}}, ...]")
     messages = [_message(item, role_key, text_key, f"{place}, message {index}") for index, item in enumerate(listed, 1)]
-    system = record.get("system") if kind == "sharegpt" else None
     if not any(message["role"] == ANSWER for message in messages):
         raise ConfigurationError(
             f"{place} has no message of the {ANSWER}: there is nothing to learn from it; remove it"
         )
-    return messages if messages[0]["role"] == "system" else _with_system(system, messages)
-
-
-def _with_system(system: Any, messages: list[Message]) -> list[Message]:
-    return [{"role": "system", "content": system}, *messages] if isinstance(system, str) and system else messages
+    return messages
 
 
 def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
@@ -160,17 +155,14 @@ def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
 
 
 def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
-    for key in ("instruction", "output"):
-        if not isinstance(record.get(key), str):
+    more = record.get("input") or ""
+    for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
+        if not isinstance(value, str):
             raise ConfigurationError(
                 f"{place} has no text under {key!r}: write instruction, input (may be '') and output"
             )
-    more = record.get("input") or ""
-    if not isinstance(more, str):
-        raise ConfigurationError(f"{place}: 'input' is no text; write a string, '' for none")
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
-    messages = [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
-    return _with_system(record.get("system"), messages)
+    return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -193,8 +185,6 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How conversations are written down."""
-
     source: str  # jinja
     origin: str  # where it is from, for people
     is_default: bool  # the folder had none
@@ -217,13 +207,8 @@ class ChatTemplate:
         text, _ = self._rendered(messages, place)
         begin, end = [mark for mark in _MARKS if mark not in text][:2]
         marked, _ = self._rendered([_marked(message, begin, end) for message in messages], place)
-        spans, at, shift = [], 0, 0
-        while (start := marked.find(begin, at)) >= 0:
-            stop = marked.find(end, start)
-            if stop < 0:
-                break
-            spans.append((start - shift, stop - shift - 1))
-            at, shift = stop + 1, shift + 2
+        found = enumerate(re.finditer(f"{begin}.*?{end}", marked, re.DOTALL))
+        spans = [(match.start() - 2 * index, match.end() - 2 * index - 2) for index, match in found]
         torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
         if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
             raise ConfigurationError(
@@ -268,8 +253,8 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
                 f"the chat template of {path} cannot be read ({reason}); write it again"
             ) from error
         named: dict[str, Any] = opened.special_tokens_map
-        special = {name: text for name, text in named.items() if isinstance(text, str)}
         if found is not None:
+            special = {name: text for name, text in named.items() if isinstance(text, str)}
             return ChatTemplate(found, f"the chat template of {path}", False, special)
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}
@@ -308,9 +293,16 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
 
     def build(folder: Path) -> None:
         report(f"encoding {source.name}", None)
-        _write(folder, _encoded(source, kind, tokenizer, template))
+        lengths = array("q")
+        with (folder / "tokens.bin").open("wb") as file:
+            for numbers in _encoded(source, kind, tokenizer, template):
+                file.write(numbers.tobytes())
+                lengths.append(len(numbers))
+        (folder / "lengths.bin").write_bytes(lengths.tobytes())
 
-    tokens, lengths = cached("chat", fingerprint, build, _open, report, "encoding again")
+    folder = cached("chat", fingerprint, build, report, "encoding again")
+    tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
+    lengths = np.fromfile(folder / "lengths.bin", dtype=np.int64)
     end = end_of_text_id(tokenizer, tokenizer_path)
     packed = (tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
     return ChatCorpus(*packed, lengths=lengths, kind=kind, template=template)
@@ -346,34 +338,6 @@ def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> n
     return learnt
 
 
-def _write(folder: Path, encoded: Iterator[np.ndarray]) -> None:
-    lengths, digest = [], xxhash.xxh3_128()
-    with (folder / "tokens.bin").open("wb") as file:
-        for numbers in encoded:
-            data = numbers.tobytes()
-            file.write(data)
-            digest.update(data)
-            lengths.append(len(numbers))
-    table = np.asarray(lengths, dtype=np.int64).tobytes()
-    (folder / "lengths.bin").write_bytes(table)
-    digest.update(table)
-    (folder / "chat.json").write_text(json.dumps({"xxh3": digest.hexdigest()}))
-
-
-def _open(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        stated = json.loads((folder / "chat.json").read_text())["xxh3"]
-        lengths = np.fromfile(folder / "lengths.bin", dtype=np.int64)
-        tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r", shape=(int(lengths.sum()),))
-        digest = xxhash.xxh3_128(tokens)  # pyright: ignore[reportArgumentType]
-        digest.update(lengths.tobytes())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptData(f"the cached conversations in {folder} cannot be read ({error})") from error
-    if digest.hexdigest() != stated:
-        raise CorruptData(f"the cached conversations in {folder} differ from what was written")
-    return tokens, lengths
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -401,7 +365,7 @@ class ChatDataset:
         is_held_out[permute(np.arange(held_out), count, seed=0, epoch=0)] = True
         part = np.flatnonzero(is_held_out != self.shuffled)
         starts, lengths = starts[part], np.minimum(corpus.lengths[part], seq_length + 1)
-        kept = np.asarray([self._has_target(*pair) for pair in zip(starts, lengths, strict=True)], dtype=bool)
+        kept = np.asarray([self._learnt(*pair) > 0 for pair in zip(starts, lengths, strict=True)], dtype=bool)
         self.cut = int((corpus.lengths[part] > seq_length + 1).sum())
         self.left_out = int((~kept).sum())
         if not kept.any():
@@ -448,9 +412,6 @@ class ChatDataset:
     def _marked(self, start: int, length: int) -> np.ndarray:
         return np.asarray(self._tokens[start : start + length])
 
-    def _has_target(self, start: int, length: int) -> bool:
-        return bool((self._marked(start + 1, length - 1) & LEARNT).any())
-
     def example(self) -> tuple[list[int], list[int]]:
         """The first conversation's tokens up to its first answer, and those of that answer."""
         numbers = self._marked(self._starts[0], self._lengths[0])
@@ -461,6 +422,9 @@ class ChatDataset:
 
     def learnt_share(self) -> float:
         """The share of tokens that are learnt."""
-        marked = (self._marked(*pair)[1:] for pair in zip(self._starts, self._lengths, strict=True))
-        learnt = sum(int(((numbers & LEARNT) != 0).sum()) for numbers in marked)
+        learnt = sum(self._learnt(*pair) for pair in zip(self._starts, self._lengths, strict=True))
         return learnt / max(1, int((self._lengths - 1).sum()))
+
+    def _learnt(self, start: int, length: int) -> int:
+        """Targets among the first ``length`` tokens of a conversation."""
+        return np.count_nonzero(self._marked(start, length)[1:] & LEARNT)

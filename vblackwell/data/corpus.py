@@ -1,14 +1,8 @@
 """From files to tokens, and from tokens to windows and rows in an order that is a pure function.
 
-``prepare_data`` finds the documents, makes or reads a tokenizer, and packs tokens into one flat file, documents in
-order, an end-of-text token after each. Both are cached by the hash of what they came from, so a second run starts at
-once and a changed file is never met with old tokens; a cached file whose bytes changed since is built again, and the
-progress says so. `PackedDataset` holds out the end of the file, so documents that are to be held out, drawn from the
-whole corpus, lie there.
-
-A window is ``seq_length`` inputs and, shifted by one, as many targets; windows overlap by that one token only. The
-training order of an epoch is a Feistel permutation of (seed, epoch): position i is computed, not looked up, so a
-resumed run needs no list of indices, no replay, and no library's shuffle that stays the same between versions.
+Tokens and tokenizer are cached by the hash of what they came from. A window is ``seq_length`` inputs and, shifted by
+one, as many targets. An epoch's order is a Feistel permutation of (seed, epoch): position i is computed, not looked up,
+so a resumed run needs no list of indices, no replay, and no library's shuffle that stays the same between versions.
 
 Legend: B batch, S sequence.
 """
@@ -22,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -43,17 +37,14 @@ if TYPE_CHECKING:
 
 HELD_OUT_SHARE = 0.02
 ROUNDS = 4
-INSPECTED_ROWS = 2
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
 FORMAT = 2  # of the cache; part of every key
 BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
-COPIED_TOKENS = 4 * MiB  # at a time
 DRAWN_AT_ONCE = 4096  # documents
-Opened = TypeVar("Opened")
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al., 2014): a bijection of 64-bit words that leaves no pattern."""
+    """splitmix64's finaliser (Steele et al., 2014): a bijection of 64-bit words."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
@@ -117,11 +108,15 @@ def prepare_data(
         report(f"{tokenizer_path} has no end-of-text token: documents follow each other without a mark", None)
     fingerprint = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {end} {tokenizer.to_str()}".encode())
 
-    def build(folder: Path) -> None:
-        _pack(source, tokenizer, end, folder, report)
+    vocab_size = vocab_size_of(tokenizer)
+    kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
-    tokens = cached("tokens", fingerprint, build, _open_tokens, report, "packing again")
-    return Corpus(tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
+    def build(folder: Path) -> None:
+        _pack(source, tokenizer, end, kind, folder, report)
+
+    folder = cached("tokens", fingerprint, build, report, "packing again")
+    tokens = np.memmap(folder / "tokens.bin", dtype=kind, mode="r")
+    return Corpus(tokens, tokenizer, vocab_size, end, fingerprint, source.name)
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
@@ -145,17 +140,22 @@ def content_hash(source: TextFiles, report: Progress) -> str:
     return digest.hexdigest()
 
 
-def cached(
-    kind: str, key: str, build: Callable[[Path], None], read: Callable[[Path], Opened], report: Progress, again: str
-) -> Opened:
-    """What ``read`` makes of the cache's folder for ``key``, which ``build`` fills; where it is damaged, ``again``."""
-    folder = cached_folder(kind, key, build)
+def cached(kind: str, key: str, build: Callable[[Path], None], report: Progress, again: str) -> Path:
+    """The cache's folder for ``key``, whose files ``build`` writes; where they have changed since, ``again``."""
+
+    def build_and_hash(folder: Path) -> None:
+        build(folder)
+        files = {path.name: hash_file(path) for path in folder.iterdir()}
+        (folder / MANIFEST).write_text(json.dumps({"files": files}), encoding="utf-8")
+
+    folder = cached_folder(kind, key, build_and_hash)
     try:
-        return read(folder)
-    except (ConfigurationError, CorruptData) as error:
+        verify_folder(folder)  # a changed digit may be another tokenizer, which can be read
+    except CorruptData as error:
         report(f"{error}: {again}", None)
         drop_entry(folder)
-        return read(cached_folder(kind, key, build))
+        cached_folder(kind, key, build_and_hash)
+    return folder
 
 
 def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report: Progress) -> Tokenizer:
@@ -164,21 +164,16 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
     def build(folder: Path) -> None:
         report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
         text = train_tokenizer(source, vocab_size).to_str(pretty=True)
-        path = folder / "tokenizer.json"
-        path.write_text(text, encoding="utf-8")  # its own save raises a bare Exception
-        (folder / MANIFEST).write_text(json.dumps({"files": {path.name: hash_file(path)}}), encoding="utf-8")
-
-    def read(folder: Path) -> Tokenizer:
-        verify_folder(folder)  # a changed digit may be another tokenizer, which can be read
-        return read_tokenizer(folder)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")  # its own save raises a bare Exception
 
     key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
-    return cached("tokenizers", key, build, read, report, "training the tokenizer again")
+    return read_tokenizer(cached("tokenizers", key, build, report, "training the tokenizer again"))
 
 
-def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path, report: Progress) -> None:
-    """Writes ``tokens.bin`` and ``tokens.json`` into ``folder``."""
-    kind = np.dtype(np.uint16 if vocab_size_of(tokenizer) <= 1 << 16 else np.uint32)
+def _pack(
+    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], folder: Path, report: Progress
+) -> None:
+    """Writes ``tokens.bin`` into ``folder``."""
     ends, count, text_bytes = array("q"), 0, 0
     read_order = folder / "read_order.bin"
     with read_order.open("wb") as file:
@@ -193,23 +188,18 @@ def _pack(source: TextFiles, tokenizer: Tokenizer, end: int | None, folder: Path
     if not count:
         remedy = "give files with other text, or another --tokenizer"
         raise ConfigurationError(f"{source.name} becomes no tokens by this tokenizer: {remedy}")
-    tokens, digest = np.memmap(read_order, dtype=kind, mode="r"), xxhash.xxh3_128()
+    tokens = np.memmap(read_order, dtype=kind, mode="r")
     with (folder / "tokens.bin").open("wb") as file:
         for start, stop in stretches(np.asarray(ends, dtype=np.int64)):
-            for at in range(start, stop, COPIED_TOKENS):
-                data = tokens[at : min(at + COPIED_TOKENS, stop)].tobytes()
-                file.write(data)
-                digest.update(data)
+            file.write(tokens[start:stop])
     read_order.unlink()
-    facts = {"count": count, "dtype": kind.name, "xxh3": digest.hexdigest()}
-    (folder / "tokens.json").write_text(json.dumps(facts))
 
 
 def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
     """Every token once, as ranges (from, to), of documents with these ``ends``: those that are held out come last.
 
-    Documents are drawn, the same ones always, until they have the held-out share of the tokens. The first that was
-    drawn is the last, so of one that is drawn in part only the end is held out.
+    Documents are drawn, the same ones always, until they have the held-out share of the tokens; the first drawn is the
+    last, so of one that is drawn in part only the end is held out.
     """
     starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
     drawn, held = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -259,20 +249,6 @@ def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple
     return numbers, ends
 
 
-def _open_tokens(folder: Path) -> np.ndarray:
-    path = folder / "tokens.bin"
-    try:
-        facts = json.loads((folder / "tokens.json").read_text())
-        tokens = np.memmap(path, dtype=facts["dtype"], mode="r", shape=(facts["count"],))
-        found = xxhash.xxh3_128_hexdigest(tokens)  # pyright: ignore[reportArgumentType]
-        intact = found == facts["xxh3"] and path.stat().st_size == tokens.nbytes
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptData(f"the cached tokens in {folder} cannot be read ({error})") from error
-    if not intact:
-        raise CorruptData(f"the cached tokens in {path} differ from what was written")
-    return tokens
-
-
 # -- windows and rows --------------------------------------------------------------------------------------------------
 
 
@@ -320,21 +296,17 @@ class PackedDataset:
 
 
 class Dataset(Protocol):
-    """What a run trains on: windows at positions that are counted through all epochs.
-
-    A batch is what the loss is called with: inputs, targets and maybe positions, (B, S) int64 each.
-    """
+    """What a run trains on: windows at positions that are counted through all epochs."""
 
     def __len__(self) -> int: ...
 
-    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]: ...
+    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+        """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
+        ...
 
 
 class BatchStream:
-    """Batches without end; the last batch of an epoch is filled from the next.
-
-    ``state`` is how many windows were consumed before, also under another batch size.
-    """
+    """Batches without end, after ``state`` windows; the last batch of an epoch is filled from the next."""
 
     def __init__(self, dataset: Dataset, batch_size: int, state: int = 0) -> None:
         if batch_size < 1:
@@ -349,7 +321,7 @@ class BatchStream:
         return self.state // len(self.dataset)
 
     def next(self) -> tuple[Tensor, ...]:
-        """The next inputs and targets, and what else the data set gives, (B, S) int64 each."""
+        """`Dataset.batch` of the next windows."""
         found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
         self.state += self.batch_size
         return found
@@ -394,17 +366,19 @@ def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
 
 
 def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
-    """A line a position of the first rows: place in its document, token, and the next one where it is learnt."""
-    for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(INSPECTED_ROWS, len(dataset)))), strict=True)):
+    """A line a position of the first two rows: place in its document, token, and the next one where it is learnt."""
+
+    def text_of(number: int) -> str:
+        return "" if number == IGNORED_TARGET else repr(tokenizer.decode([number], skip_special_tokens=False))
+
+    for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(2, len(dataset)))), strict=True)):
         inputs, targets = (array.tolist() for array in arrays[:2])
         places = arrays[2].tolist() if len(arrays) > 2 else range(len(inputs))
-        last = max((at for at, target in enumerate(targets) if target != IGNORED_TARGET), default=0)
-        learnt = sum(target != IGNORED_TARGET for target in targets)
-        yield f"row {row}: {learnt} of {len(inputs)} positions learn the token that follows"
+        learnt = [at for at, target in enumerate(targets) if target != IGNORED_TARGET]
+        shown = max(learnt, default=0) + 1
+        yield f"row {row}: {len(learnt)} of {len(inputs)} positions learn the token that follows"
         yield f"{'at':>6} {'token':>7}  {'text':<24} learns"
-        for place, number, target in list(zip(places, inputs, targets, strict=True))[: last + 1]:
-            text = repr(tokenizer.decode([number], skip_special_tokens=False))
-            shown = "" if target == IGNORED_TARGET else repr(tokenizer.decode([target], skip_special_tokens=False))
-            yield f"{place:>6} {number:>7}  {text:<24} {shown}".rstrip()
-        if last + 1 < len(inputs):
-            yield f"       (nothing is learnt in the {len(inputs) - last - 1} positions after them)"
+        for place, number, target in zip(places[:shown], inputs[:shown], targets[:shown], strict=True):
+            yield f"{place:>6} {number:>7}  {text_of(number):<24} {text_of(target)}".rstrip()
+        if shown < len(inputs):
+            yield f"       (nothing is learnt in the {len(inputs) - shown} positions after them)"

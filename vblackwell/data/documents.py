@@ -1,10 +1,7 @@
-"""Documents out of text, jsonl and parquet files, one piece at a time.
+"""Documents out of text, jsonl and parquet files, one piece at a time: a corpus may be larger than RAM.
 
-A corpus may be larger than RAM, so nothing here holds more than one piece: about a megabyte of a text file (cut after a
-line end), a line of jsonl, a row of parquet. Order is that of the sorted relative paths, so that the same files give
-the same tokens on every machine. Whatever cannot be read is an error with file and place: a trainer that skips bad
-lines trains on something else than it was given. The one exception is the default corpus, the Python standard library,
-whose few test files with foreign encodings are left out.
+Order is that of the sorted relative paths, the same on every machine. Whatever cannot be read is an error with file
+and place, but for files with foreign encodings of the default corpus, the Python standard library.
 """
 
 from __future__ import annotations
@@ -70,17 +67,16 @@ def find_text(path: Path | None) -> TextFiles:
     if path.is_file():
         _check_kind(path)
         return TextFiles(path.parent, (path,), str(path))
-    files = sorted(
-        (found for found in path.rglob("*") if found.is_file() and not _hidden(found.relative_to(path))),
-        key=lambda found: found.relative_to(path).parts,
-    )
-    left_out = tuple(found for found in files if found.name.lower() in LEGAL)
-    files = [found for found in files if found not in left_out]
+    parts = {found: found.relative_to(path).parts for found in path.rglob("*") if found.is_file()}
+    shown = (found for found in parts if not any(part.startswith((".", "_")) for part in parts[found]))
+    files, left_out = list[Path](), list[Path]()
+    for found in sorted(shown, key=parts.__getitem__):
+        (left_out if found.name.lower() in LEGAL else files).append(found)
     for found in files:
         _check_kind(found)
     if not files:
         raise ConfigurationError(f"{path}: the folder holds no files of data; give text, jsonl or parquet files")
-    return TextFiles(path, tuple(files), str(path), left_out)
+    return TextFiles(path, tuple(files), str(path), tuple(left_out))
 
 
 def read_file(path: Path) -> Iterator[Piece]:
@@ -108,19 +104,13 @@ def _read_text(path: Path) -> Iterator[Piece]:
             held += block
             cut = held.rfind(b"\n") + 1
             if not cut and len(held) >= 16 * PIECE_BYTES:
-                cut = _character_boundary(held)
+                cut = len(held) - 1
+                while cut > len(held) - 4 and held[cut] & 0xC0 == 0x80:  # to where a UTF-8 character begins
+                    cut -= 1
             if cut:
                 yield Piece(_decode(held[:cut], path, start), ends_document=False)
                 held, start = held[cut:], start + cut
     yield Piece(_decode(held, path, start), ends_document=True)
-
-
-def _character_boundary(held: bytes) -> int:
-    """The last place in ``held`` where a UTF-8 character begins."""
-    cut = len(held) - 1
-    while cut > len(held) - 4 and held[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
 
 
 def _decode(data: bytes, path: Path, start: int, place: str = "") -> str:
@@ -160,6 +150,7 @@ def _parsed(text: str, place: str) -> Any:
         record = json.loads(text)
         if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
             json.dumps(record, ensure_ascii=False).encode()
+        return record
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise ConfigurationError(f"{place} has half a character ({half}): repair it") from error
@@ -167,7 +158,6 @@ def _parsed(text: str, place: str) -> Any:
         raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
     except ValueError as error:
         raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
-    return record
 
 
 def _read_table(path: Path) -> Iterator[Piece]:
@@ -194,10 +184,6 @@ def _read_table(path: Path) -> Iterator[Piece]:
         raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in relative.parts)
-
-
 def _check_kind(path: Path) -> None:
     if path.suffix.lower() not in TEXT | LINES | TABLE:
         kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
@@ -212,7 +198,7 @@ def _standard_library() -> TextFiles:
     root = Path(sysconfig.get_paths()["stdlib"])
     parts = {path: path.relative_to(root).parts for path in root.rglob("*.py")}
     files = sorted((path for path in parts if not LIBRARY_SKIPPED.intersection(parts[path])), key=parts.__getitem__)
-    readable = tuple(path for path in files if _is_utf8(path))
+    readable = tuple(filter(_is_utf8, files))
     if not readable:
         raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
     return TextFiles(root, readable, "the Python standard library")

@@ -1,12 +1,8 @@
-"""Byte-level byte-pair tokenizers: trained on the data, or read from a file.
+"""Byte-level byte-pair tokenizers, with which every text can be written: trained on the data, or read from a file.
 
-Byte-level (GPT-2's alphabet and splitting) because every text can be written with it: no unknown token, no
-normalisation, and decoding gives the text back byte for byte. Training reads at most ``SAMPLE_BYTES`` of text, whole
-pieces spread evenly over the corpus: more hardly changes the merges of a small vocabulary, but costs time and memory.
-
-It runs in a process of its own, this module as a script. Merging is one call of Rust, which takes seconds (40 for 13
-MiB of random words) and during which no signal is answered; a process can be killed. A thread could be abandoned, but
-one that comes back from Rust while the interpreter ends aborts the process.
+Training runs in a process, this module as a script: merging is one call of Rust, which takes seconds (40 for 13 MiB of
+random words) and during which no signal is answered; a process can be killed. A thread could be abandoned, but one that
+comes back from Rust while the interpreter ends aborts the process.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
-SAMPLE_BYTES = 64 * MiB
+SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary, but costs time and memory
 
 
 def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:

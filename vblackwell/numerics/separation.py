@@ -88,10 +88,6 @@ class Scales:
     block: Tensor
     tensor: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.block.nbytes + self.tensor.nbytes
-
 
 def training_scales(w_NK: Tensor) -> Scales:
     """`max` scales of a weight, without reading a value on the host; NaN where the weight is not finite."""

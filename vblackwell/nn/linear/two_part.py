@@ -1,21 +1,16 @@
 """Weights in two parts: rounded straight through while they train, packed for inference.
 
-A `VirtualBlackwellAdapter` keeps what that needs for weights by name, the least recently used going first: either
-scales (half a bit a weight, while training) or packed parts (8.5 bits, for inference), detached, and never both. A
-`VBOptimizedLinear` is a layer on one of its own.
-
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight
-has drifted; a step is a backward pass that reached the weight, which is the same for plain, accumulated, checkpointed
-and streamed training. Codes are never stale. The gradient is that of the rounded weight, unchanged. Inference packs
-once, and again when the weight has changed: in place, by an optimizer, or (each time) because it streams. A caller that
-writes through ``.data`` calls `forget`.
+has drifted; a step is a backward pass that reached the weight, the same for plain, accumulated, checkpointed and
+streamed training. Codes are never stale. Inference packs once, and again when the weight has changed: in place, by an
+optimizer, or (each time) because it streams. A caller that writes through ``.data`` calls `forget`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -69,6 +64,9 @@ class Settings:
                 f"e.g. {DRIFT_THRESHOLD}"
             )
 
+    def trains(self, weight: Tensor) -> bool:
+        return self.mode == "training" or (self.mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
+
 
 def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
     """The precision that two switches mean; ConfigurationError where both are off."""
@@ -97,10 +95,11 @@ def _count_step(*_: Any) -> None:
 
 
 @dataclass(eq=False)
-class _Held:
-    """What is kept of one weight."""
+class _Cache:
+    """What is kept of one weight, detached: scales while it trains, packed parts for inference, never both."""
 
-    shape: tuple[int, ...]
+    settings: Settings
+    shape: tuple[int, int]
     scales: Scales | None = None
     parts: PlacedWeight | None = None
     source: tuple[Any, ...] = ()
@@ -113,32 +112,100 @@ class _Held:
     drift: Tensor | None = field(default=None, repr=False)
     again: Rounder | None = field(default=None, repr=False)  # of addresses, it keeps nothing alive
 
+    def product(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None, activation: str = "none") -> Tensor:
+        """``activation(x W^T + bias)`` with ``weight`` rounded to the precision."""
+        if not self.settings.trains(weight):
+            parts: PlacedWeight = self._packed(weight, name)  # pyright: ignore[reportAttributeAccessIssue]
+            return parts.linear(x, bias, activation, *self.shape)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if not computes_at_once():
+            rounded = self._traced(weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+            return activate(functional.linear(x, rounded, bias), activation)
+        found = self.rounding(weight, x.dtype)
+        if not torch.is_grad_enabled():
+            return activate(functional.linear(x, found.value, bias), activation)
+        return activate(rounded_linear(x, found, bias), activation)
+
+    def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
+        """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
+        self.parts = self.owner = None
+        if self.settings.precision != "two-part":
+            with torch.no_grad():
+                value = fp4_round_trip(weight, self.settings.precision, dtype)
+        else:
+            scales = self._current_scales(weight)
+            self.again, value = rounded_again(self.again, weight, scales.block, scales.tensor, dtype)
+        return Rounded(weight, value, self.count_step)
+
+    @torch.compiler.disable
+    def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `rounding`, by operations that a trace sees."""
+        self.parts = self.owner = None
+        if self.settings.precision != "two-part":
+            rounded = fp4_round_trip(weight, self.settings.precision, dtype)
+        else:
+            scales = self._current_scales(weight)
+            rounded = two_part_round_trip(weight, scales.block, scales.tensor, dtype)
+        if rounded.requires_grad:
+            rounded.register_hook(lambda _: self.count_step())
+        return rounded
+
     def count_step(self) -> None:
         self.steps += 1
 
-    def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
-        return self.__dict__ | {"owner": None, "again": None}
+    def _current_scales(self, weight: Tensor) -> Scales:
+        kept, steps = self.scales, self.steps
+        due = kept is None or kept.block.device != weight.device
+        due = due or steps - self.renewed_at >= self.settings.refresh_every
+        if due or steps - self.measured_at >= DRIFT_EVERY:
+            self._renew(weight, None if due else kept)
+        assert self.scales is not None
+        return self.scales
+
+    @torch.no_grad()
+    def _renew(self, weight: Tensor, kept: Scales | None) -> None:
+        threshold = self.settings.drift_threshold
+        self.scales, drift = renewed_scales(weight, kept, threshold)
+        self.measured_at = self.steps
+        if kept is None:
+            self.renewed_at, self.renewals = self.steps, self.renewals + 1
+        else:
+            self.drift, self.renewals = drift, self.renewals + (drift > threshold).to(torch.int32)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _packed(self, weight: Tensor, name: str) -> PlacedWeight:
+        version = None if weight.is_inference() else weight._version
+        source = (weight.data_ptr(), weight.device, version, _optimizer_steps() if weight.requires_grad else 0)
+        streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
+        if self.parts is None or self.owner is None or self.owner() is not weight or self.source != source or streams:
+            with torch.inference_mode(False):
+                self.parts, self.scales = place(pack(weight, self.settings.precision, name)), None
+            self.source, self.owner = source, weakref.ref(weight)
+            self.packings += 1
+        return self.parts
 
     def stats(self) -> dict[str, Any]:
         drift = None if self.drift is None else float(self.drift)
         counts = {"steps": self.steps, "renewals": int(self.renewals), "packings": self.packings}
-        return {"shape": self.shape, **counts, "drift": drift, "cached_bytes": self.nbytes}
+        held = [] if self.parts is None else self.parts.tensors()
+        held += [] if self.scales is None else [self.scales.block, self.scales.tensor]
+        return {"shape": self.shape, **counts, "drift": drift, "cached_bytes": sum(tensor.nbytes for tensor in held)}
 
-    @property
-    def nbytes(self) -> int:
-        scales = 0 if self.scales is None else self.scales.nbytes
-        return scales + sum(tensor.nbytes for tensor in (self.parts.tensors() if self.parts else ()))
+    def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
+        return self.__dict__ | {"owner": None, "again": None}
 
 
 class VirtualBlackwellAdapter:
-    """Products with weights in two parts, by name; caches of at most ``max_weights`` weights are kept."""
+    """Products with weights in two parts, by name; caches of the ``max_weights`` weights used last are kept."""
 
     def __init__(self, settings: Settings | None = None, *, max_weights: int = MAX_WEIGHTS) -> None:
         self.settings = settings or Settings()
         if max_weights < 1:
             raise ConfigurationError(f"max_weights {max_weights!r} must be at least 1")
         self.max_weights = max_weights
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._caches: OrderedDict[str, _Cache] = OrderedDict()
 
     def register_weight(self, name: str, weight: Tensor) -> None:
         """Announce a weight (N, K) under ``name``, in place of what is there; nothing is computed before its use."""
@@ -147,10 +214,10 @@ class VirtualBlackwellAdapter:
                 f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point "
                 "numbers"
             )
-        self._held[name] = _Held(tuple(weight.shape))
-        self._held.move_to_end(name)
-        while len(self._held) > self.max_weights:
-            self._held.popitem(last=False)
+        self._caches[name] = _Cache(self.settings, (weight.shape[0], weight.shape[1]))
+        self._caches.move_to_end(name)
+        while len(self._caches) > self.max_weights:
+            self._caches.popitem(last=False)
 
     def compress(
         self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None, activation: str = "none"
@@ -163,110 +230,28 @@ class VirtualBlackwellAdapter:
         Raises:
             ConfigurationError: another shape than was registered, or inf or NaN when packing.
         """
-        held = self._held_as(name, weight)
-        if self.trains(weight):
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            if not computes_at_once():
-                rounded = self._rounded(held, weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-                return activate(functional.linear(x, rounded, bias), activation)
-            found = self._rounding(held, weight, x.dtype)
-            if not torch.is_grad_enabled():
-                return activate(functional.linear(x, found.value, bias), activation)
-            return activate(rounded_linear(x, found, bias), activation)
-        parts: PlacedWeight = self._packed(held, weight, name)  # pyright: ignore[reportAttributeAccessIssue]
-        return parts.linear(x, bias, activation, *held.shape)
-
-    def trains(self, weight: Tensor) -> bool:
-        mode = self.settings.mode
-        return mode == "training" or (mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
-
-    def _held_as(self, name: str, weight: Tensor) -> _Held:
-        if name not in self._held:  # never announced, or crowded out
+        if name not in self._caches:  # never announced, or crowded out
             self.register_weight(name, weight)
-        held = self._held[name]
-        self._held.move_to_end(name)
-        if held.shape != tuple(weight.shape):
+        cache = self._caches[name]
+        self._caches.move_to_end(name)
+        if cache.shape != tuple(weight.shape):
             raise ConfigurationError(
-                f"{name!r} was registered with shape {held.shape}, not {tuple(weight.shape)}: register it again under "
+                f"{name!r} was registered with shape {cache.shape}, not {tuple(weight.shape)}: register it again under "
                 "its new shape"
             )
-        return held
-
-    @torch.compiler.disable
-    def _rounded(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        held.parts = held.owner = None
-        if self.settings.precision != "two-part":
-            rounded = fp4_round_trip(weight, self.settings.precision, dtype)
-        else:
-            scales = self._scales(held, weight)
-            rounded = two_part_round_trip(weight, scales.block, scales.tensor, dtype)
-        if rounded.requires_grad:
-            rounded.register_hook(lambda _: held.count_step())
-        return rounded
-
-    def rounding(self, weight: Tensor, name: str, dtype: torch.dtype) -> Rounded:
-        """``weight`` rounded for a forward in training, for a caller that multiplies by it itself; as in `compress`."""
-        return self._rounding(self._held_as(name, weight), weight, dtype)
-
-    def _rounding(self, held: _Held, weight: Tensor, dtype: torch.dtype) -> Rounded:
-        held.parts = held.owner = None
-        if self.settings.precision != "two-part":
-            with torch.no_grad():
-                value = fp4_round_trip(weight, self.settings.precision, dtype)
-            return Rounded(weight, value, held.count_step)
-        kept = self._scales(held, weight)
-        held.again, value = rounded_again(held.again, weight, kept.block, kept.tensor, dtype)
-        return Rounded(weight, value, held.count_step)
-
-    def _scales(self, held: _Held, weight: Tensor) -> Scales:
-        kept = held.scales
-        due = held.steps - held.measured_at >= DRIFT_EVERY
-        due = due or held.steps - held.renewed_at >= self.settings.refresh_every
-        return self._renewed(held, weight) if kept is None or due or kept.block.device != weight.device else kept
-
-    @torch.no_grad()
-    def _renewed(self, held: _Held, weight: Tensor) -> Scales:
-        settings, kept = self.settings, held.scales
-        if kept is None or kept.block.device != weight.device or held.steps - held.renewed_at >= settings.refresh_every:
-            kept, _ = renewed_scales(weight, None, 0.0)
-            held.renewals = held.renewals + 1
-            held.renewed_at = held.measured_at = held.steps
-        else:
-            kept, held.drift = renewed_scales(weight, kept, settings.drift_threshold)
-            held.renewals = held.renewals + (held.drift > settings.drift_threshold).to(torch.int32)
-            held.measured_at = held.steps
-        held.scales = kept
-        return kept
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _packed(self, held: _Held, weight: Tensor, name: str) -> PlacedWeight:
-        version = None if weight.is_inference() else weight._version
-        source = (weight.data_ptr(), weight.device, version, _optimizer_steps() if weight.requires_grad else 0)
-        streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
-        if held.parts is None or held.owner is None or held.owner() is not weight or held.source != source or streams:
-            with torch.inference_mode(False):
-                held.parts, held.scales = place(pack(weight, self.settings.precision, name)), None
-            held.source, held.owner = source, weakref.ref(weight)
-            held.packings += 1
-        return held.parts
+        return cache.product(weight, x, name, bias, activation)
 
     def forget(self, name: str | None = None) -> None:
         """Drop the caches of one weight, or of all; UnknownKey if nothing is registered under ``name``."""
         if name is None:
-            self._held.clear()
-        elif self._held.pop(name, None) is None:
-            raise UnknownKey(f"{name!r} is not registered{nearest(name, self._held)}")
-
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+            self._caches.clear()
+        elif self._caches.pop(name, None) is None:
+            raise UnknownKey(f"{name!r} is not registered{nearest(name, self._caches)}")
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """By name: ``shape``, ``steps``, ``renewals``, ``packings``, ``drift`` when last measured (None before),
         ``cached_bytes``. Waits for the device."""
-        return {name: held.stats() for name, held in self._held.items()}
+        return {name: cache.stats() for name, cache in self._caches.items()}
 
 
 def create_virtual_blackwell(
@@ -285,8 +270,7 @@ class VBOptimizedLinear(PackedLinear):
     """``x W^T + b`` with a weight in two parts.
 
     Before ``quantize()`` forward multiplies by the parameter rounded. After, or from the first forward on in mode
-    'inference', packed buffers stand for it, 8.5 bits a weight, and ``drop_fine()`` gives the fine half away until
-    ``attach_fine()``: the layer answers from the coarse one.
+    'inference', packed buffers stand for it, and ``drop_fine()`` gives the fine half away until ``attach_fine()``.
 
     Args:
         in_features, out_features: K and N, any size.
@@ -312,14 +296,13 @@ class VBOptimizedLinear(PackedLinear):
         form = format_named("nvfp4" if precision == "two-part" else precision)
         super().__init__(in_features, out_features, bias, form, device, dtype)
         self.settings = settings
-        self._adapter: VirtualBlackwellAdapter | None = None
+        self._forget()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, settings: Settings) -> VBOptimizedLinear:
         """A layer on the very parameters of ``linear``."""
         sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        layer = cls(*sizes, bias, precision=settings.precision, device="meta")
-        layer.settings = settings
+        layer = cls(*sizes, bias, device="meta", **asdict(settings))
         layer._share(linear)
         return layer
 
@@ -339,10 +322,6 @@ class VBOptimizedLinear(PackedLinear):
     @property
     def has_fine(self) -> bool:
         return self.weight_fine is not None
-
-    @property
-    def bits(self) -> float:
-        return BITS[self.settings.precision]
 
     def quantize(self) -> VBOptimizedLinear:
         """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
@@ -378,7 +357,7 @@ class VBOptimizedLinear(PackedLinear):
         weight = self.weight
         if weight is None:
             return self._placed().linear(x, self.bias, "none", self.out_features, self.in_features)
-        return self._adapting().compress(weight, x, "weight", self.bias)
+        return self._cache.product(weight, x, "weight", self.bias)
 
     def rounded_for(self, x: Tensor) -> Rounded | None:
         """What training multiplies ``x`` by, for several layers of one input; None where the layer is to be called."""
@@ -386,28 +365,19 @@ class VBOptimizedLinear(PackedLinear):
         weight = own.get("weight")
         if weight is None or own.get("bias") is not None or not torch.is_grad_enabled() or not computes_at_once():
             return None
-        adapter = self._adapter or self._adapting()
-        if torch.is_autocast_enabled(x.device.type) or not adapter.trains(weight):
+        if torch.is_autocast_enabled(x.device.type) or not self.settings.trains(weight):
             return None
-        return adapter.rounding(weight, "weight", x.dtype)
-
-    def _adapting(self) -> VirtualBlackwellAdapter:
-        adapter = self._adapter
-        if adapter is None:
-            adapter = self._adapter = VirtualBlackwellAdapter(self.settings, max_weights=1)
-        return adapter
+        return self._cache.rounding(weight, x.dtype)
 
     def stats(self) -> dict[str, Any]:
-        """Shape, precision, whether it is packed, bytes held, and what the adapter knows."""
-        held = next(iter(self._adapter.stats().values()), {}) if self._adapter is not None else {}
-        packed_bytes = sum(tensor.nbytes for tensor in self._placed().tensors()) if self.weight is None else 0
-        return {"steps": 0, "renewals": 0, "packings": 0, "drift": None, "cached_bytes": 0} | held | {
-            "shape": (self.out_features, self.in_features),
+        """Shape, precision, whether it is packed, bytes held, and the counts of `VirtualBlackwellAdapter.stats`."""
+        held = self._placed().tensors() if self.weight is None else [self.weight]
+        return self._cache.stats() | {
             "precision": self.settings.precision,
             "packed": self.is_quantized,
             "has_fine": self.has_fine,
-            "weight_bytes": packed_bytes if self.weight is None else self.weight.nbytes,
-        }  # fmt: skip
+            "weight_bytes": sum(tensor.nbytes for tensor in held),
+        }
 
     def extra_repr(self) -> str:
         packed = f"packed={self._layout}{' + fine' if self.has_fine else ''}"
@@ -415,11 +385,14 @@ class VBOptimizedLinear(PackedLinear):
         return f"{self.in_features}, {self.out_features}, bias={bias}, {self.settings.precision}, {state}"
 
     def __getstate__(self) -> dict[str, Any]:  # of copies and files: caches belong to one weight
-        return self.__dict__ | {"_adapter": None}
+        return self.__dict__ | {"_cache": self._empty_cache()}
+
+    def _empty_cache(self) -> _Cache:
+        return _Cache(self.settings, (self.out_features, self.in_features))
 
     def _forget(self) -> None:
-        self._adapter = None
+        self._cache = self._empty_cache()
 
     def hold(self, placed: PlacedWeight) -> None:
         super().hold(placed)
-        self._adapter = None
+        self._forget()
