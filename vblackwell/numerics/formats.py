@@ -1,8 +1,5 @@
 """The block formats: code books, block sizes and scale types, as published.
 
-A *block* is a run of consecutive elements of the last dimension that share one *block scale*; nvfp4 adds one *tensor
-scale*. A decoded element is ``(value[code] * block_scale) * tensor_scale`` in fp32.
-
 =======  =====================  ============================  ====================  =================
 format   element                block                         block scale           tensor scale
 =======  =====================  ============================  ====================  =================
@@ -10,14 +7,12 @@ nvfp4    E2M1                   16                            E4M3 (uint8 bits) 
 mxfp4    E2M1                   32                            E8M0 (uint8 bits)     1
 nf4      16 quantiles           64                            fp32                  1
 int4     -7 .. 7, excess 8      32 (or 128)                   bf16                  1
-int8     -127 .. 127            the row (or any multiple of   fp32                  1
-                                2)
+int8     -127 .. 127            the row (or a multiple of 2)  fp32                  1
 =======  =====================  ============================  ====================  =================
 
-E2M1 and E4M3/E8M0 are those of the OCP Microscaling specification 1.0; nf4 is the table of QLoRA (Dettmers et al.
-2023). int4 stores ``q + 8`` because the compressed-tensors files do, so their bytes and ours are the same; bf16 holds
-its scale (4.5 bits a weight in all at 32) since the encoder rounds against the scale that is stored, not the one it
-wished for.
+A decoded element is ``(value[code] * block_scale) * tensor_scale`` in fp32. E2M1, E4M3 and E8M0 are those of the OCP
+Microscaling specification 1.0; nf4 is the table of QLoRA (Dettmers et al. 2023); int4 stores ``q + 8`` as
+compressed-tensors files do.
 """
 
 from __future__ import annotations
@@ -46,24 +41,15 @@ E8M0_MAX_CODE = 0xFE  # 0xFF is NaN
 
 @dataclass(frozen=True)
 class Format:
-    """One block format. Frozen: the numbers a kernel or a file relies on.
-
-    Attributes:
-        block_size: elements of the last dimension that share a scale; ``None`` is the whole row.
-        bits: an element takes; two 4-bit codes share a byte, low nibble first.
-        scale_dtype: how block scales are stored; uint8 stands for the bits of E4M3 (nvfp4) or E8M0 (mxfp4).
-        values: what each 4-bit code means; empty for int8.
-        max_value: largest magnitude of a code.
-        zero_code: the code of 0, also what padding holds.
-    """
+    """One block format."""
 
     name: str
-    block_size: int | None
-    bits: int
-    scale_dtype: torch.dtype
-    values: tuple[float, ...]
-    max_value: float
-    zero_code: int
+    block_size: int | None  # elements of the last dimension that share a scale; None: the whole row
+    bits: int  # an element takes; two 4-bit codes share a byte, low nibble first
+    scale_dtype: torch.dtype  # how block scales are stored; uint8: the bits of E4M3 (nvfp4) or E8M0 (mxfp4)
+    values: tuple[float, ...]  # what each 4-bit code means; empty for int8
+    max_value: float  # largest magnitude of a code
+    zero_code: int  # the code of 0, also what padding holds
 
     def padded(self, k: int) -> int:
         """Length of a stored row of ``k`` elements: the next multiple of the block."""
@@ -71,15 +57,12 @@ class Format:
         return -(-k // block) * block
 
     def block_of(self, k: int) -> int:
-        """Elements a scale covers in rows of ``k`` elements."""
         return self.block_size or k
 
     def codes_shape(self, n: int, k: int) -> tuple[int, int]:
-        """Shape of the code tensor of an (n, k) matrix."""
         return n, self.padded(k) * self.bits // 8
 
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
-        """Shape of the block-scale tensor of an (n, k) matrix."""
         return n, self.padded(k) // self.block_of(k)
 
     @property
@@ -103,11 +86,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def format_named(name: str, block_size: int | None = None) -> Format:
-    """The format called ``name``, with another block size where the format has a choice.
-
-    Raises:
-        ConfigurationError: an unknown name, or a block size that the format does not have.
-    """
+    """The format called ``name``; ConfigurationError if there is none, or it has no such blocks."""
     form = FORMATS.get(name)
     if form is None:
         raise ConfigurationError(f"format {name!r} is not known: choose one of {', '.join(FORMATS)}")

@@ -1,9 +1,5 @@
 """Encoder: a tensor in, a packed tensor out. Pure torch, bit-exact, and the oracle for every faster encoder.
 
-``'max'`` is the published rule for scales: the block's largest element becomes the largest code. ``'mse'`` (default)
-takes the scale of least squared error (``search.py``), 1 to 2 dB better, and for nvfp4 a power of two as tensor scale,
-which makes ``(code * s) * ts`` exact even in bf16. The element rounding is always exact (``rounding.py``).
-
 Work goes in tiles, because a layer may be quantised on a GPU with little free memory: all that is allocated, the result
 included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
 """

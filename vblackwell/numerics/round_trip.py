@@ -1,24 +1,17 @@
 """Encode and decode at once: the weights a straight-through forward multiplies by.
 
-The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included. Unlike there
-nothing here reads a value on the host where the tensor is on a GPU; inf and NaN come out as NaN, where the loss shows
-them. `max` scales, because a search would cost more than the layer's matmul, and because a scale that follows the
-largest weight moves smoothly while weights train.
+The numbers are exactly those of ``quantize(w, format, 'max').dequantize()``, signs of zeros included, but nothing reads
+a value of a GPU on the host; inf and NaN come out as NaN. `max` scales: they move smoothly while weights train.
 
-fp32 where fp64 would round the same way. An element's code depends on which boundaries ``b`` (half-way between values,
-at most three bits) its quotient ``w / (s * ts)`` exceeds. Here ``q = w / ts`` and ``u = q / s`` are two correctly
-rounded fp32 divisions, and
-
-* ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it: rounding is monotone and keeps
-  ``c``;
-* ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is further from ``b`` than half
-  a unit in its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands), are.
-
-So the fp32 quotient decides, unless it is a boundary itself. Those elements are compared again in fp64, where ``c *
-ts`` is exact: all without a branch on a GPU, the few alone on a CPU. mxfp4 has powers of two for scales and int4 bf16
-ones, whose products with boundaries fit fp32: a quotient on a boundary is a true tie there. int8's scale takes the
-place of ``ts``. nf4's boundaries have 25 bits; a table of 2^13 cells answers for cells without a boundary, fp64 for the
-others.
+fp32 where fp64 would round the same way. A code depends on which boundaries ``b`` (half-way between values, at most
+three bits) the quotient ``w / (s * ts)`` exceeds. Of the correctly rounded fp32 divisions ``q = w / ts`` and
+``u = q / s``, ``q`` is on the side of ``c = b * s`` (7 bits) that ``w / ts`` is on, or equal to it, since rounding is
+monotone and keeps ``c``; and ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is
+further from ``b`` than half a unit in its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands),
+are. So ``u`` decides, unless it is a boundary itself: those are compared again in fp64, where ``c * ts`` is exact, all
+without a branch on a GPU, the few alone on a CPU. Scales of mxfp4 (powers of two) and int4 (bf16) times boundaries fit
+fp32, so a quotient on a boundary is a true tie. int8's scale takes the place of ``ts``. nf4's boundaries have 25 bits;
+a table of 2^13 cells answers for cells without a boundary, fp64 for the others.
 
 ``B`` blocks, ``E`` elements a block.
 """
@@ -82,10 +75,8 @@ class _Buffers:
 
 
 def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
-    """nvfp4: amax / (6 * 448) in fp32, at least 2^-126 so that it is never subnormal; 1 for all zeros.
-
-    The other formats have none: 1, or NaN where ``amax`` is not finite, since an E8M0 or integer block could not say
-    so.
+    """nvfp4: amax / (6 * 448) in fp32, at least 2^-126 so that it is never subnormal; 1 for all zeros. Else 1, or NaN
+    where ``amax`` is not finite, since an E8M0 or integer block could not say so.
     """
     if form.name != "nvfp4":
         return torch.where(torch.isfinite(amax), 1.0, torch.nan)
@@ -130,11 +121,8 @@ def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
 
 
 def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, buffers: _Buffers) -> Tensor:
-    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is
-    ``buffers.u``.
-    """
-    # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2. A tie goes to the even multiple, which is the even
-    # code.
+    """E2M1 values nearest to ``w / (scale * tensor_scale)``, whose fp32 quotient, exact without scales, is ``u``."""
+    # Values around u are 2^floor(log2 u) / 2 apart, at least 1/2; the even multiple is the even code.
     step_BE = buffers.y
     torch.bitwise_and(buffers.u.view(torch.int32), _EXPONENT, out=step_BE.view(torch.int32)).clamp_min_(_ONE)
     t_BE = buffers.u.div_(step_BE.mul_(0.5))
@@ -147,10 +135,7 @@ def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | No
 def _round_halves(
     t_BE: Tensor, step_BE: Tensor, w_BE: Tensor, scale_B1: Tensor, unit: Tensor, buffers: _Buffers
 ) -> Tensor:
-    """``buffers.v``, the rounded quotients ``t_BE``, with those that lie half-way compared exactly.
-
-    A quotient t stands for the weight ``t * step * scale * unit``.
-    """
+    """``buffers.v``, the rounded ``t_BE``, with those half-way compared exactly; t is ``t * step * scale * unit``."""
     if not _may_look(w_BE):
         return _round_halves_exactly(t_BE, buffers.v, step_BE, w_BE, scale_B1, unit)
     at = _positions_of_halves(torch.sub(t_BE, buffers.v, out=buffers.x).abs_())
@@ -162,9 +147,7 @@ def _round_halves(
 
 
 def _positions_of_halves(distance_BE: Tensor) -> Tensor:
-    """Positions of 1/2 in ``distance_BE``, which is at most 1/2; chunks are narrowed down by their largest, because
-    searching every element would cost more than the rounding.
-    """
+    """Positions of 1/2, the most there is, in chunks narrowed down by their largest: a search would cost too much."""
     pieces, size = distance_BE.view(torch.int32).view(1, -1), distance_BE.numel()
     start = torch.zeros(1, dtype=torch.int64)
     for width in (512, 16, 1):
@@ -200,9 +183,7 @@ def _nf4_exactly(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
 
 @functools.lru_cache
 def _nf4_cells() -> Tensor:
-    """For each cell of width 1 / _NF4_CELLS from -1 on: the value that it rounds to, or NaN where a boundary is near
-    it.
-    """
+    """What each cell of width 1 / _NF4_CELLS from -1 on rounds to, or NaN where a boundary is near it."""
     values = torch.tensor(NF4_VALUES, dtype=torch.float64)
     boundaries = (values[1:] + values[:-1]) / 2
     start = torch.arange(2 * _NF4_CELLS + 1, dtype=torch.float64) / _NF4_CELLS - 1

@@ -1,10 +1,9 @@
 """Exact rounding: fp64 arithmetic arranged so that every decision equals that of rational arithmetic.
 
-Why fp64 suffices. A weight has 24 significant bits; the product of block scale, tensor scale and a rounding boundary
-has at most 4 + 24 + 3 = 31, or 24 + 25 = 49 for nf4, so that product is exact in fp64. Where a quotient is compared
-with a boundary instead, quotient and boundary are either equal or apart by at least 2^-49 relative, and fp64's 2^-53
-cannot carry the quotient across. No intermediate leaves fp64's exponent range. Why not fp32: ``w / (s * ts)`` there
-crosses ties, and two machines then pack different bytes.
+A weight has 24 significant bits; the product of block scale, tensor scale and a rounding boundary has at most
+4 + 24 + 3 = 31, or 24 + 25 = 49 for nf4: exact in fp64. Where a quotient is compared with a boundary instead, they are
+equal or apart by at least 2^-49 relative, and fp64's 2^-53 cannot carry the quotient across. No intermediate leaves
+fp64's exponent range. In fp32 ``w / (s * ts)`` crosses ties, and two machines pack different bytes.
 
 ``B`` blocks, ``E`` elements a block.
 """

@@ -1,20 +1,16 @@
 """Scale search by squared error: for each block the scale whose rounded elements lie nearest to the weights.
 
-nvfp4 has 126 positive E4M3 scales. Trying all of them is 126 passes; most cannot win, and that is provable (A is the
-block's largest magnitude):
+nvfp4 has 126 positive E4M3 scales. Most cannot win (A is the block's largest magnitude):
 
 - Too small: a scale with ``6 s < A`` errs by at least ``(A - 6s)^2``.
 - Too large: the grid ``s * {0, .5, 1, 1.5, 2, 3}`` is part of the grid of ``s / 2``, so once ``A <= 3.5 s`` (nothing
-rounds
-  to 4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried up to
-  ``4 A``, from where on every element is zero.
+  rounds to 4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried
+  up to ``4 A``, from where on every element is zero.
 
-What remains is about an octave. A window around A / 6 is tried on every block, the rest only on blocks for which it is
-still open. The optimum is that of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two
-scales come within ``_CLOSE`` of each other is searched again in fp64.
-
-Blocks lie along the last, contiguous dimension (``EB``: element, block): a scale a block then broadcasts without
-strides, and the fixed tree of additions gives every machine the same sums.
+A window around A / 6 is tried on every block, the rest only on blocks for which it is still open; the optimum is that
+of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two scales come within ``_CLOSE`` of
+each other is searched again in fp64. Blocks lie along the last, contiguous dimension (``EB``: element, block), and the
+fixed tree of additions gives every machine the same sums.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
 """Precision separation: a weight as a coarse nvfp4 part and a fine 4-bit part, either stored and moved by itself.
 
-The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte, and a weight by itself. The fine part has no
-scales: its 16 levels divide the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise
-linear scale, so a magnitude ``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a
-code is exactly the half step to either side:
+The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte. The fine part has no scales: its 16 levels divide
+the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise linear scale, so a magnitude
+``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a code is exactly the half step
+to either side:
 
     value = e2m5(16 * code + fine - 8),    e2m5(i) = max(i / 32, i / 16 - 2, i / 8 - 8)
     weight = (+-value * block_scale) * tensor_scale        in fp32, one rounding
 
-(`i / 32` below code 4, `i / 16 - 2` below 6, ...: the largest of the three lines is the curve.) So steps follow the
-gaps between codes; what was exact in nvfp4, zero included, stays exact; and a kernel adds the fine bits to the coarse
-ones instead of decoding a second number. A zero code takes fine codes 8..15 only: its sign says on which side of zero
-the weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
-
-Why not levels that are uniform within a cell: 0.3 dB better (the cells of 2 and 4 are lopsided), but no longer a binary
-fraction of the scale, and zero no level.
+What was exact in nvfp4 stays exact, and a kernel adds the fine bits to the coarse ones. A zero code takes fine codes
+8..15 only: its sign says on which side of zero the weight lies. 4 + 4 + 0.5 = 8.5 bits a weight. Levels that are
+uniform within a cell are 0.3 dB better, but no binary fraction of the scale, and zero is no level.
 
 ``N`` rows, ``K`` columns, ``P`` columns padded to the block of 16, ``B`` blocks, ``E`` elements a block.
 """

@@ -11,7 +11,7 @@ from vblackwell.nn.decoder import decoder as decoder_module
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear import one_input as module
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.one_input import NormedByPacked, joint_packed, lay_packed_together, linears_of_one_input
+from vblackwell.nn.linear.one_input import Unnormed, joint_packed, lay_packed_together, linears_of_one_input
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 
 
@@ -42,7 +42,7 @@ def test_one_product_gives_what_each_gives(spreads, monkeypatch):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)  # a matrix of another shape, fp32 sums in another order
     norm = torch.nn.RMSNorm(96, 1e-5)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    for one, linear in zip(NormedByPacked(x, norm).linears(linears), linears, strict=True):
+    for one, linear in zip(Unnormed(x, norm).linears(linears), linears, strict=True):
         assert torch.allclose(one, linear(norm(x)), rtol=1e-5, atol=1e-5)
     with torch.enable_grad():
         linears_of_one_input(x, *linears)

@@ -1,17 +1,11 @@
 """Precision per layer: each linear in bf16, two parts (8.5 bits) or nvfp4 (4.5), in as few bytes as a budget allows.
 
-**Sensitivity is measured**: one linear at a time takes the precision, the calibration batches run, and the
-Kullback-Leibler divergence of the changed from the unchanged predictions is taken. For a model that predicts well it is
-the expected rise of the loss, and unlike the difference of two losses it is never negative and hardly noisy.
-Divergences of single layers are added up; what the sum leaves out is measured in the end: while the loss with all
-choices in place rises by more than the budget, the choice is made once more, for less.
-
-**Choice.** All linears begin in nvfp4. The linear that saves the most divergence for a byte steps up, along the lower
-convex hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at
-most one step off the best.
-
-**File.** JSON: precision and shape of each linear, and what was measured. It fits every model with the same linears,
-and is refused by any other before anything is changed.
+Measured is, for one changed linear at a time, the Kullback-Leibler divergence of the changed from the unchanged
+predictions: for a model that predicts well the expected rise of the loss, never negative and hardly noisy. Divergences
+are added up; while the loss with all choices in place rises by more than the budget, the choice is made again, for
+less. All linears begin in nvfp4. The one that saves the most divergence for a byte steps up, along the lower convex
+hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at most
+one step off the best.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.machine.lock import disk_error
 from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
 from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
@@ -93,35 +88,30 @@ class Assignment:
         except OSError as error:
             with suppress(OSError):
                 part.unlink()
-            raise DiskError(
-                f"writing {path} failed: {error.strerror}; check that it is writable and has room"
-            ) from error
+            raise disk_error("writing", path, error) from error
 
     @classmethod
     def load(cls, path: Path | str) -> Assignment:
         """Read the file; ConfigurationError if it cannot be read or has another version, CorruptData if it is none."""
-        if Path(path).exists() and not Path(path).is_file():  # a device may never end
+        path = Path(path)
+        if path.exists() and not path.is_file():  # a device may never end
             raise ConfigurationError(f"assignment {path} is no file: give the one that vb quantize --budget wrote")
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigurationError(f"assignment {path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise CorruptData(f"{path} is no assignment of precisions: {error}; make it again") from error
-        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["version"] != VERSION:
-                version = raw["version"]
                 raise ConfigurationError(
-                    f"{path} is of version {version!r}, this release reads {VERSION}: make it again"
+                    f"{path} is of version {raw['version']!r}, this release reads {VERSION}: make it again"
                 )
             linears: dict[str, Any] = raw["linears"]
             shapes = {name: (int(row["shape"][0]), int(row["shape"][1])) for name, row in linears.items()}
             measured = {name: float(value) for name, value in raw["measured"].items()}
             return cls({name: str(row["precision"]) for name, row in linears.items()}, shapes, measured)
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise CorruptData(f"{path} is no assignment of precisions ({error!r}); make it again") from error
+        except ConfigurationError:
+            raise
+        except OSError as error:
+            raise ConfigurationError(f"assignment {path} cannot be read: {error.strerror}") from error
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as error:
+            raise CorruptData(f"{path} is no assignment of precisions: {error!r}; make it again") from error
 
     def check(self, shapes: Mapping[str, Shape], what: str) -> None:
         """Raises ConfigurationError where its linears are not among those of ``what``, by name and shape."""
@@ -160,8 +150,7 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
 
 def assign_precision(
     model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
-    precisions: Sequence[str] = tuple(BITS), pattern: str = "all", keep: str = HEAD,
-    on_layer: Callable[[str, int, int], None] | None = None,
+    pattern: str = "all", keep: str = HEAD,
 ) -> Assignment:  # fmt: skip
     """The cheapest precisions by which the calibration loss rises by at most ``budget``.
 
@@ -172,9 +161,7 @@ def assign_precision(
             bytes a token and word of the vocabulary.
         budget: relative rise of the loss, e.g. 0.004.
         max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
-        precisions: those that may be chosen, of 'nvfp4', 'two-part' and 'bf16'; the last is always one.
         pattern, keep: which linears, as for `select_linears`.
-        on_layer: called with each linear's name, its number and their count.
 
     Raises:
         ConfigurationError: no calibration data, a budget or bits out of range, nothing selected, or a loss that is not
@@ -186,13 +173,9 @@ def assign_precision(
         raise ConfigurationError(
             f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more, e.g. 0.004"
         )
-    if unknown := set(precisions) - set(BITS):
-        raise ConfigurationError(f"precisions {sorted(unknown)} are not known: choose among {', '.join(BITS)}")
-    options = {"precisions": precisions, "pattern": pattern, "keep": keep, "on_layer": on_layer}
-    measured = measure_sensitivity(model, batches, **options)
+    measured = measure_sensitivity(model, batches, pattern, keep)
     if max_bits is not None:
-        chosen = choose(measured, math.inf, max_bits=max_bits)
-        return _with_loss(model, batches, chosen, measured, budget)
+        return _with_loss(model, batches, choose(measured, math.inf, max_bits=max_bits), measured, budget)
     allowed = budget * measured.loss
     for _ in range(_ROUNDS):
         found = _with_loss(model, batches, choose(measured, allowed), measured, budget)
@@ -204,10 +187,7 @@ def assign_precision(
 
 
 @torch.no_grad()
-def measure_sensitivity(
-    model: nn.Module, batches: Batches, *, precisions: Sequence[str] = tuple(BITS), pattern: str = "all",
-    keep: str = HEAD, on_layer: Callable[[str, int, int], None] | None = None,
-) -> Sensitivity:  # fmt: skip
+def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all", keep: str = HEAD) -> Sensitivity:
     """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
@@ -220,23 +200,20 @@ def measure_sensitivity(
             raise ConfigurationError(
                 f"the calibration loss is {loss}: the model or the data is broken, or too long for it"
             )
-        for number, name in enumerate(linears, 1):
-            for precision in (each for each in BITS if each in precisions and each != "bf16"):
+        for name in linears:
+            for precision in ("nvfp4", "two-part"):
                 with _weights_in(linears, {name: precision}):
                     divergence[name][precision] = max(0.0, _divergence(model, before, batches))
             divergence[name]["bf16"] = 0.0
-            if on_layer is not None:
-                on_layer(name, number, len(linears))
     return Sensitivity(loss, {name: _shape(linear) for name, linear in linears.items()}, divergence)
 
 
 def choose(measured: Sensitivity, allowed: float, *, max_bits: float | None = None) -> dict[str, str]:
     """Precisions whose summed divergence is at most ``allowed`` nats, or that fill ``max_bits``."""
-    chosen = {name: next(p for p in BITS if p in of) for name, of in measured.divergence.items()}
+    chosen = dict.fromkeys(measured.divergence, "nvfp4")
     total = sum(measured.divergence[name][now] for name, now in chosen.items())
-    weights = sum(n * k for n, k in measured.shapes.values())
     held = sum(_bytes(now, measured.shapes[name]) for name, now in chosen.items())
-    budget = math.inf if max_bits is None else max_bits * weights / 8
+    budget = math.inf if max_bits is None else max_bits * sum(n * k for n, k in measured.shapes.values()) / 8
     while total > allowed or max_bits is not None:
         steps = []
         for name, now in chosen.items():

@@ -1,11 +1,8 @@
 """Which modules of a foreign model compute what our fused ops compute, and their classes with the fused forward.
 
 Names tell what a module might be, a probe decides: the module's own forward runs on small random weights and inputs in
-fp32, and must give what the fused op stands for. So a norm that scales by ``1 + weight``, a feed-forward with another
-activation or a rotation of neighbouring elements is left alone, whatever it is called.
-
-A module that qualifies gets a subclass of its class as its class, as `torch.nn.utils.parametrize` does: names,
-parameters, hooks and ``isinstance`` stay as they are. Copies and pickles of it are plain.
+fp32, and must give what the fused op stands for. A module that qualifies gets a subclass of its class as its class, as
+`torch.nn.utils.parametrize` does: names, parameters, hooks and ``isinstance`` stay. Copies and pickles of it are plain.
 """
 
 from __future__ import annotations
@@ -79,8 +76,18 @@ def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
     return twin
 
 
-def _close(got: Tensor, expected: Tensor) -> bool:
-    return got.shape == expected.shape and torch.allclose(got, expected, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE)
+def _why_not(theirs: Callable[[], Any], ours: Callable[[], Any], otherwise: str) -> str | None:
+    """``otherwise`` where the two give other tensors, what a foreign forward raised, or None."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            found = theirs(), ours()
+    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
+        return reason_of(error)
+    pairs = [found] if isinstance(found[0], Tensor) else list(zip(*found, strict=True))
+    same = all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE) for a, b in pairs
+    )
+    return None if same else otherwise
 
 
 def _more_inputs(module: nn.Module) -> str | None:
@@ -111,16 +118,13 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
         return more
     width, eps = weight.shape[0], getattr(module, eps_name)
     probe = nn.Parameter(_random(width) + 0.5)
-    x = _random(3, width) * 2
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            got = type(module).forward(twin_of(module, _parameters={"weight": probe}), x)
-            expected = functional.rms_norm(x, (width,), probe, eps)
-    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
-        return reason_of(error)
-    if not _close(got, expected):
-        return "it computes something else than weight * x / rms(x)"
-    return {"forward": _norm_forward(eps_name)}
+    x, twin = _random(3, width) * 2, twin_of(module, _parameters={"weight": probe})
+    why = _why_not(
+        lambda: type(module).forward(twin, x),
+        lambda: functional.rms_norm(x, (width,), probe, eps),
+        "it computes something else than weight * x / rms(x)",
+    )
+    return why or {"forward": _norm_forward(eps_name)}
 
 
 @functools.cache
@@ -161,14 +165,9 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     }  # fmt: skip
     twin = twin_of(module, _modules={name: small.get(name, child) for name, child in module._modules.items()})
     x = _random(2, 3, width) * 2
-    try:
-        with torch.no_grad():
-            got, expected = type(module).forward(twin, x), forward(twin, x)
-    except Exception as error:  # as above
-        return reason_of(error)
-    if not _close(got, expected):
-        return "it computes something else than down(silu(gate(x)) * up(x))"
-    return {"forward": forward}
+    otherwise = "it computes something else than down(silu(gate(x)) * up(x))"
+    why = _why_not(lambda: type(module).forward(twin, x), lambda: forward(twin, x), otherwise)
+    return why or {"forward": forward}
 
 
 def _gate(self: Any, gate_up_out: Tensor) -> Tensor:
@@ -184,13 +183,8 @@ def fused_gate(module: nn.Module) -> Overrides | str | None:
     if implementation in (None, "eager"):
         gates = "gates inside its loop; 'grouped_mm' gates in one place"
         return f"experts_implementation is {implementation!r}, which {gates}"
-    x = _random(5, 12) * 2
-    try:
-        with torch.no_grad():
-            got = gate(module, x)
-    except Exception as error:  # as above
-        return reason_of(error)
-    return {"_apply_gate": _gate} if _close(got, _gate(module, x)) else "it gates otherwise than silu(gate) * up"
+    x, otherwise = _random(5, 12) * 2, "it gates otherwise than silu(gate) * up"
+    return _why_not(lambda: gate(module, x), lambda: _gate(module, x), otherwise) or {"_apply_gate": _gate}
 
 
 # -- rotary positions --------------------------------------------------------------------------------------------------
@@ -203,20 +197,14 @@ def fused_rotation(module: nn.Module) -> Overrides | str | None:
         wrapped = getattr(getattr(forward, "__wrapped__", None), "__code__", None)
         return "its forward is wrapped by a decorator" if ROTARY_NAME in getattr(wrapped, "co_names", ()) else None
     theirs = forward.__globals__.get(ROTARY_NAME)
-    reason = _why_not_rotation(theirs)
-    return reason if reason is not None else {"forward": _with_rotation(forward, theirs)}
+    return _why_not_rotation(theirs) or {"forward": _with_rotation(forward, theirs)}
 
 
 @functools.cache
 def _why_not_rotation(theirs: Callable[..., Any]) -> str | None:
-    q, k, cos, sin = _random(2, 3, 5, 8), _random(2, 1, 5, 8), _random(2, 5, 8), _random(2, 5, 8)
-    try:
-        with torch.no_grad():
-            got = theirs(q, k, cos, sin)
-        same = all(_close(a, b) for a, b in zip(got, rotary(q, k, cos, sin), strict=True))
-    except Exception as error:  # as above
-        return reason_of(error)
-    return None if same else "it rotates otherwise than by halves of the head"
+    given = (_random(2, 3, 5, 8), _random(2, 1, 5, 8), _random(2, 5, 8), _random(2, 5, 8))
+    otherwise = "it rotates otherwise than by halves of the head"
+    return _why_not(lambda: theirs(*given), lambda: rotary(*given), otherwise)
 
 
 @functools.cache

@@ -1,10 +1,8 @@
 """Which linears of any model may be replaced by packed ones, and their replacement on the same parameters.
 
-What is left alone, and why: the output head and whatever shares its weight (embeddings), because their error reaches
-the logits directly; a weight that two modules share, because packing one of them would untie it; subclasses of
-``nn.Linear``, because their owner may read the weight without calling them, as ``nn.MultiheadAttention`` does, and
-those whose weight transformers' code reads; an adapter's matrices, because they are small and are what is trained. The
-matrix under an adapter (``base_layer``) is a linear like any other.
+Left alone are the output head (its error reaches the logits directly), a weight that two modules share (packing one
+would untie it), subclasses of ``nn.Linear`` (their owner may read the weight without calling them, as
+``nn.MultiheadAttention`` does), those whose weight transformers' code reads, and an adapter's own matrices.
 
 A forward that multiplies by ``self.dt_proj.weight`` (Mamba) cannot be run on a model without values, so the source of
 transformers' module is searched for that (`reads_weight`). transformers' ``_init_weights`` can: it runs when a packed
@@ -120,18 +118,28 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
 
 def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
     """The linears that may be packed, by module name, as for `find_linears`; ConfigurationError if there are none."""
-    found = find_linears(model, pattern, keep)
+    return _selected(model, pattern, find_linears(model, pattern, keep))
+
+
+def _selected(model: nn.Module, pattern: str, found: Mapping[str, str | None]) -> dict[str, nn.Linear]:
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
-        by_reason = defaultdict[str | None, list[str]](list)
-        for name, reason in found.items():
-            by_reason[reason].append(name)
-        more = {reason: f" and {len(names) - 1} more" if names[1:] else "" for reason, names in by_reason.items()}
-        left = [f"{names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
-        raise ConfigurationError(
-            f"pattern {pattern!r} selects no linear layer of {type(model).__name__}: {', '.join(left) or 'it has none'}"
-        )
+        raise nothing_selected(model, pattern, found)
     return selected
+
+
+def nothing_selected(model: nn.Module, pattern: str, found: Mapping[str, str | None]) -> ConfigurationError:
+    """What to say where no linear is selected: an example for each reason."""
+    by_reason = defaultdict[str | None, list[str]](list)
+    for name, reason in found.items():
+        by_reason[reason].append(name)
+    left = [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"
+        for reason, names in by_reason.items()
+    ]
+    return ConfigurationError(
+        f"{pattern!r} selects no linear of {type(model).__name__}: {', '.join(left) or 'it has none'}"
+    )
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -178,16 +186,12 @@ def store_linears(
     Returns every linear: why it was left, or None if it was replaced; ConfigurationError if nothing is selected.
     """
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
-    linears: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
-    if not linears:
-        said = next((f"{name}: {reason}" for name, reason in found.items()), "it has none")
-        raise ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__} ({said})")
 
     def make(linear: nn.Linear) -> StoredFP4Linear:
         sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
         return StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)  # type: ignore[arg-type]
 
-    replace_linears(model, linears, make)
+    replace_linears(model, _selected(model, pattern, found), make)
     return found
 
 

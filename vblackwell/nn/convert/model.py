@@ -1,8 +1,6 @@
 """Any model on this package's operators: linears in FP4, attention by the dispatcher, the rest fused; and back.
 
-``convert(model)`` knows no architecture. It walks the modules, replaces what provably computes the same (or, for FP4,
-what was asked for), and its `Conversion` tells for every candidate what became of it, or why not, and undoes it all.
-Parameters keep names and identity, but for those that are packed.
+``convert(model)`` knows no architecture: it replaces what provably computes the same (or, for FP4, what was asked for).
 
 Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, which their forward
 reads. Their class becomes a subclass (as in fused_modules.py) in which ``gate_up_proj`` is a property: the parameter
@@ -24,7 +22,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_lm, in_stack
 from vblackwell.nn.convert.fused_modules import swap
-from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, replace_modules
+from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import fp4_round_trip
 
@@ -68,7 +66,9 @@ def convert(
             options = {"format": format, "scale_search": scale_search, "use_fp4": not pack}
             _linears(done, fp4_layers, keep, options, pack, fused)
             _experts(done, fp4_layers, keep, format, pack)
-            _refuse_nothing(done, fp4_layers)
+            rows = [row for row in done.rows if row.kind in ("linear", "experts")]
+            if not any(row.became for row in rows):
+                raise nothing_selected(model, fp4_layers, {row.name: row.reason for row in rows})
         if attention is not None:
             _attention(done, attention)
     except BaseException:
@@ -199,15 +199,6 @@ def _rounded(name: str, format: str) -> property:
         return fp4_round_trip(w_ENK.flatten(0, 1), format, w_ENK.dtype).view(w_ENK.shape)
 
     return property(read)
-
-
-def _refuse_nothing(done: Conversion, pattern: str) -> None:
-    if not any(row.became for row in done.rows if row.kind in ("linear", "experts")):
-        left = [f"{row.name} ({row.reason})" for row in done.rows if row.kind in ("linear", "experts")][:2]
-        raise ConfigurationError(
-            f"fp4_layers {pattern!r} selects no linear of {type(done.model).__name__}: "
-            f"{'; '.join(left) or 'it has none'}"
-        )
 
 
 def _attention(done: Conversion, backend: str) -> None:

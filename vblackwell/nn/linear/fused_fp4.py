@@ -1,9 +1,7 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-Once packed, the weight (packed_linear.py) is never trained, and one fused op does the work; gradients still reach ``x``
-and the bias, which is what adapters over a frozen base need. With ``w4a8`` a packed mxfp4 layer computes on FP8 tensor
-cores: the same weights, inputs rounded to E4M3 by rows (kernels/fp4/w4a8.py). It changes numbers, so it is never chosen
-for the user, and what cannot run that way is refused when the layer is packed.
+Once packed, the weight is never trained; gradients still reach ``x`` and the bias, as adapters over a frozen base need.
+``w4a8`` changes numbers, so it is never chosen for the user, and what cannot run that way is refused when packing.
 
 With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on
 all ranks and would be sent at every step.
@@ -123,15 +121,20 @@ class FusedFP4Linear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
         if self.weight is None:
-            placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale)
-            shape = (self.out_features, self.in_features)
             if self.w4a8:
-                return fp4_linear_w4a8(x, *placed, self.weight_row_top, self.bias, self.activation, *shape)
-            return fp4_linear(x, *placed, self.bias, self._layout, self.activation, *shape)
+                placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
+                shape = (self.out_features, self.in_features)
+                return fp4_linear_w4a8(x, *placed, self.bias, self.activation, *shape)
+            return fp4_linear(x, *self.placed_arguments())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         weight = fp4_round_trip(self.weight, self.form.name, x.dtype) if self.use_fp4 else self.weight
         return activate(functional.linear(x, weight, self.bias), self.activation)
+
+    def placed_arguments(self) -> tuple[Any, ...]:
+        """What `fp4_linear` takes after ``x``, of a packed layer."""
+        placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.bias, self._layout)
+        return (*placed, self.activation, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         state = f"packed={self._layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"

@@ -1,21 +1,16 @@
-"""Linears of one input as one product, and with the RMSNorm before them.
+"""Linears of one input as one product, and with the RMSNorm before them; on CUDA only, where every module is plain.
 
-Plain linears run as one operation whose backward adds the input's gradients up. Without gradients their weights may lie
-one after the other in memory (`lay_together`), and so may the tiles of packed ones (`lay_packed_together`): then one
-product computes them all. At one row a packed product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2:
-the rest is what any launch costs. Each linear keeps views of the joint weight and works alone as before.
+Without gradients, weights or packed tiles that lie one after the other in memory are one product: at one row a packed
+product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2, and the rest is what any launch costs.
 
 What computes several projections of one normalised input takes an `Unnormed` in its place and passes it to
 `linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the products'
-kernels, so a decoded token costs no launch for it. And in blocks that a checkpoint computes again in backward the
-residual stream alone is kept: what a norm makes of it, and gate and up, are computed once more where backward needs
-them. All that is done on CUDA only, where every module involved is plain: elsewhere modules are called one by one.
+kernels. In blocks that a checkpoint computes again in backward the residual stream alone is kept.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +49,12 @@ def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Unnormed(ABC):
+class Unnormed:
     """Rows (..., D) and the RMSNorm over D that they have not been through: for linears that compute it themselves."""
 
     x: Tensor
     norm: nn.RMSNorm
+    recomputed: bool = False  # plain linears, norm computed with them and once more in backward; else packed ones
 
     @property
     def shape(self) -> torch.Size:
@@ -68,9 +64,17 @@ class Unnormed(ABC):
     def device(self) -> torch.device:
         return self.x.device
 
-    @abstractmethod
-    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
+    def linears(self, linears: tuple[Any, ...]) -> list[Tensor]:
         """``[linear(norm(x)) for linear in linears]``."""
+        x, norm = self.x, self.norm
+        if self.recomputed:
+            weights = [linear.weight for linear in linears]
+            return normed_linears(x, norm.weight, _epsilon(norm, norm.weight), weights)
+        joint = joint_packed(linears)
+        if joint is not None:
+            return joint.product(x, norm)
+        given = (x, norm.weight, None, _epsilon(norm, x))
+        return [fp4_norm_linear(*given, *linear.placed_arguments()) for linear in linears]
 
 
 def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
@@ -190,8 +194,7 @@ def lay_packed_together(*linears: nn.Module) -> bool:
     """Let the tiles of packed linears with one input lie one after the other, so that one product computes them all.
 
     They share a tensor scale: block scales of the others, whose exponents have room, are moved down by the difference,
-    a power of two, so no number changes. False, and nothing is done, where they are not all packed into tiles without
-    bias, activation or hooks, rows do not fill bands, or scales have no such room. Waits for the device.
+    a power of two, so no number changes. False, and nothing is done, where that cannot be. Waits for the device.
     """
     layers = _packed_alike(linears)
     if layers is None or len(layers) < 2:
@@ -250,22 +253,7 @@ def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
 
 
-class NormedByPacked(Unnormed):
-    """A few rows whose norm is one kernel with each packed linear after it, or with all that lie together."""
-
-    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        joint = joint_packed(linears)
-        if joint is not None:
-            return joint.product(self.x, self.norm)
-        return [self._linear(linear) for linear in linears]  # type: ignore[arg-type]
-
-    def _linear(self, linear: FusedFP4Linear) -> Tensor:
-        placed = (linear.weight_codes, linear.weight_scales, linear.weight_tensor_scale, linear.bias, linear._layout)
-        shape, norm = (linear.out_features, linear.in_features), self.norm
-        return fp4_norm_linear(self.x, norm.weight, None, _epsilon(norm, self.x), *placed, linear.activation, *shape)
-
-
-def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedByPacked:
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
     """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it.
 
     More rows than one kernel is faster for on this GPU are normalised once, for all of them.
@@ -274,7 +262,7 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | NormedB
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
     few = x.numel() <= max_rows(_capability(x), features, columns) * columns
-    return NormedByPacked(x, norm) if few else norm(x)
+    return Unnormed(x, norm) if few else norm(x)
 
 
 def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
@@ -299,18 +287,9 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-class NormedLater(Unnormed):
-    """Rows whose norm is computed with the linears after it, and once more in their backward."""
-
-    def linears(self, linears: tuple[nn.Module, ...]) -> list[Tensor]:
-        weights = [linear.weight for linear in linears]
-        gain = self.norm.weight
-        return normed_linears(self.x, gain, _epsilon(self.norm, gain), weights)  # type: ignore[arg-type]
-
-
-def normed_later(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> NormedLater | None:
+def normed_later(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Unnormed | None:
     """What stands for ``norm(x)`` before these linears; None where norm and linears must be called as they are."""
-    return NormedLater(x, norm) if _plain(x, norm) and may_fuse(x, *linears) else None
+    return Unnormed(x, norm, recomputed=True) if _plain(x, norm) and may_fuse(x, *linears) else None
 
 
 def lean_feed_forward(

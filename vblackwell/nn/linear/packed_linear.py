@@ -1,14 +1,11 @@
 """What linears that can be packed have in common: a parameter until then, and from then on bytes in buffers.
 
-``weight`` is ``None`` once it is packed. In a state dict, and on the CPU, a packed weight has the canonical layout
-(numerics/packed.py), so that a file means the same on every machine; on a GPU a layer holds the tiled layout of the
-fused kernels. So the buffers are left out of torch's own state-dict handling: ``weight_codes``, ``weight_scales``,
-``weight_tensor_scale`` and ``weight_meta``, its JSON description as bytes (safetensors and
-``torch.load(weights_only=True)`` hold tensors), stand for it there, and ``weight_fine`` of a weight in two parts
-(numerics/separation.py). Either kind of checkpoint loads into a layer in either state. Moving a layer moves the bytes,
-and lays them out anew where the device asks for another layout; casting it casts parameters.
-
-Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``, and here there may be none.
+In a state dict, and on the CPU, a packed weight has the canonical layout (numerics/packed.py); on a GPU a layer holds
+the tiled layout of the fused kernels. So torch's own state-dict handling leaves the buffers out: ``weight_codes``,
+``weight_scales``, ``weight_tensor_scale``, ``weight_meta`` (JSON as bytes: safetensors and
+``torch.load(weights_only=True)`` hold tensors) and ``weight_fine`` of a weight in two parts stand for the weight there.
+Either kind of checkpoint loads into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one
+read ``.weight``, and here there may be none.
 """
 
 from __future__ import annotations
@@ -149,10 +146,7 @@ def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
 
 
 class PackedLinear(nn.Module):
-    """A linear of K -> N features whose weight can be packed; a subclass has the ``forward`` and decides when to pack.
-
-    ``form`` is the format of the packed weight, or of its coarse part.
-    """
+    """A linear of K -> N features whose weight can be packed, its coarse part to ``form``."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

@@ -1,12 +1,9 @@
 """Products with weights that were rounded, whose gradients are the weights' (straight through; Bengio et al. 2013).
 
-`fp4_round_trip` rounds. A custom op rather than ``w + (round(w) - w).detach()``, which keeps two more copies and is not
-exactly the rounded value; and under torch.compile the codec's loop over tiles stays one node of the graph.
-
-`rounded_linears` is one node for autograd, however many weights have one input: as ops that round and multiply and a
-hook that counts, a layer costs the host three times what ``nn.Linear`` does, and a small step is the host's time.
-Gradients of one input add up inside the matrix kernels, as in
-kernels/pointwise/linears.py.
+Rounding is a custom op rather than ``w + (round(w) - w).detach()``, which keeps two more copies and is not exactly the
+rounded value. `rounded_linears` is one node for autograd, however many weights have one input: as ops and a hook that
+counts, a layer costs the host three times what ``nn.Linear`` does. Gradients of one input add up inside the matrix
+kernels, as in kernels/pointwise/linears.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """A frozen FP4 linear whose packed bytes are parameters, so that a stack moves them as it moves any weight.
 
-``FusedFP4Linear`` keeps what it packed in buffers, and buffers stay on level 0. Under adapters the packed base is most
-of a model, so here codes and scales are frozen parameters of bytes, read again by backward.
-
-`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``. peft's
-expression writes ``(x A^T) B^T``, its multiple and the sum, each as large as the output, and adds the two gradients of
-``x`` up in another pass: on a GPU a fifth of the products' time. Here the product with B is added where the packed
-linear's result lies, and so is the gradient's with A. What backward needs is kept by a separate operation before the
-product: torch's checkpointing stops at the last tensor that is kept, so that a layer's last product is not computed
-again for nothing.
+`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``. The product with
+B is added where the packed linear's result lies, and so is the gradient's with A; peft's expression writes three more
+tensors as large as the output, on a GPU a fifth of the products' time. What backward needs is kept by a separate
+operation before the product: torch's checkpointing stops at the last tensor that is kept, so that a layer's last
+product is not computed again for nothing.
 
 Legend: M rows, K in features, N out features, R rank.
 """
