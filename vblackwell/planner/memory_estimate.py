@@ -307,7 +307,9 @@ class VGPUResourceEstimator:
     def recommend_batch_size(
         self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
     ) -> int:
-        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin, or 0, whatever ``config.batch_size`` is."""
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size``
+        is ignored.
+        """
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
