@@ -38,8 +38,7 @@ from vblackwell.offload.layout.placement import (
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of, peak_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
-from vblackwell.trace.causal_lm import language_batch, plain_batches
-from vblackwell.trace.trace import Trace, trace_training
+from vblackwell.trace.trace import Trace
 from vblackwell.trace.work import phase_seconds, streaming_work
 from vblackwell.units import MiB, align_up, format_bytes
 
@@ -57,12 +56,8 @@ PLENTY = 1 << 50
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may take and how fast it is.
-
-    Attributes:
-        has_gpu: level 0 is a GPU, of ``capability``. undo: updates can be rolled back, as the trainer's can. may_clip:
-            steps may clip.
-        disk: bytes/s that the disk level reads and writes, asked where a choice uses one; None: those of ``rates``.
+    """What a run may take and how fast it is. ``undo``: updates can be rolled back, as the trainer's can; ``may_clip``:
+    steps may clip; ``disk``: asked for the disk level's bytes/s where a choice uses one (None: those of ``rates``).
     """
 
     bounds: Bounds
@@ -88,13 +83,10 @@ class Placed:
 
 
 class Forecast:
-    """Predicts choices for one run on one machine. Traces and models are made once each.
+    """Predicts choices for one run, in its compute type, on one machine; traces and models are made once each.
 
     Args:
-        run: the model in its compute type; its ``checkpointing`` is each choice's, and its optimizer is the package's
-            own.
-        masters: 'exact' or 'stochastic', as `Formats` has them.
-        fused: the run puts its model onto fused operators (`vblackwell.nn.convert.training.fuse`).
+        masters: 'exact' or 'stochastic', as `Formats` has them. fused: the model is put onto fused operators.
         traces: of forward and backward by checkpointing and batch size; what is missing is traced, for ``steps`` steps.
     """
 
@@ -124,15 +116,10 @@ class Forecast:
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
-        run, key = self.run, (checkpointing, batch_size)
+        key = checkpointing, batch_size
         if key not in self.traces:
-            batch = language_batch(run.spec.vocab_size, batch_size, run.seq_length)
-            model = self.model(checkpointing)  # imports transformers, before its questions are answered
-            with plain_batches():
-                self.traces[key] = trace_training(
-                    model, batch, run.spec.loss, None,
-                    capability=run.capability, num_sms=run.num_sms, steps=self._steps,
-                )  # fmt: skip
+            model = self.model(checkpointing)
+            self.traces[key] = self.run.trace(batch_size, model, with_optimizer=False, steps=self._steps)
         return self.traces[key]
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
@@ -164,9 +151,7 @@ class Forecast:
         return placed.choice, Prediction(placed.gpu, placed.p99, 0, 0, seconds, self._tokens(choice), {"gpu": 1.0})
 
     def place(self, choice: Choice, trace: Trace | None = None) -> Placed | Lacking:
-        """Where the bytes of ``choice`` are, or what it lacks. ``trace``: what its forward and backward allocate, where
-        only the bytes matter.
-        """
+        """Where the bytes of ``choice`` are, or what it lacks; ``trace``: of its step, where only the bytes matter."""
         formats = Formats(choice.states, self._masters)
         try:
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing).parameters()]):
@@ -299,9 +284,7 @@ class Forecast:
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
-        """How ``free`` bytes of level 0 are divided: ring, gradients on their way, a few weights, the turn, more of
-        either.
-        """
+        """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
@@ -347,8 +330,8 @@ class Forecast:
 
 
 def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int:
-    """Most bytes of activations, logits, workspace and gradients at one time; gradients ``widened`` times as wide as
-    they were traced. ``held``: earlier micro-batches' gradients are there all the time.
+    """Most bytes of activations, logits, workspace and gradients, ``widened`` times as wide as they were traced, at one
+    time. ``held``: earlier micro-batches' gradients are there all the time.
     """
     steps = 1 + max((step for _, step, _ in trace.marks), default=0)
     width = {"weights": 0, "optimizer": 0, "gradients": 0 if held else widened}
@@ -361,14 +344,9 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
 
 @dataclass(frozen=True)
 class OffloadEstimate:
-    """What a streamed run holds.
-
-    Attributes:
-        level0: bytes of level 0 for loaded weights, passing states, gradients. step: activations, logits, workspace.
-        fragmentation: what the allocator reserves for both beyond what they take.
-        host, disk: bytes that it needs of each; in RAM also what a disk level's threads take where it is used.
-        refused: why it does not fit, instead of numbers.
-        tokens_per_second, bottleneck: and the lane that works most; None where the card's rates are not known.
+    """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
+    workspace (``step``), of what the allocator reserves beyond both, of RAM with the disk level's threads, of disk.
+    Speed and the lane that works most are None where the card's rates are not known.
     """
 
     level0: int = 0
@@ -390,8 +368,8 @@ def estimate_offload(
     disk_bytes: int,
     rates: Rates | None = None,
 ) -> OffloadEstimate:
-    """What the fastest streamed plan for ``run`` takes of such a machine, whose step allocates what ``trace`` says.
-    Where ``rates`` are not known, all of AdamW is on the GPU.
+    """What the fastest streamed plan for ``run`` takes of such a machine, whose step allocates what ``trace`` says; all
+    of AdamW is on the GPU where ``rates`` are not known.
     """
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
@@ -430,8 +408,8 @@ def _any_rates() -> Rates:
 
 
 def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
-    """What segments hold beyond a streamed run's step and the groups that come and go: holes and rounding. Five small
-    decoders on an H200 reserved 7 % more to 7 % less than with this; 5 to 13 % more than without.
+    """What segments hold beyond a streamed run's step and the groups that come and go: five small decoders on an H200
+    reserved 7 % more to 7 % less than with this, 5 to 13 % more than without.
     """
     expandable = forecast.run.expandable
     alone = replay(part_of(trace, NOT_STATE, outside="optimizer"), None, expandable)
@@ -445,9 +423,7 @@ def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForec
 
 
 def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
-    """The GPU below which no batch and no setting of ours trains this model, and what sets it; None where one of
-    ``gpu_bytes`` streams it.
-    """
+    """The GPU below which nothing trains this model, and what sets it; None: one of ``gpu_bytes`` streams it."""
     forecast = Forecast(run, Machine(Bounds(0, PLENTY), _any_rates()))
     context = context_bytes(run.capability) + RUNTIME_BYTES
     nothing, choice = Trace((), (), (), (), 0, 0), Choice("streamed", 1, 1, run.checkpointing)

@@ -52,12 +52,7 @@ def _check(what: str, name: str, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A model and how it is trained.
-
-    Args:
-        optimizer: of `OPTIMIZERS`. precision: of `PRECISIONS`.
-        capability: of the GPU. expandable: segments of the allocator. num_sms: multiprocessors of the GPU.
-    """
+    """A model and how it is trained: ``optimizer`` of `OPTIMIZERS`, ``precision`` of `PRECISIONS`, on which GPU."""
 
     spec: ModelSpec
     seq_length: int
@@ -95,19 +90,22 @@ class Run:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
-    def trace(self, batch_size: int) -> Trace:
-        """What two steps with that batch allocate."""
+    def trace(
+        self, batch_size: int, model: nn.Module | None = None, with_optimizer: bool = True, steps: int = 2
+    ) -> Trace:
+        """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        model = self.model()
+        model = model or self.model()  # imports transformers, before its questions are answered
         with plain_batches():
             return trace_training(
                 model,
                 batch,
                 self.spec.loss,
-                optimizer_named(self.optimizer),
+                optimizer_named(self.optimizer) if with_optimizer else None,
                 autocast=torch.bfloat16 if self.precision == "autocast" else None,
                 capability=self.capability,
                 num_sms=self.num_sms,
+                steps=steps,
             )
 
     def largest_batch(self, gpu_bytes: int) -> int:
@@ -154,9 +152,7 @@ def allocatable_bytes(gpu_bytes: int, context: int) -> int:
 
 
 def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: bool = False) -> bool:
-    """Whether a replay succeeds on a GPU of ``gpu_bytes`` with P99's margin: free segments are given back where that
-    helps.
-    """
+    """Whether a replay succeeds on a GPU of ``gpu_bytes`` with P99's margin, given back free segments."""
     return replay(trace, allocatable_bytes(gpu_bytes, context_bytes(capability)), expandable).fits
 
 
@@ -198,11 +194,9 @@ def peak_of(trace: Trace, categories: Sequence[str], outside: str | None = None)
 
 
 class Batches:
-    """Traces of one model at any batch size, from as few real traces (``trace_at``) as possible.
-
-    Where the traces of two neighbouring batches are the same events, every size is taken to be affine in the batch.
-    That is a guess, because some sizes stop growing (chunks) and some operators change with the size, so what `largest`
-    finds is traced for real.
+    """Traces of one model at any batch size, from as few real traces (``trace_at``) as possible. Where two neighbouring
+    batches have the same events, every size is taken to be affine in the batch. As some sizes stop growing (chunks) and
+    some operators change with the size, what `largest` finds is traced for real.
     """
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:
@@ -219,9 +213,7 @@ class Batches:
         return replace(below, sizes=tuple(sizes), work=())
 
     def largest(self, is_ok: Callable[[int, Trace], bool], at_most: int = 1 << 16) -> int:
-        """The largest batch of ``at_most`` sequences that ``is_ok`` with its trace; 0 where one sequence is too many.
-        Where ``is_ok`` is False, it is taken to be False of larger ones.
-        """
+        """The largest batch of ``at_most`` that ``is_ok``, as smaller ones are taken to be; 0: none."""
         if not is_ok(1, self.real(1)):
             return 0
         low, high = 1, at_most + 1  # known to be right, known or taken to be wrong
@@ -253,15 +245,9 @@ ABOVE = 1.02  # of what lies below level 0: places are multiples of pages
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder and its batch, as `VGPUResourceEstimator` takes them.
-
-    Args:
-        vocab_size, hidden_size, num_layers, num_heads: the decoder's shape.
-        seq_length, batch_size: tokens in a sequence, sequences in a forward.
-        intermediate_size: of the feed-forward; None: 8/3 of ``hidden_size``, rounded up to 64, as Llama's.
-
-    Raises:
-        ConfigurationError: a size below 1, or a batch beyond any GPU.
+    """A decoder and its batch, as `VGPUResourceEstimator` takes them. ``intermediate_size``: of the feed-forward; None:
+    8/3 of ``hidden_size``, rounded up to 64, as Llama's. Raises ConfigurationError for a size below 1, or a batch
+    beyond any GPU.
     """
 
     vocab_size: int = 50257

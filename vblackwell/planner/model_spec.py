@@ -19,7 +19,7 @@ from vblackwell.folders.folder import find_config, is_hub_id, read_json
 from vblackwell.machine.facts import memory_facts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.trace.causal_lm import build_causal_lm, language_loss
+from vblackwell.trace.causal_lm import build_causal_lm, check_fields, language_loss
 from vblackwell.trace.recorder import StoragesWithBytes
 from vblackwell.trace.trace import Untraceable, brief, on_meta
 from vblackwell.units import format_bytes
@@ -54,12 +54,9 @@ class ModelSpec:
 
 
 def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> ModelSpec:
-    """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``.
-
-    Raises:
-        CorruptData: a file that is no JSON object.
-        ConfigurationError: nothing of the sort; a factory that is missing, raises or gives no module.
-        InsufficientMemory: a factory that can only be built for real, where there is no room for it.
+    """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``. Raises
+    CorruptData (no JSON object), ConfigurationError (nothing of the sort, or a factory that fails) and
+    InsufficientMemory (a factory that can only be built for real, without room for it).
     """
     if text in decoders:
         return of_decoder(text, decoders[text])
@@ -96,12 +93,7 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
         raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
-    for name, why in (
-        ("model_type", "it is no configuration of transformers"),
-        ("vocab_size", "without it the size of the model is not known"),
-    ):
-        if name not in fields:
-            raise ConfigurationError(f"{source} lacks the field {name!r}: {why}")
+    check_fields(fields, source)
     vocab = fields["vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
         raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")
@@ -139,8 +131,8 @@ def _of_factory(text: str) -> ModelSpec:
 
 
 def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What ``factory`` gives, on meta; and if it had to be built for real before, why. A module that can neither be
-    built nor copied there is the real one: it cannot be traced, and can be measured.
+    """What ``factory`` gives, on meta, and why it was built for real before, if it was. What can neither be built nor
+    copied on meta is the real module: it cannot be traced, and can be measured.
     """
 
     def without_bytes(found: Any) -> Any:

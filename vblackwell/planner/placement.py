@@ -141,9 +141,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Lacking:
-    """Why a choice does not fit: ``what`` is missing, and how many bytes of it (0: not a matter of bytes); ``words``
-    that say it better.
-    """
+    """Why a choice does not fit: bytes (0: not a matter of bytes) of ``what``; or ``words`` that say it better."""
 
     what: str
     num_bytes: int = 0
@@ -157,10 +155,7 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Plan:
-    """The choice that was made; others that fit, fastest first, and what did not, with what it lacked.
-
-    ``pruned``: how many could not have been the fastest, by arithmetic alone. ``rates``: where the machine's are from.
-    """
+    """The choice; others that fit, fastest first; what lacked what; how many arithmetic alone ruled out."""
 
     choice: Choice
     prediction: Prediction
@@ -211,12 +206,9 @@ def make_plan(
     bounds: Bounds,
     rates: str = "",
 ) -> Plan:
-    """Predict ``choices``, those first that could be the fastest by the token, and leave out those that cannot be.
+    """Predict ``choices`` (each with its sizes filled in, or what it lacks), those first that could be the fastest by
+    the token, and leave out those that cannot be: no prediction may be below ``least_seconds``, by arithmetic, a token.
     Raises InsufficientMemory, with what the nearest lacks, where none fits.
-
-    Args:
-        least_seconds: a token, by arithmetic: no prediction may be below it.
-        predict: a choice with its sizes filled in, or what it lacks.
     """
     found: list[tuple[Choice, Prediction]] = []
     rejected: list[tuple[Choice, Lacking]] = []

@@ -67,9 +67,7 @@ class Fit:
 
 
 class WhatFits:
-    """Answers for any number of machines, from ``models`` of `KNOWN_MODELS`; what does not depend on the machine is
-    worked out once. ``say``: told what is being tried.
-    """
+    """Answers for any number of machines; ``models``: of `KNOWN_MODELS`; ``say``: told what is being tried."""
 
     def __init__(
         self, models: Sequence[str] = tuple(KNOWN_MODELS), say: Callable[[str], None] = lambda text: None
@@ -102,9 +100,7 @@ class WhatFits:
         return self._train(task, name, place, ("resident",) if only_resident else ("resident", "streamed"))
 
     def _is_candidate(self, task: str, name: str, place: Machine, only_resident: bool) -> bool:
-        """Whether neither its bytes rule ``name`` out, nor what its speed cannot pass: by products of a step, and by
-        what must cross the link or the disk.
-        """
+        """Whether neither bytes rule ``name`` out nor the least seconds of products, and of what must cross a link."""
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)

@@ -55,10 +55,8 @@ def segment_size(size: int) -> int:
 
 
 class CachingAllocator:
-    """Blocks without bytes.
-
-    At most ``cap_bytes`` are reserved (None: no limit), where that takes a flush: free segments are given back.
-    ``expandable``: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+    """Blocks without bytes; at most ``cap_bytes`` are reserved (None: no limit), free segments being given back for
+    that. ``expandable``: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
     """
 
     def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
@@ -69,11 +67,7 @@ class CachingAllocator:
         self._ranges = {small: Block(_SPAN * (2 - small), _SPAN, small, mapped=False) for small in (True, False)}
 
     def malloc(self, num_bytes: int) -> Block | None:
-        """A block for ``num_bytes``; None for 0 bytes, which take nothing.
-
-        Raises:
-            InsufficientMemory: it would exceed the cap even after free segments were given back.
-        """
+        """A block for ``num_bytes``; None for 0. Raises InsufficientMemory where even a flush does not make room."""
         if num_bytes == 0:
             return None
         size = round_size(num_bytes)

@@ -23,9 +23,7 @@ from vblackwell.errors import ConfigurationError, Unsupported, nearest
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model that ``fields`` (a config.json) describe, in training mode, on meta; ConfigurationError where they
-    cannot.
-    """
+    """The model of ``fields`` (a config.json), in training mode, on meta. Raises ConfigurationError."""
     was_on = gc.isenabled()
     gc.disable()  # ten thousand objects of transformers stay: looking for garbage among them is a tenth of its import
     try:
@@ -35,14 +33,12 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         if was_on:
             gc.enable()
     kind = fields.get("model_type")
-    if kind is None:
-        raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
-    if kind not in CONFIG_MAPPING:
+    if kind is not None and kind not in CONFIG_MAPPING:
         raise ConfigurationError(
             f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
         )
+    check_fields(fields, source)
     rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
-    _check_sizes(rest, source)
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
         config = CONFIG_MAPPING[kind](**rest)
@@ -69,7 +65,10 @@ _NOT_SHAPE = ("model_type", "dtype", "torch_dtype", "architectures")
 MAX_SIZE = 1 << 31
 
 
-def _check_sizes(fields: dict[str, Any], source: str) -> None:
+def check_fields(fields: dict[str, Any], source: str) -> None:
+    """Raises ConfigurationError where ``fields`` lack what says the size of a model, or a size cannot be."""
+    if fields.get("model_type") is None:
+        raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
     for names in _REQUIRED:
         if not any(name in fields for name in names):
             raise ConfigurationError(
@@ -82,10 +81,8 @@ def _check_sizes(fields: dict[str, Any], source: str) -> None:
 
 
 class GroupedOnMeta(torch.autograd.Function):
-    """The bytes of a grouped product of (S, K) rows and (E, K, N) weights in fp32.
-
-    torch's shape rule takes bf16 alone, and the way round it in transformers reads how many rows each expert has, in
-    older releases also in backward.
+    """The bytes of a grouped product of (S, K) rows and (E, K, N) weights in fp32: torch's shape rule takes bf16 alone,
+    and the way round it in transformers reads how many rows each expert has.
     """
 
     @staticmethod

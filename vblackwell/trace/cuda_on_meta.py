@@ -60,9 +60,8 @@ _LOWER, _FP32 = (
 
 
 class CudaOnMeta(TorchFunctionMode):
-    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta.
-
-    ``autocast``: dtype of an autocast region around forward and loss; None: no autocast.
+    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta;
+    ``autocast``: dtype of an autocast region around forward and loss.
     """
 
     def __init__(self, autocast: torch.dtype | None = None) -> None:
@@ -191,7 +190,7 @@ class WideSoftmax(torch.autograd.Function):
 
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """A softmax in fp32 (``dtype``) of half-precision values, as CUDA computes it, without a wide copy of them; None
-    for any other softmax: autocast's own makes the copy.
+    for any other: autocast's own makes the copy.
     """
     values, dim = (args[at] if len(args) > at else kwargs.get(name) for at, name in enumerate(("input", "dim")))
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))

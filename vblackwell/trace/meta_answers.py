@@ -31,8 +31,8 @@ class Known:
 
 
 class MetaAnswers:
-    """Calls operators, and remembers. ``known`` is of the last call, the same for all calls with the same operator,
-    shapes, strides, offsets, types and values of other arguments; None where these do not say everything.
+    """Calls operators, and remembers. ``known``: of the last call, the same for all calls of equal operator, shapes,
+    strides, offsets, types and other arguments; None where these do not say everything.
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,7 @@ ENGINE_ALONE = (2, 4)
 
 
 def _facts(name: str, args: Any, num_sms: int) -> tuple[int, tuple[int, ...], bool, bool, bool]:
-    """Of a call: bytes of its workspace and after each output; whether it takes the former late, keeps a mask, calls
-    cuBLAS.
-    """
+    """Of a call: bytes of its workspace and after each output; if the former is late, has a mask, calls cuBLAS."""
     base = name.partition(".")[0]
     workspace, after = workspace_bytes(base, args, num_sms), bytes_after_each_output(base, args)
     return workspace, after, base in TAKEN_AFTER_OUTPUTS, base == "native_dropout", base in CUBLAS
@@ -243,10 +241,8 @@ class StorageLog:
 
 
 class StoragesWithBytes(TorchDispatchMode):
-    """Logs the storages of all operators inside, in RAM or on a GPU; meta has no bytes.
-
-    Raises:
-        InsufficientMemory: with ``refusal``, out of the operator that makes more than ``max_bytes`` together.
+    """Logs the storages of all operators inside, in RAM or on a GPU; raises InsufficientMemory with ``refusal`` out of
+    the operator that makes more than ``max_bytes`` together.
     """
 
     def __init__(self, max_bytes: int, refusal: str) -> None:

@@ -88,9 +88,7 @@ class Trace:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """``model`` itself if all of it is on meta, else a copy there; no bytes are copied. Raises Untraceable where the
-    module refuses to be copied.
-    """
+    """``model`` if all of it is on meta, else a copy there, without bytes. Raises Untraceable where it refuses."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return model
@@ -304,9 +302,7 @@ _known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it tak
 
 
 def last_module_with_weights(model: nn.Module, make_batch: Callable[[], Any], loss: Loss) -> nn.Module | None:
-    """The module with parameters that the forward calls last, the head; None where the model has none. Models of one
-    class whose modules have the same names and classes are asked once.
-    """
+    """The head: what the forward calls last; models of one class with the same modules are asked once."""
     modules = dict(model.named_modules())
     key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
     remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it

@@ -42,11 +42,10 @@ class Work:
     """One operator, or what else the host does.
 
     Attributes:
-        flops: of matrix products. num_bytes: read and written. width: bytes an element of what it multiplies.
+        num_bytes: read and written. width: bytes an element of what it multiplies. issues: the host's time for it, in
+            operators as `vb doctor` measures them. share: of the rate of a large product; 0: the usual one.
         kind: '', 'attention', 'tf32' (a convolution of fp32, which cuDNN computes so), 'host', which the GPU does not
             see, or 'read', for which the host waits for the GPU.
-        issues: the host's time for it, in operators as `vb doctor` measures them.
-        share: of the rate of a large product, where the shape says it; 0: the usual one.
     """
 
     phase: str
@@ -122,9 +121,7 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of the
 
 
 def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
-    """Of the full rate of fp32, for a matrix product; 0 for anything else, and for narrow ones, which have other
-    kernels.
-    """
+    """Of the full rate of fp32, for a product; 0 for anything else, and for narrow ones, which have other kernels."""
     if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
         return 0.0
     inner = args[_PRODUCTS[name]].shape[-1]
@@ -169,9 +166,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _attention(name: str, args: Any) -> float:
-    """Two products forward; five backward, which computes the scores again. Keys may have fewer heads (torch's formulas
-    refuse those).
-    """
+    """Two products forward, five backward, which computes scores again; torch's formulas refuse grouped heads."""
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
     scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]

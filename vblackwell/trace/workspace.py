@@ -181,9 +181,7 @@ def _head_and_loss(
     hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, wide: bool,
     *wanted: bool
 ) -> int:  # fmt: skip
-    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 where that is wider
-    than the output.
-    """
+    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 if it is wider."""
     logits = min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size()
     total = 4 * weight.numel() if wide and weight.dtype == torch.bfloat16 else 0
     return logits + 4 * hidden.shape[0] + total

@@ -39,9 +39,7 @@ FROZEN_BY_PYTHON = 1000  # at least as many objects as 3.12 itself freezes at it
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """What is alive now, some hundred thousand objects of libraries, is not looked through for garbage meanwhile. What
-    the caller has frozen stays so: there is no way to unfreeze the others alone.
-    """
+    """Libraries' objects are not looked through for garbage meanwhile; what the caller has frozen stays so."""
     ours = gc.get_freeze_count() < FROZEN_BY_PYTHON
     if ours:
         gc.freeze()
@@ -70,12 +68,9 @@ def estimate_command(
     html: str | None = None,
     advice: bool = True,
 ) -> int:
-    """Print the estimate, and write it to ``html`` as a page; 0. A model of a factory that cannot be traced is trained
-    for two steps here instead. ``advice``: say what would save memory or time, where it does not fit or the card is
-    known; each line costs a trace.
-
-    Raises:
-        ConfigurationError: bad input, or a GPU below what the model needs at any batch size.
+    """Print the estimate, and write it to ``html`` as a page; 0. A factory's model that cannot be traced is trained for
+    two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Raises
+    ConfigurationError for bad input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
@@ -164,9 +159,7 @@ def _traced(
 
 
 def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stack: bool) -> Estimated:
-    """Whether it fits, the largest batch that does, how fast; and an offload stack, where it does not or it is asked
-    for.
-    """
+    """Whether it fits, the largest batch that does, how fast; a stack, where it does not fit or it is asked for."""
     run, trace, rates = found.run, found.trace, None
     found = replace(found, fits=fits(trace, gpu_bytes, run.capability, run.expandable))
     if found.measured is None:
@@ -194,8 +187,8 @@ FUSED_STACK = f"an offload stack, {FUSED}"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run: what to say to get it, bytes of the GPU, seconds of a token (None where the GPU's speed is not
-    known) and its operations; ``also``: what it costs in addition.
+    """One way to run: what to say to get it, bytes of the GPU, seconds of a token (None: not known) and its operations;
+    ``also``: what it costs in addition.
     """
 
     change: str
@@ -206,9 +199,7 @@ class Way:
 
 
 def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) -> list[Advice]:
-    """What of ``others`` saves at least `MIN_SHARE` of the peak or of the time of ``tokens``, the most first: memory
-    where it is missing (``for_memory``), otherwise time.
-    """
+    """What of ``others`` saves `MIN_SHARE` of the peak or of the time of ``tokens``, the most first."""
     found = []
     for other in others:
         saved_bytes, saved_time, costs = now.peak - other.peak, None, []
@@ -228,9 +219,7 @@ def advise(now: Way, others: Iterable[Way], tokens: int, *, for_memory: bool) ->
 
 
 def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tuple[Advice, ...]:
-    """What would save memory or time, each line with its numbers; memory first where it does not fit. ``below``: bytes
-    of RAM and of disk that an offload stack may take.
-    """
+    """What would save memory or time; ``below``: bytes of RAM and of disk that an offload stack may take."""
     ways = _Ways(estimated, below)
     (now,) = ways.plain("", estimated.run, estimated.trace)
     found = advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)
@@ -238,9 +227,7 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
 
 
 class _Ways:
-    """The ways to run what was estimated, those that are possible: with other flags, on fused operators, through an
-    offload stack.
-    """
+    """The possible ways to run it: with other flags, on fused operators, through an offload stack."""
 
     def __init__(self, estimated: Estimated, below: tuple[int, int]) -> None:
         self.estimated, self.below, self.batch_size = estimated, below, estimated.batch_size
@@ -329,9 +316,7 @@ def _accelerated(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) 
 
 
 def fused(trace: Trace) -> Trace:
-    """``trace`` with one kernel for the optimizer: nothing is made in its step but states, and every parameter passes
-    once.
-    """
+    """``trace`` with one kernel for the optimizer: it makes nothing but states, and every parameter passes once."""
     made = {index for index in trace.born_in("optimizer") if trace.categories[index] == "workspace"}
     rest = tuple(each for each in trace.work if each.phase != "optimizer")
     return replace(trace.without(made), work=(*rest, Work("optimizer", 0.0, FUSED_BYTES * trace.trainable, 4)))

@@ -1,8 +1,8 @@
 """Two short training steps for real, where a model cannot be traced without its bytes: what they allocated, as a trace.
 
 On a GPU the allocator's own record tells every block. On the CPU storages are seen as operators make them, without what
-kernels take inside, and attention and dropout may be computed otherwise than on a GPU. Both are capped: on a GPU by
-what is free there, on the CPU by looking at the RAM first. Weights are drawn anew by the factory, and tokens at random.
+kernels take inside, and attention and dropout may be computed otherwise than on a GPU. Both are capped by what is free.
+Weights are drawn anew by the factory, and tokens at random.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class Measured:
 
 def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -> Measured:
     """Train ``run`` for two steps with ``batch_size`` sequences, on the first GPU that can be used, else on the CPU.
-
-    Raises:
-        Untraceable: there is no way to make the model with bytes, or it fails with them too.
-        InsufficientMemory: the machine has no room for it.
+    Raises Untraceable where it cannot be made with bytes, or fails with them too; InsufficientMemory.
     """
     name = run.spec.name
     if run.spec.make is None:
@@ -61,11 +58,11 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         )
     where = torch.cuda.get_device_name(device) if is_gpu else "this machine's CPU"
     try:
-        with _recorded_on_gpu(device) if is_gpu else _recorded_on_cpu(free) as record:
+        with _recorded(device, free) as record:
             model, seconds = _train(run, run.spec.make(), batch_size, device, record)
             parameters = list(model.parameters())
             counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-            log, marks = record.close()
+            record.update()
     except VBError:
         raise
     except torch.OutOfMemoryError as error:
@@ -76,12 +73,13 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
         ) from error
     except Exception as error:  # a stranger's code may raise anything
         raise Untraceable(f"{name} cannot be traced, and fails when it is measured, too: {brief(error)}") from error
-    trace = Trace(tuple(log.sizes), _categories(log, marks), tuple(log.events), tuple(marks), *counts)
+    log = record.log
+    trace = Trace(tuple(log.sizes), _categories(log, record.marks), tuple(log.events), tuple(record.marks), *counts)
     return Measured(trace, seconds, where)
 
 
 def _train(
-    run: Run, model: nn.Module, batch_size: int, device: torch.device, record: _OnCPU | _OnGPU
+    run: Run, model: nn.Module, batch_size: int, device: torch.device, record: _Record
 ) -> tuple[nn.Module, float]:
     model = run.prepared(model.to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
     record.see_weights(model)
@@ -107,10 +105,7 @@ def _train(
     return model, seconds
 
 
-Marks = list[tuple[int, int, str]]  # (index into events, step, phase)
-
-
-def _categories(log: StorageLog, marks: Marks) -> tuple[str, ...]:
+def _categories(log: StorageLog, marks: list[tuple[int, int, str]]) -> tuple[str, ...]:
     """By the phase of birth: what outlives it is `LASTING`, the rest of these phases workspace."""
     events = log.events
     found = ["activations"] * len(log.sizes)
@@ -123,73 +118,59 @@ def _categories(log: StorageLog, marks: Marks) -> tuple[str, ...]:
     return tuple(found)
 
 
-class _OnCPU:
-    """The record of storages in RAM."""
+class _Record:
+    """Storages, and where phases begin among their events. ``on_cpu``: sees those in RAM; None: the GPU's allocator is
+    asked.
+    """
 
-    def __init__(self, storages: StoragesWithBytes) -> None:
-        self.storages, self.marks = storages, [(0, 0, "setup")]
+    def __init__(self, device: torch.device, on_cpu: StoragesWithBytes | None) -> None:
+        self.device, self._on_cpu = device, on_cpu
+        self.log = StorageLog() if on_cpu is None else on_cpu.log
+        self.marks = [(0, 0, "setup")]
+        self._blocks: dict[int, int] = {}  # of the GPU, by address
+        self._read = 0
 
     def enter(self, step: int, phase: str) -> None:
-        self.marks.append((len(self.storages.log.events), step, phase))
+        self.update()
+        self.marks.append((len(self.log.events), step, phase))
 
     def see_weights(self, model: nn.Module) -> None:
         """The model is made; a factory may have had its weights before, or have them from a file."""
-        self.storages.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
-        for tensor in [*model.parameters(), *model.buffers()]:
-            self.storages.see(tensor)
+        if self._on_cpu is not None:
+            self._on_cpu.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
+            for tensor in [*model.parameters(), *model.buffers()]:
+                self._on_cpu.see(tensor)
 
-    def close(self) -> tuple[StorageLog, Marks]:
-        return self.storages.log, self.marks
-
-
-@contextmanager
-def _recorded_on_cpu(free: int) -> Iterator[_OnCPU]:
-    refusal = (
-        f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were "
-        "free: give a smaller --batch-size"
-    )
-    with StoragesWithBytes(free, refusal) as storages:
-        yield _OnCPU(storages)
-
-
-class _OnGPU:
-    """The record of a GPU's allocator, read at the end; marks are places in it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.marks = device, [(0, 0, "setup")]
-
-    def enter(self, step: int, phase: str) -> None:
-        self.marks.append((len(self._entries()), step, phase))
-
-    def see_weights(self, model: nn.Module) -> None:
-        """They were made meanwhile."""
-
-    def _entries(self) -> list[Any]:
+    def update(self) -> None:
+        """Log what the GPU's allocator did since the last time."""
+        if self._on_cpu is not None:
+            return
         torch.cuda.synchronize(self.device)
         snapshot: Any = torch.cuda.memory._snapshot(self.device)
         entries = snapshot["device_traces"][self.device.index]
-        return [each for each in entries if each["action"] in ("alloc", "free_completed")]
-
-    def close(self) -> tuple[StorageLog, Marks]:
-        log, alive = StorageLog(), dict[int, int]()
-        places, marks = list(self.marks), Marks()
-        for position, entry in enumerate(self._entries()):
-            while places and places[0][0] <= position:
-                marks.append((len(log.events), *places.pop(0)[1:]))
+        for entry in entries[self._read :]:
             if entry["action"] == "alloc":
-                alive[entry["addr"]] = log.add(entry["size"])
-            elif entry["addr"] in alive:
-                log.free(alive.pop(entry["addr"]))
-        return log, marks + [(len(log.events), step, phase) for _, step, phase in places]
+                self._blocks[entry["addr"]] = self.log.add(entry["size"])
+            elif entry["action"] == "free_completed" and entry["addr"] in self._blocks:
+                self.log.free(self._blocks.pop(entry["addr"]))
+        self._read = len(entries)
 
 
 @contextmanager
-def _recorded_on_gpu(device: torch.device) -> Iterator[_OnGPU]:
+def _recorded(device: torch.device, free: int) -> Iterator[_Record]:
+    if device.type == "cpu":
+        refusal = (
+            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were "
+            "free: give a smaller --batch-size"
+        )
+        with StoragesWithBytes(free, refusal) as storages:
+            yield _Record(device, storages)
+        return
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 0.95 * free / total), device)
     torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_RECORDS)  # pyright: ignore
     try:
-        yield _OnGPU(device)
+        yield _Record(device, None)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -96,11 +96,8 @@ def _plan(estimated: Estimated) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Moments of a trace's last step, in order; of every stretch of it the one at which most is allocated.
-
-    Attributes:
-        bytes_by_category: of `CATEGORIES`, one value a moment. reserved: what the allocator holds at each.
-        phases: (name, from, to) as shares of the step's allocations; neighbours of one name are one.
+    """Moments of a trace's last step; of every stretch of it the one at which most is allocated: bytes of each of
+    `CATEGORIES`, and what the allocator holds. ``phases``: (name, from, to) as shares of the step's allocations.
     """
 
     bytes_by_category: dict[str, tuple[int, ...]]

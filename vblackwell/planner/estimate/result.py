@@ -27,9 +27,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that pays: bytes of the GPU's peak (negative: it costs them), share of the time of a token (None: not
-    known), its cost in words, and the peak that it comes to.
-    """
+    """A change that pays: ``saved_bytes`` of the GPU's peak, which comes to ``peak_bytes``; its cost in words."""
 
     change: str
     saved_bytes: int
@@ -47,13 +45,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Estimated:
-    """A run and what it takes.
+    """A run and what it takes of the ``card`` or ``gpu_bytes`` that were asked about.
 
     Attributes:
-        memory: the peak. card, gpu_bytes: that were asked about. fits, largest: whether it does, and the largest batch
-            that does; None where no size was given.
-        stack: an offload stack's bytes and speed. resident: tokens/s with everything on the GPU, whether or not it
-            fits, by ``rates`` of a known card. parallel: on several.
+        fits, largest: whether it does, and the largest batch that does; None where no size was given.
+        resident: tokens/s with everything on the GPU, whether or not it fits, by ``rates`` of a known card.
         measured: the steps that were run, where the model could not be traced.
     """
 

@@ -17,10 +17,8 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Link:
-    """A GPU's port to its peers: latency of a message, bytes/s each way.
-
-    By default as copies over an H200's link (64 KiB took 19 us, the bytes alone 1.2), and PCIe 4.0 x16 at the share of
-    its nominal rate that they reach.
+    """A GPU's port to its peers, each way. By default as copies over an H200's link (64 KiB took 19 us, the bytes alone
+    1.2), and PCIe 4.0 x16 at the share of its nominal rate that they reach.
     """
 
     latency_seconds: float = 10e-6

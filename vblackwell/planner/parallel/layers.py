@@ -25,12 +25,9 @@ VOCABULARY = "vocabulary"
 
 @dataclass(frozen=True)
 class Layer:
-    """Linears with one input (rows, in_features), called as the first one's ``name``; each makes one of ``parts``.
-
-    Attributes:
-        joined: its input comes from the layer before, feature by feature.
-        copies: matrices of that size, of which each row takes a few: experts.
-        heads: numbers of heads in which its parts come to the next layer; () where these are features by themselves.
+    """Linears with one input (rows, in_features); each makes one of ``parts``. ``joined``: the input comes from the
+    layer before, feature by feature. ``copies``: experts, of which each row takes a few. ``heads``: numbers of heads in
+    which the parts come to the next layer; () where these are features by themselves.
     """
 
     name: str
@@ -75,8 +72,7 @@ def linear_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, 
 
 def _made_of(module: nn.Module, in_features: int) -> tuple[list[int], int]:
     """The widths that a module's matrices make of ``in_features``, one after the other ([]: it is no product), and how
-    many experts there are. One matrix is a linear, either way round; stacked ones lead to experts' inner width and
-    back.
+    many experts: stacked matrices lead to their inner width and back.
     """
     matrices = [p.shape for p in module.parameters(recurse=False) if p.dim() >= 2]
     if len(matrices) == 1 and len(matrices[0]) == 2 and in_features in matrices[0]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,9 +27,7 @@ NO_ISSUE = 1e-12  # seconds: operators are issued while others run
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What several cards of one kind, joined by ``link`` (in words), make of a run: ``strategies``, the fastest first;
-    ``room``: bytes of a GPU for one. ``sizes``: that a tensor-parallel group should divide.
-    """
+    """What cards joined by ``link`` make of a run, the fastest first; ``room``: bytes of one; ``sizes``: to divide."""
 
     num_gpus: int
     topology: str
@@ -76,42 +73,27 @@ class ParallelPlan:
             widths = (10, 12, 9, 12, 11)
             row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             found.append(f"    {each.name:<10}{row}  {fits}")
-        found += [f"    {line}" for line in self.division()]
-        tensor = next((each for each in self.strategies if each.name.startswith("tensor") and each.layers), None)
+        tensor = next((each for each in self.strategies if each.name == "tensor" and each.layers), None)
         if tensor is not None:  # equal layers of all blocks in one word
             counts = Counter((re.sub(r"\.\d+\.", ".*.", name), kind) for name, kind in tensor.layers)
             words = (f"{name} {kind}{f' (x{n})' if n > 1 else ''}" for (name, kind), n in counts.items())
-            found.append(f"    {tensor.name}: {', '.join(words)}")
-        return found
+            found.append(f"    tensor: {', '.join(words)}")
+        return [*found, f"    {self.division()}"] if self.sizes else found
 
-    def division(self) -> list[str]:
-        """What the GPUs divide and what they do not, and what follows from that, a line each."""
-        p, degree = self.num_gpus, legal_degree(self.sizes, self.num_gpus)
-        bad = undivided(self.sizes, p)
+    def division(self) -> str:
+        """What the GPUs divide for tensor parallelism and what they do not, and what follows from that."""
+        bad = undivided(self.sizes, self.num_gpus)
+        *rest, last = map(str, bad or self.sizes)
+        listed = f"{', '.join(rest)} and {last}" if rest else last
+        said = f"tensor parallelism: {self.num_gpus} GPUs {'do not divide' if bad else 'divide'} {listed}"
         if not bad:
-            return [f"tensor parallelism: {_listed(self.sizes)} divide by {p} GPUs"] if self.sizes else []
-        is_one = len(bad) == 1 and not bad[0].is_heads
-        found = [f"tensor parallelism: {_listed(bad)} do{'es' if is_one else ''} not divide by {p} GPUs"]
+            return said
         if all(size.name == VOCABULARY for size in bad):
-            return [f"{found[0]}: the head is divided by its input features, or whole on every GPU"]
-        possible = any(each.name == "tensor" and not each.refused for each in self.strategies)
-        if possible and any(size.is_heads for size in bad):
-            found.append("'tensor' gathers before attention, which every GPU computes whole; both are counted")
-        if degree > 1:
-            return [
-                *found,
-                f"'tensor x{degree}' is {p // degree} groups of {degree} GPUs, which do divide; each has a separate "
-                "batch",
-            ]
-        good = [each for each in range(2, 2 * p + 1) if legal_degree(self.sizes, each) == each]
-        near = [str(each) for each in ([n for n in good if n < p][-1:] + [n for n in good if n > p][:1])] or ["other"]
-        return [*found, f"no part of {p} GPUs divides: take {_listed(near, 'or')} GPUs for tensor parallelism"]
-
-
-def _listed(words: Sequence[object], last: str = "and") -> str:
-    """'a, b and c'."""
-    texts = [str(each) for each in words]
-    return f" {last} ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+            return f"{said}: the head is divided by its input features, or whole on every GPU"
+        degree = legal_degree(self.sizes, self.num_gpus)
+        return (
+            f"{said}: attention whose heads do not is gathered and whole on every GPU; groups of {degree} would divide"
+        )
 
 
 def parallel_plan(

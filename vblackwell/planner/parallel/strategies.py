@@ -17,8 +17,7 @@ hybrid    R to R   all-reduce of M (N / c) b among r GPUs,     all-reduce of M (
 ========  =======  ==========================================  ==========================================
 
 An S that must become an R is gathered, as are queries, keys and values before attention where heads do not divide. The
-cheapest chain of choices is found exactly, by dynamic programming. The largest part of the GPUs that divides everything
-is tried as well, the others being replicas with separate batches.
+cheapest chain of choices is found exactly, by dynamic programming.
 
 *FSDP* (Rajbhandari et al., ZeRO, 2020; Zhao et al., PyTorch FSDP, 2023): every GPU has its own batch; a unit's weights
 are gathered before its forward and, but for the last, before its backward, one unit ahead, and its gradients reduced
@@ -35,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
-from vblackwell.planner.parallel.layers import Layer, Size, legal_degree
+from vblackwell.planner.parallel.layers import Layer, Size
 
 KINDS = ("column", "row", "hybrid")
 MICRO_BATCHES_A_STAGE = 4
@@ -58,11 +57,10 @@ class Workload:
 
     Attributes:
         parameters: elements of all weights. tokens: in a step. width: bytes of an element of an activation.
-        products: seconds of matrix products and attention; attention: of that alone. others: of all other operators but
-            the optimizer's. optimizer: of those.
-        state_bytes: weights, gradients and the optimizer's. activation_bytes: activations, logits, workspace at their
-            most. boundary_bytes: of the activation between two blocks. recompute: blocks run their forward twice.
-        sizes: what the GPUs of a tensor-parallel group should divide.
+        products: seconds of matrix products and attention; attention: of that alone. optimizer: of its operators.
+            others: of all else.
+        activation_bytes: activations, logits, workspace at their most. boundary_bytes: of the activation between two
+            blocks. recompute: blocks run their forward twice. sizes: what a tensor-parallel group should divide.
     """
 
     layers: tuple[Layer, ...]
@@ -86,8 +84,7 @@ class Strategy:
     """A step of ``tokens`` on several GPUs, or why it is ``refused``.
 
     Attributes:
-        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp', 'pipeline', or 'tensor x4': groups of four, each with a
-            batch.
+        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp' or 'pipeline'.
         communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
         sent_bytes: by each GPU. gpu_bytes: most that one holds, activations of a tensor-parallel step counted whole.
         efficiency: tokens a second over those of as many GPUs that hold everything and send nothing; as each of those
@@ -122,9 +119,6 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
     found = [_tensor(work, net, KINDS, "tensor"), *(_tensor(work, net, (kind,), kind) for kind in KINDS)]
-    degree = legal_degree(work.sizes, num_gpus)
-    if work.layers and 1 < degree < num_gpus:
-        found.append(_replicated(work, net, degree))
     found += [_fsdp(work, net), _pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
     alone = num_gpus * work.tokens / (work.products + work.others + work.optimizer)
     found = [
@@ -166,26 +160,20 @@ def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
     return layer.in_features % cut_in == 0 and all(part % cut_out == 0 for part in layer.parts)
 
 
-@dataclass(frozen=True)
-class _Chain:
-    """The best way to a layout: seconds, cost of both directions, kinds so far."""
-
-    seconds: float = 0.0
-    cost: Cost = NOTHING
-    kinds: tuple[str, ...] = ()
-
-    def then(self, net: _Net, repeats: int, forward: Cost, backward: Cost = NOTHING, kind: str | None = None) -> _Chain:
-        """With one more part, whose forward is computed, and communicated, ``repeats`` times."""
-        cost = sum([forward] * repeats, start=backward)
-        kinds = (*self.kinds, kind) if kind else self.kinds
-        return _Chain(self.seconds + cost.seconds(net.link), self.cost + cost, kinds)
+_Chain = tuple[float, Cost, tuple[str, ...]]  # the best way to a layout: seconds, cost of both directions, kinds so far
 
 
 def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
     """The chain of choices with the least communication; or in words the layer that none of ``kinds`` can divide."""
+
+    def then(chain: _Chain, forward: Cost, backward: Cost, repeats: int, *kind: str) -> _Chain:
+        seconds, cost, kinds = chain
+        more = sum([forward] * repeats, start=backward)
+        return seconds + more.seconds(net.link), cost + more, kinds + kind
+
     largest = max(layer.elements for layer in work.layers)
-    repeats = 2 if work.recompute else 1
-    best: dict[bool, _Chain] = {False: _Chain()}  # by whether the output is divided
+    repeats = 2 if work.recompute else 1  # the forward is computed, and communicated, so often
+    best: dict[bool, _Chain] = {False: (0.0, NOTHING, ())}  # by whether the output is divided
     gather_before = NOTHING
     for index, layer in enumerate(work.layers):
         allowed = [kind for kind in kinds if _possible(layer, kind, net.num_gpus)]
@@ -197,17 +185,17 @@ def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
         following: dict[bool, _Chain] = {}
         for divided, chain in best.items():
             if divided and not (layer.joined and _divides(work.layers[index - 1].heads, net.num_gpus)):
-                divided, chain = False, chain.then(net, repeats, gather_before)  # whole for what lies between
+                divided, chain = False, then(chain, gather_before, NOTHING, repeats)  # whole for what lies between
             for kind in allowed:
                 costs = layer_cost(layer, kind, divided, work.width, net.num_gpus, net.topology)
-                grown, layout = chain.then(net, repeats, *costs, kind), kind == "column"
-                if layout not in following or grown.seconds < following[layout].seconds:
+                grown, layout = then(chain, *costs, repeats, kind), kind == "column"
+                if layout not in following or grown[0] < following[layout][0]:
                     following[layout] = grown
         best = following
         gather_before = net.cost("all_gather", layer.rows * layer.out_features * work.width)
     if True in best:
-        best[True] = best[True].then(net, 1, gather_before)
-    return min(best.values(), key=lambda chain: chain.seconds)
+        best[True] = then(best[True], gather_before, NOTHING, 1)
+    return min(best.values(), key=lambda chain: chain[0])
 
 
 def _divides(heads: Sequence[int], num_gpus: int) -> bool:
@@ -223,46 +211,22 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strat
     chain = _cheapest(work, net, kinds)
     if isinstance(chain, str):
         return Strategy(name, refused=chain)
-    pairs = list(zip(work.layers, chain.kinds, strict=True))
+    seconds, cost, chosen = chain
+    pairs = list(zip(work.layers, chosen, strict=True))
     inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
     compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
-    share = min(1.0, _divided_elements(work, chain.kinds) / work.parameters)
+    share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
     state = work.state_bytes * (1 - share + share / net.num_gpus)
     return Strategy(
         name,
-        compute + chain.seconds,
+        compute + seconds,
         work.tokens,
-        communication_seconds=chain.seconds,
-        exposed_seconds=chain.seconds,
-        sent_bytes=chain.cost.num_bytes,
+        communication_seconds=seconds,
+        exposed_seconds=seconds,
+        sent_bytes=cost.num_bytes,
         gpu_bytes=int(state + work.activation_bytes),
         layers=tuple((layer.name, kind) for layer, kind in pairs),
-    )
-
-
-def _divided_elements(work: Workload, kinds: Sequence[str]) -> int:
-    return sum(layer.elements for layer, kind in zip(work.layers, kinds, strict=True) if kind != "whole")
-
-
-def _replicated(work: Workload, net: _Net, degree: int) -> Strategy:
-    """Tensor parallelism among ``degree`` GPUs, as many groups with a batch each; gradients are added up after the
-    backward.
-    """
-    groups = net.num_gpus // degree
-    one = _tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}")
-    if one.refused:
-        return one
-    cut = min(work.parameters, _divided_elements(work, [kind for _, kind in one.layers]))
-    summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
-    seconds = summed.seconds(net.link)
-    return replace(
-        one,
-        step_seconds=one.step_seconds + seconds,
-        tokens=groups * work.tokens,
-        communication_seconds=one.communication_seconds + seconds,
-        exposed_seconds=one.exposed_seconds + seconds,
-        sent_bytes=one.sent_bytes + summed.num_bytes,
     )
 
 
@@ -328,9 +292,7 @@ def stages_of(units: Sequence[Unit], count: int) -> list[list[Unit]]:
 
 
 def flow_seconds(stages: Sequence[float], link_seconds: float, jobs: int) -> float:
-    """Equal jobs through stages and the links between them, each doing one at a time: the sum, and the longest once a
-    further job.
-    """
+    """Equal jobs through stages and the links between them, each doing one at a time."""
     through = [*stages, *[link_seconds] * (len(stages) - 1)]
     return sum(through) + (jobs - 1) * max(through)
 
