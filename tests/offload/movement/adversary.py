@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from vblackwell.memory.level import Extent, Level, RangeAllocator
-from vblackwell.memory.transfer import EventTransfer, Transfer, flat_bytes
-from vblackwell.offload.movement.lane import Copied, HostQueue, Pairs, Queues
+from vblackwell.memory.transfer import DoneTransfer, EventTransfer, Transfer, flat_bytes
+from vblackwell.offload.movement.lane import Copies, HostQueue, Queues
 from vblackwell.offload.storage.staging import Continuations
 
 PAGE = 4096
@@ -139,14 +139,6 @@ class LateQueue:
         self._adversary.until(lambda: not self._items)
 
 
-class _Passed:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return
-
-
 class LateQueues(Queues):
     """Three late queues, and late ones for what the model computes, loads and sends home, or the host's own."""
 
@@ -164,33 +156,19 @@ class LateQueues(Queues):
     def loading(self) -> Sequence[Any]:
         return (self.loads,)
 
-    def mark(self, queue: Any) -> Any:
+    def mark(self, queue: Any, *, long: bool = False) -> Transfer:
         if isinstance(queue, HostQueue):
-            return _Passed()
+            return DoneTransfer()
         mark = LateMark(self.adversary)
         queue.add(lambda: setattr(mark, "passed", True))
-        return mark
-
-    def transfer(self, end: Any) -> Transfer:
-        return EventTransfer.at(end)
+        return EventTransfer.at(mark)  # type: ignore[arg-type]
 
     def run(self, queue: Any, work: Callable[[], None]) -> None:
         queue.add(work)
 
-    def copy(self, queue: Any, pairs: Callable[[], Pairs]) -> Copied:
-        def work() -> None:
-            for target, source in pairs():
-                target.copy_(source)
-
-        queue.add(work)
-        end = self.mark(queue)
-        return Copied(end, EventTransfer.at(end))
-
-    def copy_at(self, queue: Any, copies: Sequence[tuple[int, int, int]]) -> Copied:
-        """As `CudaQueues.copy_at`."""
+    def copy(self, queue: Any, copies: Copies) -> Transfer:
         queue.add(lambda: [ctypes.memmove(*copy) for copy in copies])
-        end = self.mark(queue)
-        return Copied(end, EventTransfer.at(end))
+        return self.mark(queue)
 
 
 class LateTransfer(Transfer):

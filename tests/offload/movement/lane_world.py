@@ -21,7 +21,7 @@ from vblackwell.memory.level import DeviceLevel, Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import EXACT, Formats, Group, Piece, moment_ranges, num_elements, smallest_buffer
 from vblackwell.offload.layout.storage_plan import StoragePlan
-from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob, update_piece
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage
 from vblackwell.offload.storage.storage import Ranges, Shadows, Storage, spaces_of
@@ -141,7 +141,8 @@ class World:
         """What an update makes of ``before``: the whole group at once."""
         arrived = {kind: flat.clone() for kind, flat in before.items()}
         job = LaneJob(group, dict.fromkeys(group.slots, numbers), {}, {}, gradient=gradient)
-        return Lane.arithmetic(job, Piece(0, num_elements(group)), arrived)
+        update_piece(job, Piece(0, num_elements(group)), arrived)
+        return arrived
 
     # -- what a model does -------------------------------------------------------------------------------------------
 
@@ -157,8 +158,7 @@ class World:
         if view is None:
             transfer = self.stack.levels[source.level].read(source.extent, buffer)
         else:
-            copied = self.queues.copy(self.queues.loads, lambda: [(buffer, view)])
-            transfer = copied.transfer
+            transfer = self.queues.copy(self.queues.loads, [(buffer.data_ptr(), view.data_ptr(), buffer.numel())])
         load = Load(buffer, transfer, self.truth[group]["weight"].clone())
         self.loads.append(load)
         self.last_load[group] = transfer

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vblackwell.memory.transfer import copy_streams
+from vblackwell.memory.transfer import EventTransfer, copy_streams
 from vblackwell.offload.movement.lane_cuda import CudaQueues, lane_streams
 from vblackwell.units import MiB
 
@@ -32,13 +32,13 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
         passed.record()
     with torch.cuda.device(device):
         addresses = targets[0].data_ptr(), sources[0].data_ptr(), PIECE
-        pieces = [queues.copy_at(queue, [addresses]) for _ in range(COUNT)]
+        pieces = [queues.copy(queue, [addresses]) for _ in range(COUNT)]
     torch.cuda.synchronize()
     assert torch.equal(targets[0].cpu(), sources[0].cpu())  # the first bytes, which went elsewhere, too
     # Left to itself the engine takes the copy last (docs/journal/offload.md).
-    end = pieces[COUNT * 3 // 4].end
-    assert isinstance(end, torch.cuda.Event)
-    assert passed.elapsed_time(end) > 0
+    after = pieces[COUNT * 3 // 4]
+    assert isinstance(after, EventTransfer)
+    assert passed.elapsed_time(after._end) > 0
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
@@ -56,6 +56,6 @@ def test_the_end_of_a_copy_is_behind_its_first_bytes(way: str):
     with torch.cuda.stream(other):
         torch.cuda._sleep(10 * LATE)
     with torch.cuda.device(device):
-        copied = queues.copy_at(queue, [(target.data_ptr(), source.data_ptr(), PIECE)])
-    copied.end.synchronize()
+        copied = queues.copy(queue, [(target.data_ptr(), source.data_ptr(), PIECE)])
+    copied.wait()
     assert torch.equal(target.cpu(), source.cpu())

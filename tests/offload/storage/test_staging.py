@@ -110,8 +110,7 @@ class Refusing:
     def __init__(self, patch: pytest.MonkeyPatch, queues: LateQueues) -> None:
         self.left = 0
         self._of_states = queues.all
-        for name in ("copy", "copy_at"):
-            patch.setattr(queues, name, partial(self._copy, getattr(queues, name)))
+        patch.setattr(queues, "copy", partial(self._copy, queues.copy))
 
     def _copy(self, copy: Callable, queue, what):
         if queue in self._of_states:

@@ -6,9 +6,9 @@ gradient the same way. Groups with 8-bit moments are always updated here: `adamw
 
 States pass in pieces through a ring of buffers that is taken once, in the order of three queues joined by marks: a
 buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it next waits, on the
-device, for the mark after its emptying. So the host queues a whole group at once, and the ring runs ahead of backward
-by as much as it holds: a piece is brought up before its gradient exists (`pump`) if the last step tells what comes
-next. Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`).
+device, for the end of its emptying. So the host queues a whole group at once, and the ring runs ahead of backward by as
+much as it holds: a piece is brought up before its gradient exists (`pump`) if the last step tells what comes next.
+Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`).
 
 On a GPU queues are CUDA streams (`lane_cuda`). Without one they are the model's worker thread, whose order is stricter
 than any that is asked for. Tests have a third kind, whose work runs as late, as early and as interleaved as the
@@ -17,19 +17,20 @@ declared order allows: on a GPU such orders are rare, and silent.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, transfer_delay
 from vblackwell.offload.layout.groups import (
@@ -51,21 +52,14 @@ from vblackwell.offload.layout.groups import (
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage, Staged
 from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
+from vblackwell.units import align_up
 
 ALIGNMENT = 512
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
+Copies = Sequence[tuple[int, int, int]]  # (target, source, bytes), by address
 Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize`
-Mark = Any  # a point in a queue, as a recorded `torch.cuda.Event`: `query`, `synchronize`
 
 
 # -- queues ------------------------------------------------------------------------------------------------------------
-
-
-class Copied(NamedTuple):
-    """Copies that were queued: a mark after them, and a transfer without memory whose clock tells their time."""
-
-    end: Mark
-    transfer: Transfer
 
 
 class Queues(ABC):
@@ -92,72 +86,50 @@ class Queues(ABC):
         """Where compute weights are loaded."""
 
     @abstractmethod
-    def mark(self, queue: Queue) -> Mark:
-        """A point after everything that ``queue`` has now."""
-
-    def waiting_mark(self, queue: Queue) -> Mark:
-        """`mark` for a thread that will wait for long."""
-        return self.mark(queue)
-
-    @abstractmethod
-    def transfer(self, end: Mark) -> Transfer:
-        """Everything before ``end`` as a transfer, which holds no memory."""
+    def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
+        """Everything that ``queue`` has now; holds no memory. ``long``: a thread will wait for long."""
 
     @abstractmethod
     def run(self, queue: Queue, work: Callable[[], None]) -> None:
         """Queue what ``work`` launches. It may be called at once, or when its turn has come."""
 
     @abstractmethod
-    def copy(self, queue: Queue, pairs: Callable[[], Pairs]) -> Copied:
-        """Queue copies; what is to be copied is asked for as `run` calls its work."""
+    def copy(self, queue: Queue, copies: Copies) -> Transfer:
+        """Queue copies; a transfer that holds no memory, whose clock tells their time."""
 
     def follow(self, queue: Queue, other: Queue) -> None:
         """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
-        queue.wait_event(self.mark(other))
+        self.mark(other).wait_on(queue)
 
 
 class HostQueue:
     """What the calling thread does itself, or has waited for: over when it is queued."""
 
-    def wait_event(self, event: Mark) -> None:
+    def wait_event(self, event: Any) -> None:
         event.synchronize()
-
-    def synchronize(self) -> None:
-        return
-
-
-class _WorkerMark:
-    """After a task of the worker, and so after all before it; None: passed."""
-
-    def __init__(self, task: Future[Any] | None) -> None:
-        self.task = task
-
-    def query(self) -> bool:
-        return self.task is None or self.task.done()
-
-    def synchronize(self) -> None:
-        if self.task is not None:
-            self.task.result()
 
 
 class WorkerQueue:
-    """One of the names for the worker's order. Whatever it is to wait for has been queued there before, or is over."""
+    """The worker's order; ``last`` is the newest task that was queued here."""
 
     last: Future[Any] | None = None
-
-    def wait_event(self, event: Mark) -> None:
-        assert isinstance(event, _WorkerMark), "all queues are the worker's"
 
     def synchronize(self) -> None:
         if self.last is not None:
             self.last.result()
 
 
+class _WorkerMark(FutureTransfer):
+    def wait_on(self, stream: Any) -> None:
+        if not isinstance(stream, WorkerQueue):  # what that gets from now on comes after it anyway
+            super().wait_on(stream)
+
+
 class WorkerQueues(Queues):
     """Level 0 is RAM: everything runs in the model's worker thread, in the order of its other tasks."""
 
     def __init__(self, worker: Worker) -> None:
-        self.states_in, self.update, self.states_out = WorkerQueue(), WorkerQueue(), WorkerQueue()
+        self.states_in = self.update = self.states_out = WorkerQueue()
         self._worker, self._host = worker, HostQueue()
 
     def computing(self) -> HostQueue:
@@ -169,24 +141,21 @@ class WorkerQueues(Queues):
     def loading(self) -> Sequence[HostQueue]:
         return (self._host,)
 
-    def mark(self, queue: Queue) -> _WorkerMark:
-        return _WorkerMark(None if queue is self._host else queue.last)
-
-    def transfer(self, end: _WorkerMark) -> Transfer:
-        return DoneTransfer() if end.task is None else FutureTransfer([end.task])
+    def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
+        task = None if queue is self._host else queue.last
+        return DoneTransfer() if task is None else _WorkerMark([task])
 
     def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
         queue.last = self._worker.submit(work)
 
-    def copy(self, queue: WorkerQueue, pairs: Callable[[], Pairs]) -> Copied:
+    def copy(self, queue: WorkerQueue, copies: Copies) -> Transfer:
         def work() -> None:
             transfer_delay("thread")
-            for target, source in pairs():
-                target.copy_(source)
+            for copy in copies:
+                ctypes.memmove(*copy)
 
         self.run(queue, work)
-        end = self.mark(queue)
-        return Copied(end, self.transfer(end))
+        return self.mark(queue)
 
 
 # -- one update --------------------------------------------------------------------------------------------------------
@@ -221,8 +190,7 @@ class LaneJob:
     last_load: Transfer | None = None
 
 
-@dataclass(eq=False)
-class LaneEnd:
+class LaneEnd(NamedTuple):
     """When an update is ``computed`` on level 0, ``stored``, and when its ``weights`` are in storage for loads."""
 
     computed: Transfer
@@ -230,44 +198,21 @@ class LaneEnd:
     weights: Transfer
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A piece that comes up, the kinds of it, and their places in a buffer."""
+class Wanted(NamedTuple):
+    """A piece that comes up, and the places of its kinds in a buffer. Made once, compared by identity."""
 
     group: Group
     piece: Piece
-    kinds: tuple[str, ...]
-    places: dict[str, slice] = field(compare=False, repr=False)
+    places: dict[str, slice]
 
 
-@dataclass(eq=False)
-class Filled:
-    """A buffer of the ring that is being filled from ranges as ``stamps`` tell; ``arrived`` is after the copies."""
+class Filled(NamedTuple):
+    """A buffer of the ring that is being filled from ranges as ``stamps`` tell, until it has ``arrived``."""
 
     wanted: Wanted
     buffer: torch.Tensor
     stamps: tuple[Stamp, ...]
-    arrived: Mark
-
-
-def cut(flat: torch.Tensor, group: Group, kind: str, piece: Piece) -> torch.Tensor:
-    """The bytes of ``piece`` in a group's flat range of ``kind``."""
-    return flat[bytes_of(group, kind, piece.start) : bytes_of(group, kind, piece.stop)]
-
-
-def typed(flat: torch.Tensor, group: Group, kind: str) -> torch.Tensor:
-    """Bytes of a range of ``kind`` as its elements."""
-    return flat.view(element_type(kind, group.slots[0].dtype))
-
-
-def stretch(values: torch.Tensor, kind: str, start: int, stop: int) -> torch.Tensor:
-    """Elements ``start`` (a multiple of 256) to ``stop`` of `typed` bytes; of scales, those that they share."""
-    return values[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)] if kind in SCALES else values[start:stop]
-
-
-def views_in(buffer: torch.Tensor, wanted: Wanted) -> dict[str, torch.Tensor]:
-    """What ``wanted`` is in a buffer, by kind."""
-    return {kind: buffer[place] for kind, place in wanted.places.items()}
+    arrived: Transfer
 
 
 def update_part(
@@ -295,6 +240,35 @@ def update_part(
     else:
         exp_avg, exp_avg_sq = (part[kind] for kind in MOMENTS)
         adamw_piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous=previous, factor=factor)
+
+
+def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
+    """AdamW in place on a piece, of which level 0 holds ``held``, bytes by kind, and what the job itself has there."""
+    group, dtype = job.group, job.group.slots[0].dtype
+
+    def typed(kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
+        """The piece of a whole range on level 0."""
+        if flat is None:
+            return None
+        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
+        return flat[start:stop].view(element_type(kind, dtype))
+
+    values = {kind: flat.view(element_type(kind, dtype)) for kind, flat in held.items()}
+    on_host = None if job.gradient_kind is None else values.pop(job.gradient_kind)
+    fresh, weight = typed("gradient", job.gradient), typed("weight", job.weight)
+    gradient, previous = (on_host, None) if fresh is None else (fresh, on_host)
+    assert gradient is not None, "a gradient is on level 0 or in host memory"
+    if weight is not None:
+        values["weight"] = weight
+    for slot, start, stop in parts_of(group, piece):
+        if slot in job.numbers:
+            own = slice(start - piece.start, stop - piece.start)
+            scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
+            update_part(
+                slot, {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}, gradient[own],
+                job.numbers[slot], previous=None if previous is None else previous[own], factor=job.factor,
+                offset=start - first_element(slot),
+            )  # fmt: skip
 
 
 class _Idle(Transfer):
@@ -336,13 +310,13 @@ class Lane:
         self._queues = queues
         self._stage = stage
         self._worker = worker
-        self._free: deque[tuple[torch.Tensor, Mark | None]] = deque((buffer, None) for buffer in self._ring)
+        self._free: deque[tuple[torch.Tensor, Transfer | None]] = deque((buffer, None) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
-        self._stored: dict[int, Mark] = {}
+        self._stored: dict[int, Transfer] = {}
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
         # The factors that jobs read: nobody may get their memory before the device is done with it.
-        self._in_use: deque[tuple[Mark, Any]] = deque()
+        self._in_use: deque[tuple[Transfer, Any]] = deque()
         # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
         storage.in_flight.add(_Idle(queues))
         memory.zero_()
@@ -355,65 +329,39 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, tuple(self._states_below(group))))
-
-    def _states_below(self, group: Group) -> list[str]:
-        """What AdamW keeps of ``group`` next to the compute weight, and not on level 0."""
-        return [] if self._is_here(group) else self._storage.states_of(group)
+            self._expected.extend(self._pieces(group, () if self._is_here(group) else self._storage.states_of(group)))
 
     def _is_here(self, group: Group) -> bool:
+        """Whether the group lives on level 0, with its states: they are changed where they are."""
         return self._storage.range(group, "weight").level == 0
 
-    def _pieces(self, group: Group, kinds: tuple[str, ...]) -> list[Wanted]:
+    def _pieces(self, group: Group, kinds: Iterable[str]) -> list[Wanted]:
         """The pieces in which all ``kinds`` of the group fit one buffer."""
-        found = self._cut.get((group.index, kinds))
-        if found is None:
-            found = []
-            if kinds:
-                fit = self._buffer_bytes - ALIGNMENT * len(kinds)
-                most = fit // sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds) * SCALE_BLOCK
-                for piece in pieces_of(group, most - most % group.formats.cut):
-                    start, places = 0, {}
-                    for kind in kinds:
-                        num_bytes = bytes_of(group, kind, len(piece))
-                        places[kind] = slice(start, start + num_bytes)
-                        start += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-                    found.append(Wanted(group, piece, kinds, places))
-            self._cut[group.index, kinds] = found
-        return found
-
-    @staticmethod
-    def arithmetic(job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """AdamW on one piece that has ``arrived``, by kind; returns what is to be stored."""
-        group = job.group
-        found = dict(arrived)
-        if job.weight is not None:
-            found["weight"] = cut(job.weight, group, "weight", piece)
-        on_host = None if job.gradient_kind is None else typed(found.pop(job.gradient_kind), group, job.gradient_kind)
-        fresh = None if job.gradient is None else typed(cut(job.gradient, group, "gradient", piece), group, "gradient")
-        gradient, previous = (on_host, None) if fresh is None else (fresh, on_host)
-        assert gradient is not None, "a gradient is on level 0 or in host memory"
-        elements = {kind: typed(flat, group, kind) for kind, flat in found.items()}
-        for slot, start, stop in parts_of(group, piece):
-            if slot not in job.numbers:
-                continue
-            own = slice(start - piece.start, stop - piece.start)
-            part = {kind: stretch(values, kind, own.start, own.stop) for kind, values in elements.items()}
-            update_part(
-                slot, part, gradient[own], job.numbers[slot], previous=None if previous is None else previous[own],
-                factor=job.factor, offset=start - first_element(slot),
-            )  # fmt: skip
-        return found
+        key = group.index, tuple(kinds)
+        if key not in self._cut:
+            found = self._cut[key] = []
+            fit = self._buffer_bytes - ALIGNMENT * len(key[1])
+            block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in key[1])
+            most = fit // block_bytes * SCALE_BLOCK if block_bytes else 0
+            for piece in pieces_of(group, most - most % group.formats.cut) if most else []:
+                start, places = 0, {}
+                for kind in key[1]:
+                    num_bytes = bytes_of(group, kind, len(piece))
+                    places[kind] = slice(start, start + num_bytes)
+                    start += align_up(num_bytes, ALIGNMENT)
+                found.append(Wanted(group, piece, places))
+        return self._cut[key]
 
     def pump(self) -> None:
         """Bring up what the next updates will need, as far as the ring has room. Never blocks."""
         while self._free and self._expected:
             wanted = self._expected[0]
-            sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.kinds}
-            far = on_disk(sources)
-            staged = self._stage.ready(wanted.group, sources) if far and self._stage is not None else None
-            if staged is None and far:
-                return
+            sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
+            staged = None
+            if on_disk(sources):
+                staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
+                if staged is None:
+                    return
             self._expected.popleft()
             self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
 
@@ -423,8 +371,8 @@ class Lane:
         The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
         """
         self._sweep()
-        states = self._states_below(job.group) + (["weight"] if job.weight is None else [])
-        sources = {kind: job.sources[kind] for kind in states}
+        states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
+        sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]
@@ -439,8 +387,7 @@ class Lane:
     def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> LaneEnd:
         group, queues = job.group, self._queues
         memory = self._far_memory(sources, staged)
-        pieces = self._pieces(group, tuple(sources))
-        own = self._storage.states_of(group) if self._is_here(group) else []  # changed where they are
+        own = self._storage.states_of(group) if self._is_here(group) else []
         targets = {kind: target for kind, target in job.targets.items() if kind not in own}
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
@@ -449,24 +396,23 @@ class Lane:
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
-        if not pieces:  # everything is on level 0: one piece, nothing moves but the weights, to storage
-            self._update(job, Piece(0, num_elements(group)), {}, targets, far)
-        for wanted in pieces:
+        if not sources:  # everything is on level 0: one piece, nothing moves but the weights, to storage
+            self._update(job, Piece(0, num_elements(group)), None, targets, far)
+        for wanted in self._pieces(group, sources):
             filled = self._take(wanted, sources, memory)
-            queues.update.wait_event(filled.arrived)
-            self._free.append((filled.buffer, self._pass(job, filled, targets, far)))
+            filled.arrived.wait_on(queues.update)
+            self._free.append((filled.buffer, self._update(job, wanted.piece, filled, targets, far)))
             self.pump()
-        if job.gradient_kind is not None and job.gradient_kind in memory:
+        if job.gradient_kind in memory:
             queues.states_in.synchronize()  # the worker's staging memory, which it gets back now
         for target in job.targets.values():
             self._storage.ledger.changed(target)
-        copied = queues.mark(queues.states_out)
-        self._stored[group.index] = copied
-        self._in_use.append((copied, job.factor))
-        computed, weights = queues.transfer(queues.mark(queues.update)), queues.transfer(copied)
+        computed, weights = queues.mark(queues.update), queues.mark(queues.states_out)
+        self._stored[group.index] = weights
+        self._in_use.append((weights, job.factor))
         if self._stage is None or staged is None:
             return LaneEnd(computed, weights, weights)
-        stored = self._stage.store(staged, job.targets, queues.transfer(queues.waiting_mark(queues.states_out)))
+        stored = self._stage.store(staged, job.targets, queues.mark(queues.states_out, long=True))
         return LaneEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
 
     def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
@@ -481,95 +427,89 @@ class Lane:
                 found[kind] = staged.views[kind]
         return found
 
-    @staticmethod
-    def _part(
-        reservation: Reservation, far: Mapping[str, torch.Tensor], group: Group, kind: str, piece: Piece
-    ) -> torch.Tensor:
-        """The bytes of ``piece`` in a range, or in the ``far`` memory that stands for it."""
-        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
-        return far[kind][start:stop] if kind in far else reservation.part(start, stop)
-
     def _sweep(self) -> None:
-        while self._in_use and self._in_use[0][0].query():
+        while self._in_use and self._in_use[0][0].done():
             self._in_use.popleft()
 
     def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
         """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
         if self._ahead:
             filled = self._ahead.popleft()
-            if filled.wanted == wanted and filled.stamps == self._stamps(wanted, sources):
+            if filled.wanted is wanted and filled.stamps == self._stamps(wanted, sources):
                 return filled
             self._free.append((filled.buffer, filled.arrived))
             self.expect(())  # the prediction was wrong
-        elif self._expected and self._expected.popleft() != wanted:
+        elif self._expected and self._expected.popleft() is not wanted:
             self.expect(())
         return self._bring(wanted, sources, memory)
 
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
-        return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.kinds)
+        return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.places)
 
     def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
         """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
-        queue = self._queues.states_in
-        if emptied is not None:
-            queue.wait_event(emptied)
-        if (last := self._stored.get(wanted.group.index)) is not None:
-            queue.wait_event(last)
+        for earlier in (emptied, self._stored.get(wanted.group.index)):
+            if earlier is not None:
+                earlier.wait_on(self._queues.states_in)
+        base = buffer.data_ptr()
+        held = {kind: base + place.start for kind, place in wanted.places.items()}
         try:
-            copied = self._fill(wanted, buffer, sources, far)
+            arrived = self._move(wanted.group, wanted.piece, held, sources, far, up=True)
         except BaseException:
             self._start_over()
             raise
-        moved = [(self._level_of(sources[kind]), 0, place.stop - place.start) for kind, place in wanted.places.items()]
-        self._count(copied, moved)
-        return Filled(wanted, buffer, stamps, copied.end)
-
-    def _fill(self, wanted: Wanted, buffer: torch.Tensor, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
-        """The copies of `_bring`."""
-        views, group, piece = views_in(buffer, wanted), wanted.group, wanted.piece
-        pairs = [(views[kind], self._part(sources[kind], far, group, kind, piece)) for kind in wanted.kinds]
-        return self._queues.copy(self._queues.states_in, lambda: pairs)
-
-    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
-        """`_update` of what a buffer was filled with."""
-        return self._update(job, filled.wanted.piece, views_in(filled.buffer, filled.wanted), targets, far)
+        return Filled(wanted, buffer, stamps, arrived)
 
     def _update(
-        self, job: LaneJob, piece: Piece, arrived: dict[str, torch.Tensor], targets: Ranges,
-        far: Mapping[str, torch.Tensor],
-    ) -> Mark:  # fmt: skip
-        """Queue the update of a piece and its copies to storage; the mark after them.
+        self, job: LaneJob, piece: Piece, filled: Filled | None, targets: Ranges, far: Mapping[str, torch.Tensor]
+    ) -> Transfer:
+        """Queue the update of a piece and its copies to ``targets``; the end of these.
 
-        ``arrived`` has its bytes but for what lives on level 0; ``far`` is the memory of targets on a disk.
+        ``filled`` has its bytes but for what lives on level 0; ``far`` is the memory of targets on a disk.
         """
-        group, queues = job.group, self._queues
-        if self._is_here(group):
-            for kind in self._storage.states_of(group):
-                arrived[kind] = self._part(job.sources[kind], {}, group, kind, piece)
-        found: dict[str, torch.Tensor] = {}
-        queues.run(queues.update, lambda: found.update(self.arithmetic(job, piece, arrived)))
-        queues.states_out.wait_event(queues.mark(queues.update))
-        parts = {kind: self._part(target, far, group, kind, piece) for kind, target in targets.items()}
-        copied = queues.copy(queues.states_out, lambda: [(part, found[kind]) for kind, part in parts.items()])
-        self._count(copied, [(0, self._level_of(targets[kind]), part.numel()) for kind, part in parts.items()])
-        return copied.end
+        queues, held = self._queues, dict[str, int]()
+        if filled is not None:
+            base = filled.buffer.data_ptr()
+            held = {kind: base + place.start for kind, place in filled.wanted.places.items()}
+        if job.weight is not None:
+            held["weight"] = job.weight.data_ptr() + bytes_of(job.group, "weight", piece.start)
+        self._compute(job, piece, filled, held)
+        queues.follow(queues.states_out, queues.update)
+        return self._move(job.group, piece, held, targets, far, up=False)
 
-    def _level_of(self, reservation: Reservation) -> int:
-        """Where the bytes of a range are copied from and to."""
-        return reservation.level if reservation.is_addressable else self._storage.plan.staging_level
+    def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
+        """Queue AdamW on a piece; ``held``: where it is on level 0, by kind."""
+        here = {} if filled is None else {kind: filled.buffer[at] for kind, at in filled.wanted.places.items()}
+        if self._is_here(job.group):
+            for kind in self._storage.states_of(job.group):
+                start, stop = (bytes_of(job.group, kind, end) for end in (piece.start, piece.stop))
+                here[kind] = job.sources[kind].part(start, stop)
+        self._queues.run(self._queues.update, lambda: update_piece(job, piece, here))
 
-    def _count(self, copied: Copied, moved: list[tuple[int, int, int]]) -> None:
-        """Count copies of ``(from level, to level, bytes)`` on their links; the first link carries the time of all."""
-        links: dict[tuple[int, int], int] = {}
-        for from_level, to_level, num_bytes in moved:
-            links[from_level, to_level] = links.get((from_level, to_level), 0) + num_bytes
-        for index, (link, num_bytes) in enumerate(links.items()):
-            if index == 0:
-                self._stack.count_transfer(*link, num_bytes, copied.transfer)
-            else:
-                self._stack.count_link(*link, num_bytes)
+    def _move(
+        self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, torch.Tensor],
+        *, up: bool,
+    ) -> Transfer:  # fmt: skip
+        """Queue the copies of a piece between level 0, where ``held`` has it, and ``ranges`` or what stands for them.
+
+        The first link carries the time of all.
+        """
+        copies, links = list[tuple[int, int, int]](), Counter[tuple[int, int]]()
+        for kind, reservation in ranges.items():
+            num_bytes = bytes_of(group, kind, len(piece))
+            below = far[kind].data_ptr() if kind in far else reservation.address
+            below += bytes_of(group, kind, piece.start)
+            level = reservation.level if reservation.is_addressable else self._storage.plan.staging_level
+            copies.append((held[kind], below, num_bytes) if up else (below, held[kind], num_bytes))
+            links[(level, 0) if up else (0, level)] += num_bytes
+        copied = self._queues.copy(self._queues.states_in if up else self._queues.states_out, copies)
+        (first, num_bytes), *others = links.items()
+        self._stack.count_transfer(*first, num_bytes, copied)
+        for link, num_bytes in others:
+            self._stack.count_link(*link, num_bytes)
+        return copied
 
     def _start_over(self) -> None:
         """Something could not be queued: let the rest end, whose memory callers will give away, and empty the ring."""

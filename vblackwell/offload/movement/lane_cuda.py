@@ -1,10 +1,9 @@
-"""Updates on a GPU: queues that are CUDA streams, joined by events, and a lane that fills them by address."""
+"""Updates on a GPU: queues that are CUDA streams, joined by events, and a lane that launches AdamW by address."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -13,24 +12,12 @@ from vblackwell.kernels.runtime.launch import copy_async
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer, copy_streams, delayed, transfer_delay
-from vblackwell.offload.layout.groups import element_type, parts_of
+from vblackwell.offload.layout.groups import Piece, bytes_of, element_type, parts_of
 from vblackwell.offload.layout.placement import num_buffers
-from vblackwell.offload.movement.lane import (
-    Copied,
-    Filled,
-    Lane,
-    LaneEnd,
-    LaneJob,
-    Mark,
-    Pairs,
-    Queues,
-    Wanted,
-    WorkerQueues,
-    bytes_of,
-)
+from vblackwell.offload.movement.lane import Copies, Filled, Lane, LaneEnd, LaneJob, Queues, WorkerQueues
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage
-from vblackwell.offload.storage.storage import Ranges, Storage
+from vblackwell.offload.storage.storage import Storage
 
 TURN_BYTES = 256  # the first of a piece, copied by another stream
 
@@ -45,6 +32,12 @@ def _recorded(stream: torch.cuda.Stream, **options: bool) -> torch.cuda.Event:
     event = torch.cuda.Event(**options)
     event.record(stream)
     return event
+
+
+def _hold_back(stream: torch.cuda.Stream) -> None:
+    if delayed():
+        with torch.cuda.stream(stream):
+            transfer_delay("stream")
 
 
 class CudaQueues(Queues):
@@ -65,61 +58,35 @@ class CudaQueues(Queues):
         streams = copy_streams(self.device)
         return streams.h2d, streams.d2d  # from RAM, or from level 0 itself
 
-    def mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
-        return _recorded(queue)
-
-    def waiting_mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
-        return _recorded(queue, blocking=True)  # its waiter sleeps, and wakes up to 0.5 ms late
-
-    def transfer(self, end: Any) -> Transfer:
-        return EventTransfer.at(end)
+    def mark(self, queue: torch.cuda.Stream, *, long: bool = False) -> Transfer:
+        """See `Queues.mark`. A thread that waits for long sleeps, and wakes up to 0.5 ms late."""
+        return EventTransfer.at(_recorded(queue, blocking=long))
 
     def run(self, queue: torch.cuda.Stream, work: Callable[[], None]) -> None:
         with torch.cuda.stream(queue):
             work()
 
-    def copy(self, queue: torch.cuda.Stream, pairs: Callable[[], Pairs]) -> Copied:
-        with torch.cuda.stream(queue):
-            transfer_delay("stream")
-            start = _recorded(queue, enable_timing=True)
-            for target, source in pairs():
-                target.copy_(source, non_blocking=True)
-            end = _recorded(queue, enable_timing=True)
-        return Copied(end, EventTransfer(start, end, ()))
-
-    def copy_at(self, queue: torch.cuda.Stream, copies: Sequence[tuple[int, int, int]]) -> Copied:
-        """`copy` on the current device by ``(target, source, bytes)``, after copies that other streams have ready.
-
-        The transfer's clock starts when it has its turn.
-        """
-        if delayed():
-            with torch.cuda.stream(queue):
-                transfer_delay("stream")
-        (target, source, num_bytes), *others = copies
-        first = min(num_bytes, TURN_BYTES)
-        self._copy_yielding(queue, target, source, first)
-        start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
-        if num_bytes > first:
-            others.insert(0, (target + first, source + first, num_bytes - first))
-        for copy in others:
-            copy_async(*copy, handle)
-        end = _recorded(queue, enable_timing=True)
-        return Copied(end, EventTransfer(start, end, ()))
-
-    def _copy_yielding(self, queue: torch.cuda.Stream, target: int, source: int, num_bytes: int) -> None:
-        """Copy in a separate stream, before what ``queue`` gets next, so that copies of other streams get their turn.
+    def copy(self, queue: torch.cuda.Stream, copies: Copies) -> Transfer:
+        """See `Queues.copy`; on the current device, after copies that other streams have ready.
 
         A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,
         of however many streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy
-        of another stream between two of its own makes the engine go round; it costs 12 us (docs/journal/offload.md).
+        of another stream between two of its own makes the engine go round; it costs 12 us (docs/journal/offload.md). So
+        the first bytes go through a separate stream. The clock starts when the rest has its turn.
         """
-        other = self._yields[queue]
+        _hold_back(queue)
+        (target, source, num_bytes), *others = copies
+        first, other = min(num_bytes, TURN_BYTES), self._yields[queue]
         other.wait_event(_recorded(queue))
-        if delayed():
-            with torch.cuda.stream(other):
-                transfer_delay("stream")
-        copy_async(target, source, num_bytes, other.cuda_stream)
+        _hold_back(other)
+        copy_async(target, source, first, other.cuda_stream)
         queue.wait_event(_recorded(other))
+        if num_bytes > first:
+            others.insert(0, (target + first, source + first, num_bytes - first))
+        start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
+        for copy in others:
+            copy_async(*copy, handle)
+        return EventTransfer(start, _recorded(queue, enable_timing=True), ())
 
 
 class CudaLane(Lane):
@@ -135,82 +102,32 @@ class CudaLane(Lane):
         with torch.cuda.device(self._queues.device):
             super().pump()
 
-    def _fill(self, wanted: Wanted, buffer: torch.Tensor, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Copied:
-        address = buffer.data_ptr()
-        copies = [
-            (address + place.start, self._address(sources[kind], far, wanted, kind), place.stop - place.start)
-            for kind, place in wanted.places.items()
-        ]
-        return self._queues.copy_at(self._queues.states_in, copies)
-
-    def _pass(self, job: LaneJob, filled: Filled, targets: Ranges, far: Mapping[str, torch.Tensor]) -> Mark:
-        wanted, group = filled.wanted, job.group
+    def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
+        group, dtype = job.group, job.group.slots[0].dtype
         if group.formats.packed or self._is_here(group):
-            return super()._pass(job, filled, targets, far)
-        queues = self._queues
-        held = self._held(job, filled)
-        self._launch(job, wanted, held)
-        computed = queues.mark(queues.update)
-        queues.states_out.wait_event(computed)
-        copies = [
-            (self._address(target, far, wanted, kind), held[kind], bytes_of(group, kind, len(wanted.piece)))
-            for kind, target in targets.items()
-        ]
-        copied = queues.copy_at(queues.states_out, copies)
-        self._count(
-            copied,
-            [(0, self._level_of(target), copy[2]) for target, copy in zip(targets.values(), copies, strict=True)],
-        )
-        return copied.end
-
-    @staticmethod
-    def _address(reservation: Reservation, far: Mapping[str, torch.Tensor], wanted: Wanted, kind: str) -> int:
-        """Where the bytes of ``wanted`` are in a range, or in the ``far`` memory that stands for it."""
-        base = far[kind].data_ptr() if kind in far else reservation.address
-        return base + bytes_of(wanted.group, kind, wanted.piece.start)
-
-    @staticmethod
-    def _held(job: LaneJob, filled: Filled) -> dict[str, int]:
-        """The addresses on level 0 of a piece's bytes, by kind; ``fresh`` is the gradient that never left."""
-        group, start, base = job.group, filled.wanted.piece.start, filled.buffer.data_ptr()
-        held = {kind: base + place.start for kind, place in filled.wanted.places.items()}
-        if job.weight is not None:
-            held["weight"] = job.weight.data_ptr() + bytes_of(group, "weight", start)
+            return super()._compute(job, piece, filled, held)
+        gradients = list[tuple[int, torch.dtype]]()  # the fresh one, which never left, first
         if job.gradient is not None:
-            held["fresh"] = job.gradient.data_ptr() + bytes_of(group, "gradient", start)
-        return held
-
-    def _launch(self, job: LaneJob, wanted: Wanted, held: Mapping[str, int]) -> None:
-        """Queue AdamW on every parameter's share of the piece."""
-        group, piece = wanted.group, wanted.piece
-        compute_dtype, kind = group.slots[0].dtype, job.gradient_kind
-        on_host = None if kind is None else (held[kind], element_type(kind, compute_dtype))
-        fresh = None if job.gradient is None else (held["fresh"], compute_dtype)
-        first, second = (on_host, None) if fresh is None else (fresh, on_host)
-        assert first is not None, "a gradient is on level 0 or in host memory"
-        factor = 0 if job.factor is None else job.factor.data_ptr()
+            gradients.append((job.gradient.data_ptr() + bytes_of(group, "gradient", piece.start), dtype))
+        if job.gradient_kind is not None:
+            gradients.append((held[job.gradient_kind], element_type(job.gradient_kind, dtype)))
+        (gradient, gradient_dtype), (previous, previous_dtype) = [*gradients, (0, None)][:2]
+        assert gradient_dtype is not None, "a gradient is on level 0 or in host memory"
         for slot, start, stop in parts_of(group, piece):
             if slot not in job.numbers:
                 continue
             offset = start - piece.start
             at = Addresses(
-                held["weight"] + offset * compute_dtype.itemsize,
+                held["weight"] + offset * dtype.itemsize,
                 held["remainder"] + offset * 2 if "remainder" in held else 0,
                 held["exp_avg"] + offset * 4,
                 held["exp_avg_sq"] + offset * 4,
-                first[0] + offset * first[1].itemsize,
-                0 if second is None else second[0] + offset * second[1].itemsize,
-                factor,
+                gradient + offset * gradient_dtype.itemsize,
+                0 if previous_dtype is None else previous + offset * previous_dtype.itemsize,
+                0 if job.factor is None else job.factor.data_ptr(),
                 0,
             )
-            adamw_at(
-                at,
-                stop - start,
-                job.numbers[slot],
-                first[1],
-                None if second is None else second[1],
-                self._queues.update,
-            )
+            adamw_at(at, stop - start, job.numbers[slot], gradient_dtype, previous_dtype, self._queues.update)
 
 
 def make_lane(stack: VGPUStack, storage: Storage, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
