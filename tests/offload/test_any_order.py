@@ -202,7 +202,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     for kind, names in {
-        WeightStreamer: ("_drop", "_keep_budget", "load", "_forget", "pin", "_arrive", "invalidate"),
+        WeightStreamer: ("drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"),
         Loading: ("acquire", "unpack"),
     }.items():
         for name in names:

@@ -32,7 +32,7 @@ from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane_cuda import make_lane
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
-from vblackwell.offload.movement.state import GroupStates, Level0Room, Worker
+from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
 from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
 from vblackwell.offload.parameters import (
@@ -168,7 +168,7 @@ class Offload:
             self.detach()
             raise
         if activations is not None:
-            activations.is_weight = self.weights.aliases
+            activations.leave_out(self.weights)
         prefetcher = _prefetcher_of(self)
         stack.add_prefetcher(prefetcher)
         self.room.join()
@@ -180,25 +180,25 @@ class Offload:
     def _build(self, found: StreamedPlacement, ring: Reservation | None) -> None:
         """Make what moves bytes, and tie it together: nothing of it knows this object, or what stands above it."""
         stack, groups, storage, worker = self.stack, self.groups, self.storage, self.worker
-        self.states = states = GroupStates(groups)
+        self.states = states = {group: GroupState() for group in groups}
         self.room = room = Level0Room(stack, storage)
+        self._shared = shared = Shared(self.name, stack, groups, storage, worker, states, room)
         self.lock = room.lock
         self.shadows = Shadows(storage)
-        self.weights = weights = WeightStreamer(stack, groups, states, storage, self.budget_bytes, room)
+        self.weights = weights = WeightStreamer(shared, self.budget_bytes)
         self.gradients = gradients = GradientCollector(
-            stack, groups, states, storage, worker, room,
+            shared,
             use_of=lambda buffer, adding: self.step_control.use_of(buffer, adding),
             arrived=lambda group: self.step_control.gradient_arrived(group),
             free_spare=lambda: self.level0 is not None and self.level0.free_shadows(),
         )  # fmt: skip
-        self.host_updates = HostUpdates(self.name, states, storage, weights, gradients, worker)
+        self.host_updates = HostUpdates(shared, weights)
         self.level0: DeviceUpdates | None = None
         if ring is not None:
             lane = make_lane(stack, storage, ring, worker, max(map(smallest_buffer, found.on_level0), default=0))
             self.level0 = DeviceUpdates(
-                self.device, groups, found.on_level0, self._slice_rows.keys(), states, storage, weights, gradients,
-                self.shadows, lane,
-            )  # fmt: skip
+                shared, found.on_level0, self._slice_rows.keys(), weights, gradients, self.shadows, lane
+            )
             room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
         room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
         self.step_control = StepControl(
@@ -214,8 +214,8 @@ class Offload:
             self.used.hide(slot)
         leaves = {
             group: SlicedLeaf(
-                group, num_rows, self.stack, self.states, self.storage, self.room, self.weights, self.gradients,
-                self.step_control.wait_for_updates, self.step_control.before_gradient,
+                self._shared, group, num_rows, self.weights, self.gradients, self.step_control.wait_for_updates,
+                self.step_control.before_gradient,
             )
             for group, num_rows in self._slice_rows.items()
         }  # fmt: skip

@@ -12,14 +12,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vblackwell.memory.level import Extent, Level, RangeAllocator
-from vblackwell.memory.transfer import DoneTransfer, EventTransfer, Transfer, flat_bytes
-from vblackwell.offload.movement.lane import Copies, HostQueue, Queues
+from vblackwell.memory.transfer import EventTransfer, Transfer, flat_bytes
+from vblackwell.offload.movement.lane import Copies, Queues
 from vblackwell.offload.storage.staging import Continuations
 
 PAGE = 4096
@@ -140,25 +140,18 @@ class LateQueue:
 
 
 class LateQueues(Queues):
-    """Three late queues, and late ones for what the model computes, loads and sends home, or the host's own."""
+    """Three late queues, and late ones for what the model computes, loads and sends home."""
 
-    def __init__(self, adversary: Adversary, *, host: bool = False) -> None:
+    def __init__(self, adversary: Adversary) -> None:
         self.adversary = adversary
         self.states_in, self.update, self.states_out = (LateQueue(adversary) for _ in range(3))
-        self.model, self.gradients, self.loads = (HostQueue() if host else LateQueue(adversary) for _ in range(3))
+        self.model, self.leaving, self.loads = (LateQueue(adversary) for _ in range(3))
+        self.loading = (self.loads,)
 
     def computing(self) -> Any:
         return self.model
 
-    def leaving(self) -> Any:
-        return self.gradients
-
-    def loading(self) -> Sequence[Any]:
-        return (self.loads,)
-
     def mark(self, queue: Any, *, long: bool = False) -> Transfer:
-        if isinstance(queue, HostQueue):
-            return DoneTransfer()
         mark = LateMark(self.adversary)
         queue.add(lambda: setattr(mark, "passed", True))
         return EventTransfer.at(mark)  # type: ignore[arg-type]

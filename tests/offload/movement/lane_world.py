@@ -215,9 +215,9 @@ class World:
             self.storage.close_range(group, "gradient", opened, store=True)
             return
         if group in self.ends:
-            self.ends[group].computed.wait_on(self.queues.gradients)
-        self.queues.run(self.queues.gradients, lambda: home.fill_(GARBAGE))
-        self.queues.run(self.queues.gradients, lambda: home.copy_(values))
+            self.ends[group].computed.wait_on(self.queues.leaving)
+        self.queues.run(self.queues.leaving, lambda: home.fill_(GARBAGE))
+        self.queues.run(self.queues.leaving, lambda: home.copy_(values))
 
     def _spoil_after(self, transfer: Transfer, memory: torch.Tensor) -> None:
         """As soon as ``transfer`` is over the memory is somebody else's."""

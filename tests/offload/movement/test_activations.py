@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,21 +134,18 @@ def test_training_is_bitwise_the_same(case: Case, dtype: torch.dtype, stack: VGP
     assert out > 0 and back > 0
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3, 100])
-def test_keeping_some_changes_no_bit(keep: int, stack: VGPUStack):
+def test_the_newest_stay(stack: VGPUStack, store: ActivationStore):
     model = Chain()
     expected = plain_gradients(model)
-    with contextlib.closing(ActivationStore(stack, smallest_bytes=1, keep_bytes=keep * BOUNDARY_BYTES)) as store:
-        for step in range(3):
-            before = moved(stack)
-            with store.forward_of(model):
-                loss = model(batch())
-            loss.backward()
-            assert same(gradients(model), expected)
-            out, back = (now - then for now, then in zip(moved(stack), before, strict=True))
-            turned_around = min(DEPTH, max(keep, NEWEST))
-            assert back == (DEPTH - turned_around) * BOUNDARY_BYTES
-            assert out == back if step else out == DEPTH * BOUNDARY_BYTES  # the first forward cannot know its end
+    for step in range(3):
+        before = moved(stack)
+        with store.forward_of(model):
+            loss = model(batch())
+        loss.backward()
+        assert same(gradients(model), expected)
+        out, back = (now - then for now, then in zip(moved(stack), before, strict=True))
+        assert back == (DEPTH - NEWEST) * BOUNDARY_BYTES
+        assert out == back if step else out == DEPTH * BOUNDARY_BYTES  # the first forward cannot know its end
 
 
 def test_random_delays_change_no_bit(stack: VGPUStack, store: ActivationStore):
@@ -240,9 +238,9 @@ def test_strides_alignment_and_bytes_come_back(
 
 def test_what_does_not_leave(stack: VGPUStack):
     weight = torch.randn(64, 64)
-    with contextlib.closing(
-        ActivationStore(stack, smallest_bytes=1024, is_weight=lambda tensor: tensor.data_ptr() == weight.data_ptr())
-    ) as store:
+    weights = Mock(aliases=lambda tensor: tensor.data_ptr() == weight.data_ptr())
+    with contextlib.closing(ActivationStore(stack, smallest_bytes=1024)) as store:
+        store.leave_out(weights)
         x = torch.randn(64, 64, requires_grad=True) * 1
         stay = [
             weight, x[0], x[:, :16], x.detach().requires_grad_(), nn.Parameter(torch.randn(64, 64)), x.to_sparse(),
@@ -513,7 +511,8 @@ def test_with_streamed_weights(case: Case, make_stack: MakeStack):
     enable_vgpu_stack_optimization(model, stack)
     engine = offload_of(model)
     assert engine is not None and engine.placement == "streamed" and expected
-    with contextlib.closing(ActivationStore(stack, smallest_bytes=1, is_weight=engine.weights.aliases)) as store:
+    with contextlib.closing(ActivationStore(stack, smallest_bytes=1)) as store:
+        store.leave_out(engine.weights)
         for seed in range(3):
             torch.manual_seed(seed)
             with store.forward_of(model):

@@ -85,8 +85,7 @@ def differing(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[int]:
     return [number for number, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
 
 
-@pytest.mark.parametrize("keep_mb", [0, 40])
-def test_bits_and_memory(keep_mb: int):
+def test_bits_and_memory():
     depth, boundary = 24, 8 << 20
     start = WideChain(depth).cuda().bfloat16()
     plain, model = copy.deepcopy(start), copy.deepcopy(start)
@@ -95,13 +94,12 @@ def test_bits_and_memory(keep_mb: int):
     again, _ = train(copy.deepcopy(start), None, 6)
     assert not differing(again, expected), "the plain run itself is not reproducible"
     chance = random.Random(0)
-    with gpu_stack() as stack, contextlib.closing(ActivationStore(stack, keep_bytes=keep_mb << 20)) as store:
+    with gpu_stack() as stack, contextlib.closing(ActivationStore(stack)) as store:
         seen, peak = train(model, store, 6)
         assert not differing(seen, expected)
         # What is left of 24 boundaries: the window, two on their way back, and one that is in use.
-        kept = max(NEWEST, keep_mb // 8)
-        assert plain_peak - peak >= (depth - kept - 4) * boundary
-        assert moved(stack)[1] == 6 * (depth - kept) * boundary
+        assert plain_peak - peak >= (depth - NEWEST - 4) * boundary
+        assert moved(stack)[1] == 6 * (depth - NEWEST) * boundary
 
         set_transfer_delay(lambda kind: torch.cuda._sleep(chance.randrange(4_000_000)))
         try:

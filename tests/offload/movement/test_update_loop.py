@@ -61,7 +61,7 @@ def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool],
     weight, step, loop = torch.empty(length, dtype=torch.bfloat16), torch.zeros(()), MasterLoop()
     with pytest.MonkeyPatch.context() as patch:
         if way == "plain":
-            patch.setattr(update_loop, "compiled_loop", lambda: update_loop._loop)
+            patch.setattr(update_loop, "compiled", lambda loop: loop)
         for number, clip in enumerate(clipped, 1):
             gradient = torch.randn(length, generator=generator)
             gradient = gradient if wide else gradient.bfloat16()
@@ -95,7 +95,7 @@ ODD_BITS = [
 def test_a_nan_master_stays_a_nan(way: str, monkeypatch: pytest.MonkeyPatch):
     """A gradient of zero, no decay and no rate: the master keeps its bits."""
     if way == "plain":
-        monkeypatch.setattr(update_loop, "compiled_loop", lambda: update_loop._loop)
+        monkeypatch.setattr(update_loop, "compiled", lambda loop: loop)
     master = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32).repeat(CHUNK // 8)
     was, weight, loop = master.clone(), torch.zeros(len(master), dtype=torch.bfloat16), MasterLoop()
     numbers = NUMBERS | {"lr": 0.0, "weight_decay": 0.0}
@@ -121,7 +121,7 @@ def test_a_split_master_keeps_nan_and_infinity(split: Callable[..., None]):
 
 def test_the_loop_is_compiled_and_lets_other_threads_run():
     """A busy main thread must not be stopped for the length of an update, nor stop it at every operation."""
-    assert isinstance(update_loop.compiled_loop(), torch.jit.ScriptFunction)
+    assert isinstance(update_loop.compiled(update_loop._adamw), torch.jit.ScriptFunction)
     length = 1 << 23
     tensors = [torch.zeros(length) for _ in range(3)]
     weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
@@ -149,7 +149,7 @@ def test_a_torch_that_does_not_compile_it_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.jit, "script", refuse)
     with pytest.warns(RuntimeWarning, match=r"\(NotImplementedError: no TorchScript any more\)"):
-        assert update_loop.compiled_loop.__wrapped__() is update_loop._loop
+        assert update_loop.compiled.__wrapped__(update_loop._adamw) is update_loop._adamw
 
 
 def test_updating_threads_compute_alone_and_others_do_not():
@@ -227,7 +227,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
     tensors = [torch.zeros(length) for _ in range(3)]
     weight = torch.zeros(length, dtype=torch.bfloat16)
     loop.add(tensors[0], weight, weight, *tensors[1:], torch.ones(()), None, **NUMBERS)
-    monkeypatch.setattr(update_loop, "_update", update)
+    monkeypatch.setattr(MasterLoop, "_work", update)
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(update_loop, "_pool", lambda: (Interrupted(), 2))
         with pytest.raises(KeyboardInterrupt):

@@ -78,9 +78,9 @@ def test_a_pass_moves_what_does_not_stay_once(places, chain):
 def test_the_next_pass_is_on_its_way_before_it_begins(chain):
     model, _, loaded_by = chain(5)
     loaded_by(model)
-    weights = offload_of(model).weights
-    first = [index for index in range(LAYERS) if index not in weights.staying][: WEIGHT_PLACES - 1]
-    assert all(index in weights._loaded for index in first)
+    engine = offload_of(model)
+    first = [group for group in engine.groups if group.index not in engine.weights.staying][: WEIGHT_PLACES - 1]
+    assert all(map(engine.weights.is_loaded, first))
 
 
 def test_any_order_is_right_and_is_learned(chain):

@@ -8,12 +8,12 @@ A boundary's bytes leave as soon as its layer has it, and return while the layer
     loss.backward()
 
 `saved_tensors_hooks` around each checkpoint catch its inputs (`nn.checkpoint`); hooks that were active before are asked
-first, and a recompute is left alone. The newest `NEWEST` boundaries, and as many more as ``keep_bytes`` allows, stay on
-level 0, and what stayed in the last forward is not even copied in the next. The others are let go after the computing
-stream was made to wait for their copies, so the peak of memory does not depend on how far the host runs ahead. Autograd
-asks in the reverse order: each answer starts the loads of the boundaries before it into fresh buffers of the computing
-stream's pool. It holds the only strong reference to what it will ask for, so a graph that dies, after backward or by an
-interrupt, gives its buffers back by reference counts; with ``retain_graph`` they are read again.
+first, and a recompute is left alone. The newest `NEWEST` boundaries stay on level 0, and what stayed in the last
+forward is not even copied in the next. The others are let go after the computing stream was made to wait for their
+copies, so the peak of memory does not depend on how far the host runs ahead. Autograd asks in the reverse order: each
+answer starts the loads of the boundaries before it into fresh buffers of the computing stream's pool. It holds the only
+strong reference to what it will ask for, so a graph that dies, after backward or by an interrupt, gives its buffers
+back by reference counts; with ``retain_graph`` they are read again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
 from vblackwell.offload.movement.state import Stalls, current_stream
-from vblackwell.offload.movement.weights import SavedTensor
+from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
 
@@ -49,18 +48,12 @@ class HostBuffer:
     reservation: Reservation
     pending: list[Transfer] = field(default_factory=list)
 
-    @property
-    def num_bytes(self) -> int:
+    def __len__(self) -> int:
         return self.reservation.num_bytes
 
 
 class HostBuffers:
-    """Ranges of the first level in RAM below level 0, taken once and used again. The owner has a lock.
-
-    Raises:
-        ConfigurationError: the stack has no level in RAM below level 0.
-        InsufficientMemory: that level is full.
-    """
+    """Ranges of the first level in RAM below level 0, taken once and used again. The owner has a lock."""
 
     def __init__(self, stack: VGPUStack, name: str) -> None:
         devices = list(enumerate(level.device for level in stack.levels))[1:]
@@ -72,7 +65,7 @@ class HostBuffers:
         self.level = level
         self._stack = stack
         self._name = name
-        self._all: dict[HostBuffer, None] = {}
+        self._all = set[HostBuffer]()
         self._free: list[HostBuffer] = []
         self._serial = itertools.count()
         device = stack.level0_device
@@ -83,25 +76,18 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """All bytes that are reserved now."""
-        return sum(buffer.num_bytes for buffer in self._all)
+        return sum(map(len, self._all))
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer of at least ``num_bytes``, ready for `VGPUStack.write`.
-
-        Raises:
-            InsufficientMemory: none is free, and the level has no room for another one.
-        """
+        """A buffer of at least ``num_bytes``, ready for `VGPUStack.write`; raises InsufficientMemory."""
         # In steps of an eighth of the power of two below it, at least of a page.
         wanted = align_up(num_bytes, max(4 * KiB, 1 << max(0, num_bytes.bit_length() - 4)))
-        fitting = [buffer for buffer in self._free if buffer.num_bytes >= wanted]
+        fitting = [buffer for buffer in self._free if len(buffer) >= wanted]
         if not fitting:
             if self._free:
-                self._end(max(self._free, key=lambda buffer: buffer.num_bytes))
-            buffer = self._reserve(wanted)
-            self._all[buffer] = None
-            return buffer
-        buffer = min(fitting, key=lambda buffer: buffer.num_bytes)  # of equal ones the first: it has been free longest
+                self._end(max(self._free, key=len))
+            return self._reserve(wanted)
+        buffer = min(fitting, key=len)  # of equal ones the first: it has been free longest
         self._free.remove(buffer)
         for transfer in buffer.pending:
             transfer.wait_on(self._outward)
@@ -120,24 +106,26 @@ class HostBuffers:
     def _reserve(self, num_bytes: int) -> HostBuffer:
         name = f"{self._name}#{next(self._serial)}"
         try:
-            return HostBuffer(self._stack.reserve(name, num_bytes, self.level))
+            buffer = HostBuffer(self._stack.reserve(name, num_bytes, self.level))
         except InsufficientMemory as error:
             level = self._stack.levels[self.level]
             free = level.capacity_bytes - level.used_bytes
             raise InsufficientMemory(
                 f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs "
                 f"{format_bytes(num_bytes)} more, but {level.name} has {format_bytes(free)} free: raise host_memory "
-                "(the capacity of the level), keep more of it on level 0, use a smaller batch, or, where a model's "
-                "states spill to a disk, keep RAM free of them with activation_bytes=",
+                "(the capacity of the level), use a smaller batch, or, where a model's states spill to a disk, keep RAM "
+                "free of them with activation_bytes=",
                 needed_bytes=num_bytes,
                 available_bytes=free,
             ) from error
+        self._all.add(buffer)
+        return buffer
 
     def _end(self, buffer: HostBuffer) -> None:
         for transfer in buffer.pending:
             transfer.wait()
         self._stack.unreserve(buffer.reservation)
-        del self._all[buffer]
+        self._all.remove(buffer)
         if buffer in self._free:
             self._free.remove(buffer)
 
@@ -156,36 +144,29 @@ Departed = deque[tuple[HostBuffer, Load | None]]
 class Boundary:
     """One tensor that left level 0, or may leave. Only tickets refer to it strongly; ``departed`` notes its death.
 
-    Attributes:
-        resident: the tensor while it is on level 0, without its graph. version: autograd's count of in-place writes to
-            it.
-        spoiled: it was written to before its copy was over.
-        lead_bytes: distance of its address from an aligned one; kernels choose by alignment, so it is kept.
-        span_bytes: from its first to its last element in memory; these bytes travel.
-        buffer, sent: where they are in host memory, and the copy there; None as long as they did not leave.
-        load: their copy to level 0, from when it was started until backward asked.
-        saves, calls, last_call: how often it was saved, by how many checkpoints, and which was the last.
+    Its address keeps the distance from an aligned one (``lead_bytes``), by which kernels choose. The ``span_bytes``
+    from its first to its last element travel.
     """
 
     def __init__(self, tensor: torch.Tensor, departed: Departed) -> None:
-        self.resident: torch.Tensor | None = tensor.detach()
+        self.resident: torch.Tensor | None = tensor.detach()  # while it is on level 0
         self.version = tensor._version
-        self.spoiled = False
+        self.spoiled = False  # it was written to before its copy was over
         self.lead_bytes = tensor.data_ptr() % (512 if tensor.device.type == "cuda" else 64)  # torch's allocators align
         self.span_bytes = span_bytes(tensor)
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.buffer: HostBuffer | None = None
-        self.sent: Transfer | None = None
-        self.load: Load | None = None
-        self.saves, self.calls, self.last_call = 0, 0, -1
+        self.buffer: HostBuffer | None = None  # where it is in host memory
+        self.sent: Transfer | None = None  # the copy there
+        self.load: Load | None = None  # the copy to level 0, until backward asks
+        self.saves, self.calls, self.last_call = 0, 0, -1  # how often, by how many checkpoints, the last of them
         self._departed = departed
         self._identity = StorageWeakRef(tensor.untyped_storage())  # so that no other storage gets this one's address
 
     def flat(self) -> torch.Tensor:
         """The resident tensor's span, contiguous."""
-        tensor = self.resident
-        assert tensor is not None
-        return tensor.as_strided((self.span_bytes // tensor.element_size(),), (1,), tensor.storage_offset())
+        assert self.resident is not None
+        length = self.span_bytes // self.resident.element_size()
+        return self.resident.as_strided((length,), (1,), self.resident.storage_offset())
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor over ``flat``, uint8, which has the span after ``lead_bytes``."""
@@ -239,8 +220,7 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
 _top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
-@dataclass(frozen=True)
-class Elsewhere:
+class Elsewhere(NamedTuple):
     """What hooks outside ours made of a tensor."""
 
     packed: Any
@@ -249,48 +229,38 @@ class Elsewhere:
 
 @dataclass
 class Pass:
-    """One forward: what was saved so far, and the sizes of what the one before it saved."""
+    """One forward: tickets for what was saved so far, how many boundaries that is, and how many the one before had."""
 
-    sizes_before: list[int]
-    keep_bytes: int
+    count_before: int
     tape: list[weakref.ref[Ticket]] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    count: int = 0
 
-    def enter(self, num_bytes: int) -> bool:
+    def enter(self) -> bool:
         """The next boundary; whether it will still be on level 0 at the forward's end, if it goes as the one before."""
-        rest = self.sizes_before[len(self.sizes) :]
-        self.sizes.append(num_bytes)
-        return 0 < len(rest) <= NEWEST or 0 < sum(rest) <= self.keep_bytes
+        rest = self.count_before - self.count
+        self.count += 1
+        return 0 < rest <= NEWEST
 
 
 class ActivationStore:
-    """The boundary activations of whatever runs forward inside `forward_of`.
+    """The boundary activations of whatever runs forward inside `forward_of`; tensors under ``smallest_bytes`` stay.
 
-    Args:
-        stack: its level 0 is where the model computes; the bytes go to its first level in RAM below.
-        keep_bytes: what may stay on level 0 because backward needs it first.
-        smallest_bytes: smaller tensors stay.
-        is_weight: whether a tensor is an offloaded model's own (`WeightStreamer.aliases`); such tensors stay. A method
-            is held weakly: what closes a store when its model has died must not keep the model alive.
+    The model computes on level 0 of ``stack``; the bytes go to its first level in RAM below.
 
     Raises:
         ConfigurationError: the stack has no level in RAM below level 0.
         InsufficientMemory: that level is full.
     """
 
-    def __init__(
-        self, stack: VGPUStack, name: str = "activations", *, keep_bytes: int = 0, smallest_bytes: int = SMALLEST_BYTES,
-        is_weight: Callable[[torch.Tensor], bool] | None = None,
-    ) -> None:  # fmt: skip
-        self.keep_bytes = keep_bytes
+    def __init__(self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self._stack = stack
         self._device = stack.level0_device
         self._smallest_bytes = smallest_bytes
-        self.is_weight = is_weight
+        self._weights: Callable[[], WeightStreamer | None] = lambda: None
         self._buffers = HostBuffers(stack, name)
         self._stalls = Stalls(stack)
         self._lock = threading.RLock()  # collecting garbage inside it may close the store
-        self._pass = Pass([], keep_bytes)
+        self._pass = Pass(0)
         self._call = 0
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], Boundary] = weakref.WeakValueDictionary()
         self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
@@ -303,16 +273,12 @@ class ActivationStore:
     def forward_of(self, model: torch.nn.Module | None = None) -> Iterator[None]:
         """Around one forward: what its checkpoints keep is kept here.
 
-        Args:
-            model: needed for transformers' models, whose modules checkpoint themselves.
-
-        Raises:
-            ConfigurationError: the store is closed.
-            InsufficientMemory: (inside) the host level has no room for what has to leave.
+        ``model`` is needed for transformers' models, whose modules checkpoint themselves. Raises ConfigurationError if
+        the store is closed, and inside InsufficientMemory where the host level has no room for what has to leave.
         """
         if self._closed:
             raise ConfigurationError("the activation store is closed: make a new one")
-        before, self._pass = self._pass, Pass(self._pass.sizes or self._pass.sizes_before, self.keep_bytes)
+        before, self._pass = self._pass, Pass(self._pass.count or self._pass.count_before)
         try:
             with inputs_saved_under(self.hooks, model):
                 yield
@@ -320,14 +286,9 @@ class ActivationStore:
             self._pass = before
             raise
 
-    @property
-    def is_weight(self) -> Callable[[torch.Tensor], bool] | None:
-        """Which tensors are weights; None if nobody says so, or the one who did has died."""
-        return self._is_weight()
-
-    @is_weight.setter
-    def is_weight(self, asked: Callable[[torch.Tensor], bool] | None) -> None:
-        self._is_weight = weakref.WeakMethod(asked) if isinstance(asked, MethodType) else lambda: asked
+    def leave_out(self, weights: WeightStreamer) -> None:
+        """Weights that these have loaded stay. Held weakly: what closes a dead model's store must not keep it alive."""
+        self._weights = weakref.ref(weights)
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Around one checkpoint: saved-tensor hooks for what it keeps. Hooks that are active already come first."""
@@ -350,9 +311,9 @@ class ActivationStore:
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
     def summary(self) -> dict[str, int]:
-        """For reports: bytes reserved in host memory, and what may stay on level 0."""
+        """For reports: bytes reserved in host memory, and on which level."""
         with self._lock:
-            return {"host_bytes": self._buffers.num_bytes, "level": self._buffers.level, "keep_bytes": self.keep_bytes}
+            return {"host_bytes": self._buffers.num_bytes, "level": self._buffers.level}
 
     def close(self) -> None:
         """Give all host memory back to the stack. Idempotent. A graph that still needs some of it gets an error."""
@@ -384,8 +345,8 @@ class ActivationStore:
             return False  # a leaf that wants a gradient is a parameter, which its module holds
         if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
             return False
-        is_weight = self.is_weight
-        return is_weight is None or not is_weight(tensor)
+        weights = self._weights()
+        return weights is None or not weights.aliases(tensor)
 
     def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
         storage = tensor.untyped_storage()._cdata
@@ -393,7 +354,7 @@ class ActivationStore:
         boundary = self._known.get(key)
         if boundary is None:
             boundary = Boundary(tensor, self._departed)
-            if not self._pass.enter(boundary.span_bytes):
+            if not self._pass.enter():
                 self._send(boundary)
             self._known[key] = boundary
             self._let_oldest_go(boundary)
@@ -411,13 +372,9 @@ class ActivationStore:
         buffer.pending = [boundary.sent]
 
     def _let_oldest_go(self, newest: Boundary) -> None:
-        window = [*_alive(self._window), newest]
-        window = [boundary for boundary in window if boundary.calls < SHARED_CALLS]
-        total = sum(boundary.span_bytes for boundary in window)
-        while len(window) > NEWEST and total > self.keep_bytes:
-            oldest = window.pop(0)
-            total -= oldest.span_bytes
-            self._let_go(oldest)
+        window = [boundary for boundary in [*_alive(self._window), newest] if boundary.calls < SHARED_CALLS]
+        while len(window) > NEWEST:
+            self._let_go(window.pop(0))
         self._window = [weakref.ref(boundary) for boundary in window]
 
     def _let_go(self, boundary: Boundary) -> None:
@@ -445,7 +402,7 @@ class ActivationStore:
             self._collect()
             tensor = self._bring(packed.boundary)
             self._prefetch(packed)
-            return tensor
+        return tensor
 
     def _bring(self, boundary: Boundary) -> torch.Tensor:
         resident = boundary.resident
@@ -510,10 +467,9 @@ class ActivationStore:
             buffer, load = self._departed.popleft()
             self._buffers.give(buffer)
             self._retired += buffer.pending if load is None else [*buffer.pending, load.transfer]
-        under_way = []
-        for transfer in self._retired:
-            transfer.let_go() if transfer.done() else under_way.append(transfer)
-        self._retired = under_way
+        retired, self._retired = self._retired, []
+        for transfer in retired:
+            transfer.let_go() if transfer.done() else self._retired.append(transfer)
 
 
 def _alive(refs: list[weakref.ref[Boundary]]) -> list[Boundary]:

@@ -12,28 +12,27 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
-from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import start_copy
+from vblackwell.memory.transfer import DoneTransfer, start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     GradientBuffer,
     GradientState,
-    GroupStates,
     InFlightQueue,
-    Level0Room,
+    Mover,
     Outcome,
-    Worker,
+    Shared,
     current_stream,
     reserve,
 )
-from vblackwell.offload.movement.update_loop import SumLoop
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.movement.update_loop import SumLoop, flat_of
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 # Buffers on their way out next to the one that fills: more would only wait for the link on level 0 instead of in host
@@ -42,12 +41,13 @@ MAX_LEAVING = 3
 
 
 class HostGradients:
-    """What the worker thread does to gradients in host memory; every method runs there."""
+    """What the worker thread does to gradients in host memory; every method runs there.
 
-    def __init__(self, stack: VGPUStack, storage: Storage, states: GroupStates) -> None:
-        self._stack = stack
-        self._storage = storage
-        self._states = states
+    No `Mover`: a task that waits must not keep the model alive.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._stack, self._storage, self._states = shared.stack, shared.storage, shared.states
         self._wide = torch.empty(0)
         self._sums = SumLoop()
 
@@ -62,9 +62,9 @@ class HostGradients:
     def add(
         self, group: Group, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...], owned: bool
     ) -> None:
-        """Add what lies in ``incoming`` to the sum after ``before``: its arrival, and readers of the sum.
+        """Add what lies in ``incoming``, which is given back if it is ``owned``, to the sum after ``before``.
 
-        ``incoming`` is given back if it is ``owned``; on the arena it is the collector's buffer on level 0.
+        These are its arrival, and readers of the sum.
         """
         for transfer in before:
             transfer.wait()
@@ -78,59 +78,42 @@ class HostGradients:
         state.norms.clear()
 
     def land_slice(
-        self, slot: Slot, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
+        self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
     ) -> None:
-        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the gradient."""
+        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
         if transfer is not None:
             transfer.wait()
-        group = slot.group
-        state = self._states[group].gradient
         if adding:
             self._widen(group)
-        kind = state.kind if adding else "gradient"
+        slot, kind = group.slots[0], self._states[group].gradient.kind if adding else "gradient"
         view = source.view()
         assert view is not None
         rows = view[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
         total = self._storage.open(group, kind)
-        target = (slot.view_fp32(total) if kind == "accumulated" else slot.view(total))[start : start + num_rows]
+        target = _shaped(slot, total, kind)[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
         self._storage.close_range(group, kind, total, store=True)
         if transfer is not None:
             self._storage.give(source)
 
-    def note_landed(self, slot: Slot, adding: bool) -> None:
-        """All slices have landed."""
-        state = self._states[slot.group].gradient
-        state.landed[slot] = None
-        state.norms.clear()
-        if not adding:
-            state.kind = "gradient"
-
     def _widen(self, group: Group) -> None:
         """Move a narrow gradient to the fp32 range, where sums are kept."""
-        if self._is_narrow(group):
+        if self._states[group].gradient.kind != sum_kind(group):
             self._sum(group, {})
-
-    def _is_narrow(self, group: Group) -> bool:
-        return self._states[group].gradient.kind != "accumulated" and not group.is_fp32
 
     def _sum(self, group: Group, fresh: dict[Slot, torch.Tensor]) -> None:
         """Add ``fresh`` to what is in host memory, in one pass; a narrow gradient moves to the fp32 range with it."""
-        state, moves = self._states[group].gradient, self._is_narrow(group)
-        narrow = self._storage.open(group, "gradient") if moves else None
-        kind = "accumulated" if moves else state.kind
+        state, kind = self._states[group].gradient, sum_kind(group)
+        narrow = None if state.kind == kind else self._storage.open(group, "gradient")
         summed = self._storage.open(group, kind, load=narrow is None)
         for slot in state.landed | dict.fromkeys(fresh):
-            target = slot.flat_fp32(summed) if kind == "accumulated" else slot.flat(summed)
-            addend = fresh.get(slot)
+            target, addend = flat_of(slot, summed, kind), fresh.get(slot)
             if slot not in state.landed:
                 self._sums.add(target, addend, None)
             elif narrow is not None or addend is not None:
                 self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
         self._sums.run()
         self._storage.close_range(group, kind, summed, store=True)
-        if narrow is not None:
-            self._storage.close_range(group, "gradient", narrow, store=False)
         state.kind = kind
 
     def measure(self, group: Group) -> None:
@@ -140,17 +123,12 @@ class HostGradients:
         if missing:
             flat = self._storage.open(group, state.kind)
             for slot in missing:
-                state.norms[slot] = self._norm(_values(slot, flat, state.kind))
-            self._storage.close_range(group, state.kind, flat, store=False)
+                state.norms[slot] = self._norm(flat_of(slot, flat, state.kind))
 
     def read(self, slot: Slot) -> torch.Tensor:
         """A copy of ``slot``'s gradient in its compute type."""
-        state = self._states[slot.group].gradient
-        flat = self._storage.open(slot.group, state.kind)
-        values = slot.view_fp32(flat) if state.kind == "accumulated" else slot.view(flat)
-        values = values.to(slot.dtype, copy=True)
-        self._storage.close_range(slot.group, state.kind, flat, store=False)
-        return values
+        kind = self._states[slot.group].gradient.kind
+        return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
 
     def _norm(self, values: torch.Tensor) -> torch.Tensor:
         """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
@@ -170,7 +148,7 @@ class HostGradients:
         state = self._states[group].gradient
         flat = self._storage.open(group, state.kind)
         for slot in slots:
-            values = _values(slot, flat, state.kind)
+            values = flat_of(slot, flat, state.kind)
             values.zero_() if factor is None else values.mul_(factor)
             state.norms.pop(slot, None)
         self._storage.close_range(group, state.kind, flat, store=True)
@@ -185,8 +163,8 @@ class HostGradients:
             state.kind = "gradient"
 
 
-def _values(slot: Slot, flat: torch.Tensor, kind: str) -> torch.Tensor:
-    return slot.flat_fp32(flat) if kind == "accumulated" else slot.flat(flat)
+def _shaped(slot: Slot, flat: torch.Tensor, kind: str) -> torch.Tensor:
+    return slot.view_fp32(flat) if kind == "accumulated" else slot.view(flat)
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -222,7 +200,7 @@ class UpdateUse:
     landing: str = "gradient"
 
 
-class GradientCollector:
+class GradientCollector(Mover):
     """Gathers the gradients of one model.
 
     Args:
@@ -233,26 +211,32 @@ class GradientCollector:
     """
 
     def __init__(
-        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, worker: Worker,
-        room: Level0Room, use_of: Callable[[GradientBuffer, bool], UpdateUse], arrived: Callable[[Group], None],
+        self, shared: Shared, use_of: Callable[[GradientBuffer, bool], UpdateUse], arrived: Callable[[Group], None],
         free_spare: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._stack = stack
-        self._groups = groups
-        self._states = states
-        self._storage = storage
-        self._worker = worker
-        self._room = room
+        super().__init__(shared)
         self._use_of = use_of
         self._arrived = arrived
         self._free_spare = free_spare
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self._leaving = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
-        self.host = HostGradients(stack, storage, states)
+        self.host = HostGradients(shared)
 
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
+
+    def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
+        """Let the worker do ``work`` on the group's gradient."""
+        return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
+
+    def _give_after(self, ends: Iterable[Transfer], *reservations: Reservation) -> None:
+        """Something failed: give ``reservations`` back when ``ends`` have used them, whichever of these fails."""
+        with ExitStack() as left:
+            for reservation in reservations:
+                left.callback(self._storage.give, reservation)
+            for end in ends:
+                left.callback(end.wait)
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
@@ -271,12 +255,11 @@ class GradientCollector:
             self._leave(buffer, early=True)
             buffer = None
         if buffer is None:
-            buffer = self._open(slot.group)
-            self._filling[slot.group] = self._state(slot.group).filling = buffer
+            buffer = self._filling[slot.group] = self._open(slot.group)
         with torch.no_grad():
             slot.view(buffer.bytes).copy_(gradient)
         buffer.slots[slot] = None
-        if len(buffer.slots) == buffer.expected:  # not counted anew for each: groups of experts have hundreds
+        if buffer.is_whole():
             self._leave(buffer)
 
     def finish_backward(self) -> None:
@@ -304,41 +287,30 @@ class GradientCollector:
         adding = bool(state.slots)
         use = self._use_of(buffer, adding)
         readers = () if use.reads_until is None else (use.reads_until,)
-        if use.final:
-            self._stop_filling(group)
-            self._free_after(readers, buffer.reservation)
-        else:
-            transfer: Transfer | None = None
-            try:
-                if use.landing == "gradient":
-                    self._reserve_range(group, adding)
-                if adding:
-                    self._send_to_sum(buffer, readers)
-                else:
-                    self.wait_idle(group)
-                    transfer = self._stack.write(self._storage.range(group, use.landing), buffer.bytes)
-                    self._worker.submit(
-                        self.host.land, group, list(buffer.slots), transfer, use.landing, group=group.index,
-                        arriving=transfer,
-                    )  # fmt: skip
-                    state.kind_queued = use.landing
-                    self._free_after((transfer, *readers), buffer.reservation)
-            except BaseException:
-                with ExitStack() as ends:  # the readers of the buffer end first, then it is given back
-                    ends.callback(self._storage.give, buffer.reservation)
-                    for end in (*readers, *(() if transfer is None else (transfer,))):
-                        ends.callback(end.wait)
-                raise
-            finally:
-                self._stop_filling(group)
+        under_way = list[Transfer](readers)
+        try:
+            if use.landing == "gradient" and not use.final:
+                self._reserve_range(group, adding)
+            if use.final:
+                self._free_after(readers, buffer.reservation)
+            elif adding:
+                self._send_to_sum(buffer, readers)
+            else:
+                self.wait_idle(group)
+                transfer = self._stack.write(self._storage.range(group, use.landing), buffer.bytes)
+                under_way.append(transfer)
+                self._later(self.host.land, group, list(buffer.slots), transfer, use.landing, arriving=transfer)
+                state.kind_queued = use.landing
+                self._free_after((transfer, *readers), buffer.reservation)
+        except BaseException:
+            self._give_after(under_way, buffer.reservation)
+            raise
+        finally:
+            del self._filling[group]
         buffer.bytes = torch.empty(0)
         state.slots.update(buffer.slots)
         if not early:
             self._arrived(group)
-
-    def _stop_filling(self, group: Group) -> None:
-        del self._filling[group]
-        self._state(group).filling = None
 
     def _free_after(self, ends: Iterable[Transfer | Outcome], reservation: Reservation) -> None:
         self._leaving.add(tuple(ends), lambda: self._storage.give(reservation))
@@ -350,24 +322,17 @@ class GradientCollector:
         state.level0_norms.clear()
         if buffer.bytes.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, buffer.bytes.nbytes)
-            state.task = self._worker.submit(
-                self.host.add, group, slots, reservation, readers, False, group=group.index
-            )
+            state.task = self._later(self.host.add, group, slots, reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
         else:
-            incoming = self._reserve_incoming(group.num_bytes)
-            transfer: Transfer | None = None
+            incoming, under_way = self._reserve_incoming(group.num_bytes), list[Transfer]()
             try:
                 transfer = self._stack.write(incoming, buffer.bytes)
+                under_way.append(transfer)
                 before = (transfer, *readers)
-                state.task = self._worker.submit(
-                    self.host.add, group, slots, incoming, before, True, group=group.index, arriving=transfer
-                )
+                state.task = self._later(self.host.add, group, slots, incoming, before, True, arriving=transfer)
             except Exception:
-                with ExitStack() as ends:
-                    ends.callback(self._storage.give, incoming)
-                    if transfer is not None:
-                        ends.callback(transfer.wait)
+                self._give_after(under_way, incoming)
                 raise
             self._summing.add((state.task,))
             self._free_after(before, reservation)
@@ -453,15 +418,9 @@ class GradientCollector:
                 landing = source.view()
                 assert landing is not None
                 transfer = start_copy(landing, buffer, pool)
-            task = self._worker.submit(
-                self.host.land_slice, slot, start, len(rows), adding, source, transfer, group=slot.group.index
-            )
+            task = self._later(self.host.land_slice, slot.group, start, len(rows), adding, source, transfer)
         except Exception:
-            with ExitStack() as ends:
-                for held in {reservation, source}:
-                    ends.callback(self._storage.give, held)
-                if transfer is not None:
-                    ends.callback(transfer.wait)
+            self._give_after(() if transfer is None else (transfer,), *{reservation, source})
             raise
         self._state(slot.group).task = task
         if transfer is not None:
@@ -473,15 +432,15 @@ class GradientCollector:
         state = self._state(slot.group)
         state.slots[slot] = None
         state.kind_queued = sum_kind(slot.group) if adding else "gradient"
-        self._worker.submit(self.host.note_landed, slot, adding, group=slot.group.index)
+        self._later(self.host.land, slot.group, [slot], DoneTransfer(), state.kind_queued)
         self._arrived(slot.group)
 
     # -- between backward and step -------------------------------------------------------------------------------------
 
     def has(self, slot: Slot) -> bool:
         """Whether ``slot`` has a gradient, in host memory, on its way, or on level 0."""
-        state = self._state(slot.group)
-        return slot in state.slots or (state.filling is not None and slot in state.filling.slots)
+        filling = self._filling.get(slot.group)
+        return slot in self._state(slot.group).slots or (filling is not None and slot in filling.slots)
 
     def has_all_on_host(self, group: Group) -> bool:
         """Whether all gradients of the group are in host memory, or on their way."""
@@ -508,7 +467,7 @@ class GradientCollector:
     def measure_later(self, group: Group) -> None:
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0."""
         if not self.is_measured(group):
-            self._worker.submit(self.host.measure, group, group=group.index)
+            self._later(self.host.measure, group)
 
     def norm(self, slot: Slot) -> torch.Tensor:
         """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure_later` and the worker."""
@@ -522,7 +481,7 @@ class GradientCollector:
             self._state(slot.group).slots.pop(slot, None)
             self._state(slot.group).level0_norms.pop(slot, None)
         for group, held in _by_group(slots).items():
-            self._worker.submit(self.host.forget, group, held, group=group.index)
+            self._later(self.host.forget, group, held)
 
     def zero(self, slots: list[Slot]) -> None:
         """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
@@ -537,7 +496,7 @@ class GradientCollector:
         if factor is not None:
             self._reserve_range(group, adding=True)
             state.kind_queued = sum_kind(group)
-        state.task = self._worker.submit(self.host.scale, group, slots, factor, group=group.index)
+        state.task = self._later(self.host.scale, group, slots, factor)
 
 
 def _by_group(slots: list[Slot]) -> dict[Group, list[Slot]]:

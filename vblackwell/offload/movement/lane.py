@@ -63,11 +63,17 @@ Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize
 
 
 class Queues(ABC):
-    """The queues of one device's updates: copies to level 0, arithmetic there, copies back."""
+    """The queues of one device's updates: copies to level 0, arithmetic there, copies back.
+
+    Attributes:
+        leaving: where gradients leave level 0. loading: where compute weights are loaded.
+    """
 
     states_in: Queue
     update: Queue
     states_out: Queue
+    leaving: Queue
+    loading: Sequence[Queue]
 
     @property
     def all(self) -> tuple[Queue, Queue, Queue]:
@@ -76,14 +82,6 @@ class Queues(ABC):
     @abstractmethod
     def computing(self) -> Queue:
         """Where the model is computed now, in the caller's thread."""
-
-    @abstractmethod
-    def leaving(self) -> Queue:
-        """Where gradients leave level 0."""
-
-    @abstractmethod
-    def loading(self) -> Sequence[Queue]:
-        """Where compute weights are loaded."""
 
     @abstractmethod
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
@@ -130,19 +128,15 @@ class WorkerQueues(Queues):
 
     def __init__(self, worker: Worker) -> None:
         self.states_in = self.update = self.states_out = WorkerQueue()
-        self._worker, self._host = worker, HostQueue()
+        self.leaving = HostQueue()  # gradients in host memory are landed by earlier tasks of the worker
+        self.loading = (self.leaving,)
+        self._worker = worker
 
     def computing(self) -> HostQueue:
-        return self._host
-
-    def leaving(self) -> HostQueue:
-        return self._host  # gradients in host memory are landed by earlier tasks of the worker
-
-    def loading(self) -> Sequence[HostQueue]:
-        return (self._host,)
+        return self.leaving
 
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
-        task = None if queue is self._host else queue.last
+        task = None if queue is self.leaving else queue.last
         return DoneTransfer() if task is None else _WorkerMark([task])
 
     def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
@@ -392,7 +386,7 @@ class Lane:
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
-            queues.follow(queues.states_in, queues.leaving())  # it is on its way out there
+            queues.follow(queues.states_in, queues.leaving)  # it is on its way out there
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
@@ -522,7 +516,7 @@ class Lane:
 
     def order_loads(self, end: LaneEnd) -> None:
         """Let weights that are loaded from now on be those that ``end`` stores."""
-        for queue in self._queues.loading():
+        for queue in self._queues.loading:
             end.weights.wait_on(queue)
         if self._stage is not None:
             self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now

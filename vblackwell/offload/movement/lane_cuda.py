@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -46,17 +46,12 @@ class CudaQueues(Queues):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.states_in, self.update, self.states_out, yield_in, yield_out = lane_streams(device)
+        streams = copy_streams(device)
+        self.leaving, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
         self._yields = {self.states_in: yield_in, self.states_out: yield_out}
 
     def computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
-
-    def leaving(self) -> torch.cuda.Stream:
-        return copy_streams(self.device).d2h
-
-    def loading(self) -> Sequence[torch.cuda.Stream]:
-        streams = copy_streams(self.device)
-        return streams.h2d, streams.d2d  # from RAM, or from level 0 itself
 
     def mark(self, queue: torch.cuda.Stream, *, long: bool = False) -> Transfer:
         """See `Queues.mark`. A thread that waits for long sleeps, and wakes up to 0.5 ms late."""

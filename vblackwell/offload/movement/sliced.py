@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_pool, start_copy
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.state import GroupStates, Level0Room
+from vblackwell.offload.movement.state import Mover, Shared
 from vblackwell.offload.movement.weights import WeightStreamer, changed_since_forward
-from vblackwell.offload.storage.storage import Storage
 
 
-class SlicedLeaf:
+class SlicedLeaf(Mover):
     """One weight that is computed with in slices.
 
     Args:
@@ -35,17 +34,13 @@ class SlicedLeaf:
     """
 
     def __init__(
-        self, group: Group, num_rows: int, stack: VGPUStack, states: GroupStates, storage: Storage, room: Level0Room,
-        weights: WeightStreamer, gradients: GradientCollector, wait_for_updates: Callable[[Group], None],
-        before_gradient: Callable[[Group], None],
+        self, shared: Shared, group: Group, num_rows: int, weights: WeightStreamer, gradients: GradientCollector,
+        wait_for_updates: Callable[[Group], None], before_gradient: Callable[[Group], None],
     ) -> None:  # fmt: skip
+        super().__init__(shared)
         self.group = group
         self.slot = group.slots[0]
         self.num_rows = num_rows
-        self._stack = stack
-        self._states = states
-        self._storage = storage
-        self._room = room
         self._weights = weights
         self._gradients = gradients
         self._wait_for_updates = wait_for_updates

@@ -2,11 +2,10 @@
 
 One thread a model works on gradients and states in storage, because order is the cheapest lock: a group's gradient
 arrives, is summed, measured and applied by tasks submitted in that order. Tasks of different groups touch nothing in
-common. Updates begin with the last groups, whose gradients come first, but the next forward needs the first groups
-first: so an update is *postponable*, and runs, first group first, when nothing else can.
+common. Gradients of the last groups come first, but the next forward needs the first groups first: so an update is
+*postponable*, and runs, first group first, when nothing else can.
 
-`Phase`, changed by `GroupState.to`
-alone, says what the next caller that needs a group has to do:
+`Phase`, changed by `GroupState.to` alone, says what the next caller that needs a group has to do:
 
     phase      the weights of the last step are                   goes to, when
     ---------  -------------------------------------------------  -----------------------------------------------------
@@ -30,7 +29,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,11 +99,7 @@ class _Task:
 
 
 class Worker:
-    """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once.
-
-    Attributes:
-        failures: how many tasks have failed, raised or not, by their group's number.
-    """
+    """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
@@ -115,22 +110,15 @@ class Worker:
         self._closed = False
         self._thread: int | None = None
         self._failed: Outcome | None = None
-        self.failures = Counter[int | None]()
+        self.failures = Counter[int | None]()  # raised or not, by the group's number
 
     def submit(
-        self,
-        work: Callable[..., Any],
-        *args: Any,
-        group: int | None = None,
-        postponable: bool = False,
+        self, work: Callable[..., Any], *args: Any, group: int | None = None, postponable: bool = False,
         arriving: Transfer | None = None,
-    ) -> Outcome:
-        """Run ``work(*args)``.
+    ) -> Outcome:  # fmt: skip
+        """Run ``work(*args)`` after the earlier tasks of ``group``, to whose ranges it keeps; None: after all tasks.
 
-        Args:
-            group: the number of the group to whose ranges it keeps: after its earlier tasks. None: after all tasks.
-            postponable: other groups' tasks may go first.
-            arriving: what it waits for; until then tasks that need not wait go first.
+        Other groups' tasks may go before a ``postponable`` one, and before one whose ``arriving`` is not over.
         """
         self._raise_failure()
         if self._closed:
@@ -186,13 +174,13 @@ class Worker:
 
     def drain(self) -> None:
         """Wait until everything submitted so far is done; raise the first failure."""
-        wait(self._unfinished())
-        self._raise_failure()
-
-    def _unfinished(self) -> list[Outcome]:
         with self._lock:
-            running = [] if self._running is None else [self._running]
-            return running + [task.future for task in self._waiting]
+            unfinished = [task.future for task in self._waiting]
+            if self._running is not None:
+                unfinished.append(self._running)
+        wait(unfinished)
+        del unfinished  # as in `Outcome.result`
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
@@ -285,16 +273,11 @@ def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:
 
 @dataclass(eq=False)
 class EarlyUpdate:
-    """An update that was queued before its step.
-
-    Attributes:
-        rollback: what its place (host or level 0) needs to undo it; None: it is final.
-        reads_until: when it has read the gradient on level 0; None: it does not.
-    """
+    """An update that was queued before its step."""
 
     jobs: list[Job]
-    rollback: Any
-    reads_until: Transfer | None = None
+    rollback: Any  # what its place (host or level 0) needs to undo it; None: it is final
+    reads_until: Transfer | None = None  # until then it reads the gradient on level 0; None: it does not
 
     @property
     def is_final(self) -> bool:
@@ -303,22 +286,16 @@ class EarlyUpdate:
 
 @dataclass(eq=False)
 class LoadedWeights:
-    """A group's weights on level 0.
-
-    Attributes:
-        transfer: what brings or changes them; None: it was waited for.
-        storage_key: of the buffer's storage. own_count: that storage's uses while nobody else holds it.
-        pins: how many use them. locked: one of these is an update, which changes them in place.
-    """
+    """A group's weights on level 0."""
 
     group: Group
     reservation: Reservation
     buffer: torch.Tensor
-    transfer: Transfer | None
-    storage_key: int
-    pins: int = 0
-    own_count: int | None = None
-    locked: bool = False
+    transfer: Transfer | None  # what brings or changes them; None: it was waited for
+    storage_key: int  # of the buffer's storage
+    pins: int = 0  # how many use them
+    own_count: int | None = None  # that storage's uses while nobody else holds it
+    locked: bool = False  # one of the pins is an update, which changes them in place
 
 
 @dataclass(eq=False)
@@ -328,59 +305,40 @@ class GradientBuffer:
     group: Group
     reservation: Reservation
     bytes: torch.Tensor
-    expected: int
+    expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
     leaving: bool = False
 
     def is_whole(self) -> bool:
         """Whether every parameter that wants a gradient has one in it."""
-        return len(self.slots) == len(self.group.trainable())
+        return len(self.slots) == self.expected
 
 
 @dataclass(eq=False)
 class GradientState:
-    """A group's gradient since the last `zero_grad`.
+    """A group's gradient since the last `zero_grad`."""
 
-    Attributes of the thread that runs the model:
-        slots: parameters that have one, in host memory or on the way there. filling: those of them that are on level 0.
-        kind_queued: what ``kind`` will be when the worker has done what is queued.
-        task: the worker's last task that touches the gradient's range. level0_norms: norms that were taken on level 0.
-
-    Attributes of the worker:
-        landed: parameters whose gradient is in the range of ``kind``: ``gradient`` (compute type) or ``accumulated``
-            (fp32 sum).
-        norms: 2-norms that were taken of these.
-    """
-
-    slots: dict[Slot, None] = field(default_factory=dict)
-    filling: GradientBuffer | None = None
-    kind_queued: str = "gradient"
-    task: Outcome | None = None
-    level0_norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
-    landed: dict[Slot, None] = field(default_factory=dict)
-    kind: str = "gradient"
-    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    # Of the thread that runs the model.
+    slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
+    kind_queued: str = "gradient"  # what ``kind`` will be when the worker has done what is queued
+    task: Outcome | None = None  # the worker's last that touches the gradient's range
+    level0_norms: dict[Slot, torch.Tensor] = field(default_factory=dict)  # that were taken there
+    # Of the worker.
+    landed: dict[Slot, None] = field(default_factory=dict)  # that have one in the range of ``kind``
+    kind: str = "gradient"  # in compute type; or "accumulated": the fp32 sum
+    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)  # 2-norms of what has landed
 
 
 @dataclass(eq=False)
 class GroupState:
-    """See the module's text.
-
-    Attributes:
-        version: counts the changes of the weights.
-        last_load: the newest copy out of the group's weights in storage, over before the host overwrites them.
-        early: the update of `Phase.EARLY`. due: jobs and factor of an update that is not queued yet.
-        update_end: of the group's last update: a task of the worker, or the `LaneEnd` of one on level 0; None: it was
-            waited for.
-    """
+    """See the module's text."""
 
     phase: Phase = Phase.STORED
     loaded: LoadedWeights | None = None
-    version: int = 0
-    last_load: Transfer | None = None
-    early: EarlyUpdate | None = None
-    due: tuple[list[Job], torch.Tensor | None] | None = None
-    update_end: Any = None
+    version: int = 0  # counts the changes of the weights
+    last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
+    early: EarlyUpdate | None = None  # of `Phase.EARLY`
+    update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
     gradient: GradientState = field(default_factory=GradientState)
 
     def to(self, phase: Phase) -> None:
@@ -403,14 +361,7 @@ class GroupState:
             self.to(Phase.STORED)
 
 
-class GroupStates:
-    """The states of one model, by group."""
-
-    def __init__(self, groups: Iterable[Group]) -> None:
-        self._states = [GroupState() for _ in groups]
-
-    def __getitem__(self, group: Group) -> GroupState:
-        return self._states[group.index]
+GroupStates = dict[Group, GroupState]  # of one model
 
 
 # -- waiting for bytes -------------------------------------------------------------------------------------------------
@@ -431,7 +382,7 @@ class InFlightQueue:
         return len(self._queue)
 
     def add(self, ends: Sequence[Transfer | Outcome], free: Callable[[], None] = lambda: None) -> None:
-        """``free`` is called once, when ``ends`` are over or have failed."""
+        """Call ``free`` once, when ``ends`` are over or have failed."""
         self._queue.append((ends, free))
 
     def free_oldest(self, stream: torch.cuda.Stream | None = None) -> bool:
@@ -443,15 +394,16 @@ class InFlightQueue:
         if not self._queue:
             return False
         ends, free = self._queue.popleft()
-        copies = [end for end in ends if isinstance(end, EventTransfer)]
+        on_stream = stream is not None and all(isinstance(end, EventTransfer) for end in ends)
         try:
-            if stream is None or len(copies) < len(ends):
-                for end in ends:
-                    end.wait() if isinstance(end, Transfer) else end.settle()
-            else:
-                for copy in copies:
-                    copy.wait_on(stream)
-                    copy.let_go()
+            for end in ends:
+                if isinstance(end, Outcome):
+                    end.settle()
+                elif on_stream:
+                    end.wait_on(stream)
+                    end.let_go()
+                else:
+                    end.wait()
         finally:
             free()
         return True
@@ -496,10 +448,9 @@ FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
 
 
 def reserve(take: Callable[[], Reservation], *free_some: FreeSome) -> Reservation:
-    """What ``take`` gives; while it finds no room, the first of ``free_some`` that has something frees it.
+    """What ``take`` gives; where it finds no room, the first of ``free_some`` that has something frees it.
 
-    Raises:
-        InsufficientMemory: none of them has anything left.
+    Raises InsufficientMemory when none of them has anything left.
     """
     while True:
         try:
@@ -509,14 +460,19 @@ def reserve(take: Callable[[], Reservation], *free_some: FreeSome) -> Reservatio
                 raise
 
 
-_locks: weakref.WeakKeyDictionary[VGPUStack, threading.RLock] = weakref.WeakKeyDictionary()
-_rooms: weakref.WeakKeyDictionary[VGPUStack, weakref.WeakSet[Level0Room]] = weakref.WeakKeyDictionary()
+_Rooms = tuple[threading.RLock, "weakref.WeakSet[Level0Room]"]
+_rooms: weakref.WeakKeyDictionary[VGPUStack, _Rooms] = weakref.WeakKeyDictionary()
+
+
+def _rooms_of(stack: VGPUStack) -> _Rooms:
+    return _rooms.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
 
 
 def drop_idle_weights(stack: VGPUStack) -> None:
     """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    with _locks.setdefault(stack, threading.RLock()):
-        for room in _rooms.get(stack, ()):
+    lock, rooms = _rooms_of(stack)
+    with lock:
+        for room in rooms:
             while room.end_update() or room.drop_weights():
                 pass
 
@@ -524,34 +480,27 @@ def drop_idle_weights(stack: VGPUStack) -> None:
 class Level0Room:
     """Level 0 as one model sees it, which shares it with the other models of the stack.
 
-    Attributes:
-        lock: held while a thread, of a model or of autograd, changes what level 0 holds of the stack's models. No
-            background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
-        drop_weights: drops an idle group. end_gradient: frees the oldest gradient that leaves. end_update: frees the
-            oldest group that an update holds; each returns False if it has none. sweep_updates: frees those whose
-            update is over. The engine sets them.
+    ``lock`` is held while a thread, of a model or of autograd, changes what level 0 holds of the stack's models. No
+    background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
     """
 
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
-        self.lock = _locks.setdefault(stack, threading.RLock())
-        self.drop_weights: FreeSome = lambda: False
-        self.end_gradient: FreeSome = lambda: False
-        self.end_update: FreeSome = lambda: False
-        self.sweep_updates: Callable[[], None] = lambda: None
+        self.lock, self._rooms = _rooms_of(stack)
+        # The engine sets these.
+        self.drop_weights: FreeSome = lambda: False  # of an idle group
+        self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
+        self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
+        self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self._stack, self._storage = stack, storage
 
     def join(self) -> None:
         """From now on, other models of the stack may ask this one for room."""
-        _rooms.setdefault(self._stack, weakref.WeakSet()).add(self)
+        self._rooms.add(self)
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
     ) -> Reservation:
-        """Bytes of level 0 for a while; ``check`` is called before every attempt.
-
-        Raises:
-            InsufficientMemory: everything on level 0 is in use.
-        """
+        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `no_room`."""
 
         def take() -> Reservation:
             check()
@@ -564,7 +513,7 @@ class Level0Room:
             return reserve(take, *free_some, give_up)
 
     def no_room(self, what: str, num_bytes: int) -> InsufficientMemory:
-        """The error where everything on level 0 is in use."""
+        """The InsufficientMemory where everything on level 0 is in use."""
         level = self._stack.levels[0]
         return InsufficientMemory(
             f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
@@ -587,4 +536,33 @@ class Level0Room:
         return any(room.drop_weights() or room.end_update() for room in (self, *self._others()))
 
     def _others(self) -> list[Level0Room]:
-        return [room for room in _rooms.get(self._stack, ()) if room is not self]
+        return [room for room in self._rooms if room is not self]
+
+
+# -- what moves bytes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all that moves bytes of one model shares."""
+
+    name: str
+    stack: VGPUStack
+    groups: list[Group]
+    storage: Storage
+    worker: Worker
+    states: GroupStates
+    room: Level0Room
+
+
+class Mover:
+    """Moves bytes of one model."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._name = shared.name
+        self._stack = shared.stack
+        self._groups = shared.groups
+        self._storage = shared.storage
+        self._worker = shared.worker
+        self._states = shared.states
+        self._room = shared.room

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,7 +25,7 @@ from typing import Any, List
 import torch
 
 from vblackwell.memory.cache.stack import Reservation
-from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.movement.state import Hyper, Job
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Storage
@@ -41,7 +42,7 @@ OTHER_THREADS = 3  # that are busy while updates run: two that launch the model'
 # TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from
 # outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
 # dead.
-def _loop(
+def _adamw(
     masters: List[torch.Tensor],
     master_bits: List[torch.Tensor],
     weight_bits: List[torch.Tensor],
@@ -89,7 +90,8 @@ def _loop(
                 weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
 
 
-def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
+@cache
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """``loop`` as TorchScript, or as it is, with a warning, where there is none."""
     try:
         with warnings.catch_warnings():
@@ -99,22 +101,12 @@ def compiled(loop: Callable[..., Any], what: str) -> Callable[..., Any]:
     except Exception as error:  # whatever a later torch has against it: the function itself does the same
         said = " ".join(str(error).split())[:200]
         warnings.warn(
-            f"this torch does not compile the CPU's {what} ({type(error).__name__}: {said}): its threads will wait for "
-            "each other",
+            f"this torch does not compile the CPU's {loop.__name__[1:]} ({type(error).__name__}: {said}): its threads "
+            "will wait for each other",
             RuntimeWarning,
             stacklevel=3,
         )
         return loop
-
-
-@cache
-def compiled_loop() -> Callable[..., Any]:
-    return compiled(_loop, "update")
-
-
-@cache
-def compiled_sums() -> Callable[..., Any]:
-    return compiled(_sum_loop, "sums of gradients")
 
 
 _one_at_a_time = threading.Lock()
@@ -134,21 +126,16 @@ def _compute_alone() -> None:
     torch.autograd._enable_record_function(False)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def num_threads() -> int:
-    """How many threads update: torch's number, but leave cores to the threads that are busy at the same time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
-
-
 def update_threads() -> int:
-    """How many threads update in this process: `num_threads` when the first update or question was."""
+    """How many threads update in this process, as torch's number was at the first update or question."""
     return _pool()[1]
 
 
 @cache
 def _pool() -> tuple[ThreadPoolExecutor, int]:
-    """The threads of the process, made at the first update, and their number."""
-    count = num_threads()
+    """The threads of the process, made at the first update: torch's number, but some cores are left to busy ones."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(torch.get_num_threads(), max(2, cores - OTHER_THREADS)))
     return ThreadPoolExecutor(count, "vblackwell-update", initializer=_compute_alone), count
 
 
@@ -167,41 +154,42 @@ class Scratch(threading.local):
         self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(5)]
 
 
-# A stretch of one parameter: tensors that are cut alike (master, its bits, the weight's bits, gradient, exp_avg,
-# exp_avg_sq); factor, step, numbers.
-Stretch = tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, list[float]]
-
-
-@torch.no_grad()
-def _update(stretches: list[Stretch], own: Scratch) -> None:
-    tensors, factors, steps, numbers = map(list, zip(*stretches, strict=True))
-    columns = map(list, zip(*tensors, strict=True))
-    compiled_loop()(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
-
-
+# Of one parameter: tensors that are cut alike, as the loop takes them; factor, step, numbers.
+Tensors = list[torch.Tensor]
+Stretch = tuple[Tensors, torch.Tensor, torch.Tensor, list[float]]
 _NONE = torch.empty(0)
 
 
-class Loop:
-    """Work that is added first and then run by the threads of the process. For one thread.
+class Loop(ABC):
+    """Work that is added first and then run by the threads of the process. For one thread."""
 
-    ``run`` returns, or raises what an operation raised or an interrupt, when no thread is at work any more; after a
-    failure some of what was added is done and the rest not.
-    """
+    _function: Callable[..., None]
 
     def __init__(self) -> None:
         self._added: list[Stretch] = []
         self._scratch = Scratch()
 
-    def _run(self, work: Callable[[list[Stretch]], None]) -> None:
+    @abstractmethod
+    def _work(self, part: list[Stretch]) -> None:
+        """Call the compiled function."""
+
+    def run(self) -> None:
+        """Return, or raise what an operation raised or an interrupt, when no thread is at work any more.
+
+        After a failure some of what was added is done and the rest not.
+        """
+        compiled(self._function)  # once, before threads ask for it together
         try:
-            run_parts(self._added, work)
+            with torch.profiler.record_function(f"{self._function.__name__[1:]} on the host"):  # not seen in threads
+                run_parts(self._added, self._work)
         finally:
             self._added.clear()
 
 
 class MasterLoop(Loop):
     """Updates parameters with whole masters."""
+
+    _function = staticmethod(_adamw)
 
     def add(
         self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
@@ -222,9 +210,11 @@ class MasterLoop(Loop):
         scale = _NONE if factor is None else factor
         self._added.append((tensors, scale, step, [lr, beta1, beta2, weight_decay, eps]))
 
-    def run(self) -> None:
-        compiled_loop()  # once, before threads ask for it together
-        self._run(lambda part: _update(part, self._scratch))
+    @torch.no_grad()
+    def _work(self, part: list[Stretch]) -> None:
+        tensors, factors, steps, numbers = map(list, zip(*part, strict=True))
+        columns, own = map(list, zip(*tensors, strict=True)), self._scratch
+        compiled(_adamw)(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
 
 
 def run_parts(stretches: list[Stretch], work: Callable[[list[Stretch]], None]) -> None:
@@ -273,7 +263,7 @@ def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
     return [part for part in parts if part]
 
 
-def _sum_loop(
+def _sum(
     sums: List[torch.Tensor],
     firsts: List[torch.Tensor],
     addends: List[torch.Tensor],
@@ -300,6 +290,8 @@ def _sum_loop(
 class SumLoop(Loop):
     """Adds gradients up."""
 
+    _function = staticmethod(_sum)
+
     def add(self, total: torch.Tensor, first: torch.Tensor | None, addend: torch.Tensor | None) -> None:
         """``total``, (n,) fp32 where the others are narrower, becomes ``first`` plus ``addend``.
 
@@ -308,14 +300,10 @@ class SumLoop(Loop):
         tensors = [total, *(_NONE if each is None else each for each in (first, addend))]
         self._added.append((tensors, _NONE, _NONE, []))
 
-    def run(self) -> None:
-        compiled_sums()  # once, before threads ask for it together
-        with torch.profiler.record_function("sum on the host"):  # its threads are not in the trace
-            self._run(self._sum)
-
     @torch.no_grad()
-    def _sum(self, part: list[Stretch]) -> None:
-        compiled_sums()(*map(list, zip(*(tensors for tensors, *_ in part), strict=True)), self._scratch.wide)
+    def _work(self, part: list[Stretch]) -> None:
+        columns = map(list, zip(*(tensors for tensors, *_ in part), strict=True))
+        compiled(_sum)(*columns, self._scratch.wide)
 
 
 # -- a group ----------------------------------------------------------------------------------------------------------
@@ -325,20 +313,12 @@ class SumLoop(Loop):
 WIDE_CHUNK = 1 << 20
 
 
-def fused_adamw(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    steps: Sequence[torch.Tensor],
-    hyper: Hyper,
+def _fused_adamw(
+    weights: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Tensors, hyper: Hyper
 ) -> None:
     """torch's fused AdamW, in place, on tensors of one device; ``steps`` are already counted up."""
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        list(weights), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
-        lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+    fused = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
+    fused(weights, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **vars(hyper))
 
 
 def update_master(
@@ -346,17 +326,22 @@ def update_master(
     step: torch.Tensor, hyper: Hyper,
 ) -> None:  # fmt: skip
     """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
-    fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
+    _fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
     round_from_fp32(master, weight)
+
+
+def flat_of(slot: Slot, gradient: torch.Tensor, kind: str) -> torch.Tensor:
+    """The flat gradient of ``slot`` in the group's range of ``kind``."""
+    return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
 
 
 class UndoLog:
     """Copies of the ranges that an update is about to overwrite, in host memory that was reserved for them."""
 
-    def __init__(self, jobs: Sequence[Job], memory: Reservation) -> None:
+    def __init__(self, jobs: list[Job], memory: Reservation) -> None:
         self.memory = memory
-        self._jobs = list(jobs)
-        self._steps: list[torch.Tensor] = []
+        self._jobs = jobs
+        self._steps: Tensors = []
         self._ranges: dict[str, torch.Tensor] = {}
 
     def keep(self, opened: dict[str, torch.Tensor]) -> None:
@@ -364,27 +349,22 @@ class UndoLog:
         kept = self.memory.view()
         assert kept is not None
         self._steps = [job.step.clone() for job in self._jobs]
-        used = 0
-        for kind, flat in opened.items():
-            self._ranges[kind] = kept[used : used + flat.numel()].copy_(flat)
-            used += flat.numel()
+        parts = kept.split([flat.numel() for flat in opened.values()])
+        self._ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
 
     def restore(self, group: Group, storage: Storage) -> None:
         """Make the ranges and step counts what they were; nothing where the update failed before it kept them."""
-        if not self._steps:
-            return
         for kind, kept in self._ranges.items():
             flat = storage.open(group, kind, load=False)
             flat.copy_(kept)
             storage.close_range(group, kind, flat, store=True)
-        for job, step in zip(self._jobs, self._steps, strict=True):
+        for job, step in zip(self._jobs, self._steps, strict=False):
             job.step.copy_(step)
 
 
 def updated_kinds(group: Group, storage: Storage) -> list[str]:
     """The ranges that an update of ``group`` on the host writes."""
-    master = ["master"] if (group, "master") in storage else []
-    return [*master, "weight", "exp_avg", "exp_avg_sq"]
+    return [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in storage]
 
 
 class Updater:
@@ -402,8 +382,7 @@ class Updater:
 
         fp32 gradients are multiplied where they are, as torch's clipping does.
         """
-        kinds = updated_kinds(group, self._storage)
-        opened = {kind: self._storage.open(group, kind) for kind in kinds}
+        opened = {kind: self._storage.open(group, kind) for kind in updated_kinds(group, self._storage)}
         gradient = self._storage.open(group, gradient_kind)
         if undo is not None:
             undo.keep(opened)
@@ -413,13 +392,10 @@ class Updater:
             self._update_whole(jobs, opened, gradient, factor)
         else:
             for job in jobs:
-                wide = gradient_kind == "accumulated"
-                source = job.slot.flat_fp32(gradient) if wide else job.slot.flat(gradient)
-                self._update_chunked(job, opened, source, factor)
-            with torch.profiler.record_function("AdamW on the host"):  # its threads are not in the trace
-                self._loop.run()
-        for kind in kinds:
-            self._storage.close_range(group, kind, opened[kind], store=True)
+                self._update_chunked(job, opened, flat_of(job.slot, gradient, gradient_kind), factor)
+            self._loop.run()
+        for kind, flat in opened.items():
+            self._storage.close_range(group, kind, flat, store=True)
         self._storage.close_range(group, gradient_kind, gradient, store=factor is not None)
 
     def _update_whole(
@@ -428,14 +404,11 @@ class Updater:
         """All fp32: one call for all parameters that share their numbers."""
         for hyper in dict.fromkeys(job.hyper for job in jobs):
             same = [job for job in jobs if job.hyper == hyper]
-            gradients = [job.slot.flat(gradient) for job in same]
+            weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
+            moments = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
             if factor is not None:
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-            weights = [job.slot.flat(opened["weight"]) for job in same]
-            exp_avgs, exp_avg_sqs = (
-                [job.slot.flat_fp32(opened[kind]) for job in same] for kind in ("exp_avg", "exp_avg_sq")
-            )
-            fused_adamw(weights, gradients, exp_avgs, exp_avg_sqs, [job.step for job in same], hyper)
+            _fused_adamw(weights, gradients, *moments, [job.step for job in same], hyper)
 
     def _update_chunked(
         self, job: Job, opened: dict[str, torch.Tensor], source: torch.Tensor, factor: torch.Tensor | None
@@ -443,11 +416,11 @@ class Updater:
         """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""
         slot, hyper = job.slot, job.hyper
         weight = slot.flat(opened["weight"])
-        states = slot.flat_fp32(opened["exp_avg"]), slot.flat_fp32(opened["exp_avg_sq"])
-        if "master" in opened and weight.dtype == torch.bfloat16:
-            self._loop.add(slot.flat_fp32(opened["master"]), weight, source, *states, job.step, factor, **vars(hyper))
-            return
         master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
+        exp_avg, exp_avg_sq = (slot.flat_fp32(opened[kind]) for kind in MOMENTS)
+        if master is not weight and weight.dtype == torch.bfloat16:
+            self._loop.add(master, weight, source, exp_avg, exp_avg_sq, job.step, factor, **vars(hyper))
+            return
         if not self._wide.numel():
             self._wide = torch.empty(WIDE_CHUNK)
         for start in range(0, slot.num_elements, WIDE_CHUNK):
@@ -455,6 +428,6 @@ class Updater:
             values = self._wide[: len(source[part])].copy_(source[part])
             if factor is not None:
                 values.mul_(factor)
-            fused_adamw([master[part]], [values], [states[0][part]], [states[1][part]], [job.step], hyper)
+            _fused_adamw([master[part]], [values], [exp_avg[part]], [exp_avg_sq[part]], [job.step], hyper)
             if master is not weight:
                 weight[part].copy_(master[part])

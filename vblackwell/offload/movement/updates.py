@@ -1,10 +1,6 @@
 """AdamW on one group at a time: by the worker on ranges in storage (`HostUpdates`), or on level 0 (`DeviceUpdates`).
 
-On the host, an fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a
-group, with the bits of `torch.optim.AdamW(fused=True)` on single tensors. A narrower one has an fp32 master: gradients
-are cast in chunks that stay in cache, and the weight is the master rounded to nearest, ties away from zero. An update
-before its step first copies what it overwrites (`UndoLog`).
-
+On the host (`update_loop` has the arithmetic) an update before its step first copies what it overwrites (`UndoLog`).
 On level 0, weights and gradient are there still after a group's backward. The update changes the loaded weights in
 place, where nothing else holds them. What it writes to storage goes into `Shadows` until the step commits it, or, if
 every backward is followed by its step (``undo=False``), into the ranges themselves.
@@ -14,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,42 +23,31 @@ from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
-    GroupStates,
     InFlightQueue,
     Job,
     LoadedWeights,
+    Mover,
     Phase,
-    Worker,
+    Shared,
     current_stream,
     defer_sigint,
 )
 from vblackwell.offload.movement.update_loop import UndoLog, Updater, updated_kinds
 from vblackwell.offload.movement.weights import WeightStreamer
-from vblackwell.offload.storage.storage import Ranges, Shadows, Storage
+from vblackwell.offload.storage.storage import Ranges, Shadows
 
 ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
 
 
-class HostUpdates:
-    """Updates of one model that its worker runs on the ranges in storage.
+class HostUpdates(Mover):
+    """Updates of one model that its worker runs on the ranges in storage."""
 
-    Attributes:
-        undo_peak_bytes: the most host memory that undo logs have taken at a time.
-    """
-
-    def __init__(
-        self, name: str, states: GroupStates, storage: Storage, weights: WeightStreamer, gradients: GradientCollector,
-        worker: Worker,
-    ) -> None:  # fmt: skip
-        self._name = name
-        self._states = states
-        self._storage = storage
+    def __init__(self, shared: Shared, weights: WeightStreamer) -> None:
+        super().__init__(shared)
         self._weights = weights
-        self._gradients = gradients
-        self._worker = worker
-        self.updater = Updater(storage)
+        self.updater = Updater(shared.storage)
         self._undo_bytes = 0
-        self.undo_peak_bytes = 0
+        self.undo_peak_bytes = 0  # what undo logs have taken at a time
         self._forgiven = Counter[int | None]()  # failures of the worker when all gradients were last given up
         self._broken = False  # an update of a step that came has failed, while others of it may have been made
 
@@ -72,9 +57,13 @@ class HostUpdates:
         """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
         undo = None
         if not final:
-            undo = self._undo_log(group, jobs)
-            if undo is None:
+            size = sum(group.size_of(kind) for kind in updated_kinds(group, self._storage))
+            try:
+                undo = UndoLog(jobs, self._storage.take_host("undo", size))
+            except InsufficientMemory:
                 return None  # this group is updated at the step, which is always right
+            self._undo_bytes += size
+            self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
         try:
             self.wait(group)
             self._queue(group, jobs, None, undo)
@@ -88,11 +77,7 @@ class HostUpdates:
         self._worker.submit(self._free, early.rollback, group=group.index)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Queue what makes everything what it was before `start_early`.
-
-        Raises:
-            What an earlier task raised; then nothing is queued, and it may be asked again.
-        """
+        """Queue what makes everything what it was before `start_early`; or raise what an earlier task did."""
         self._states[group].update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
         self._weights.revert(group)
 
@@ -160,16 +145,6 @@ class HostUpdates:
         finally:
             self._free(undo)
 
-    def _undo_log(self, group: Group, jobs: list[Job]) -> UndoLog | None:
-        size = sum(group.size_of(kind) for kind in updated_kinds(group, self._storage))
-        try:
-            memory = self._storage.take_host("undo", size)
-        except InsufficientMemory:
-            return None
-        self._undo_bytes += memory.num_bytes
-        self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
-        return UndoLog(jobs, memory)
-
     def _free(self, undo: UndoLog | None) -> None:
         if undo is not None:
             self._undo_bytes -= undo.memory.num_bytes
@@ -200,49 +175,32 @@ class HostUpdates:
             self._forgiven = self._worker.failures.copy()
 
 
-@dataclass(eq=False)
-class _Rollback:
-    """Step counts before an early update, and the ranges that it wrote instead of the group's own."""
-
-    steps: list[torch.Tensor]
-    shadows: Ranges
-
-
-class DeviceUpdates:
-    """Updates of one model that run on level 0.
-
-    Args:
-        groups: all groups of the model; on_level0: those that are updated there, in the order of the forward.
-        sliced: groups that are never on level 0 as a whole.
-    """
+class DeviceUpdates(Mover):
+    """Updates on level 0, of the groups ``on_level0`` in the order of the forward; ``sliced`` are never whole there."""
 
     def __init__(
-        self, device: torch.device, groups: Sequence[Group], on_level0: Sequence[Group], sliced: Collection[Group],
-        states: GroupStates, storage: Storage, weights: WeightStreamer, gradients: GradientCollector, shadows: Shadows,
-        lane: Lane,
+        self, shared: Shared, on_level0: Sequence[Group], sliced: Collection[Group], weights: WeightStreamer,
+        gradients: GradientCollector, shadows: Shadows, lane: Lane,
     ) -> None:  # fmt: skip
-        self._device = device
-        self._all = groups
-        self._groups = set(on_level0)
+        super().__init__(shared)
+        self._on_level0 = set(on_level0)
         self._sliced = sliced
-        self._states = states
-        self._storage = storage
         self._weights = weights
         self._gradients = gradients
         self._lane = lane
         self._shadows = shadows
-        self._on_gpu = device.type == "cuda"
-        self._deferred = set(deferred_groups(on_level0, storage.plan)) if self._on_gpu else set[Group]()
+        self._device = shared.stack.level0_device
+        self._on_gpu = self._device.type == "cuda"
+        self._deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
-        self._holders: dict[Group, int] = {}  # how many of these are a group's
-        self._due: dict[Group, None] = {}
+        self._due: dict[Group, tuple[list[Job], torch.Tensor | None]] = {}  # with the factor of gradients
         self._trace = AccessTrace()  # of early updates
         self._expecting = False
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
 
     def __contains__(self, group: Group) -> bool:
-        return group in self._groups
+        return group in self._on_level0
 
     # -- before the step -----------------------------------------------------------------------------------------------
 
@@ -251,7 +209,7 @@ class DeviceUpdates:
         if not self._expecting:
             self._expecting = True
             self.start_all_due()
-            self._lane.expect([self._all[index] for index in self._trace.last_pass])
+            self._lane.expect([self._groups[index] for index in self._trace.last_pass])
             self._lane.pump()
 
     def is_deferred(self, group: Group) -> bool:
@@ -275,12 +233,13 @@ class DeviceUpdates:
             self._shadows.give_back(shadows or {})
             raise
         self._trace.use(group.index)
-        return EarlyUpdate(jobs, None if shadows is None else _Rollback(steps, shadows), end.computed)
+        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows), end.computed)
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
         """The step of an early update has come."""
         if early.rollback is not None:
-            self._shadows.commit(group, early.rollback.shadows)
+            _, shadows = early.rollback
+            self._shadows.commit(group, shadows)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         """Make everything what it was before `start_early`."""
@@ -289,8 +248,9 @@ class DeviceUpdates:
         self._unlock_group(group)
         self._weights.drop(group)
         self._weights.revert(group)
-        self._shadows.give_back(early.rollback.shadows)
-        for job, step in zip(early.jobs, early.rollback.steps, strict=True):
+        steps, shadows = early.rollback
+        self._shadows.give_back(shadows)
+        for job, step in zip(early.jobs, steps, strict=True):
             job.step.copy_(step)
 
     def _queue(
@@ -298,10 +258,26 @@ class DeviceUpdates:
         gradient: torch.Tensor | None, factor: torch.Tensor | None,
     ) -> LaneEnd:  # fmt: skip
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
+        kind, sources = None, self._storage.own_ranges(group)
         if loaded is None:
             weights.invalidate(group)
         try:
-            end = self._lane.submit(self._lane_job(group, jobs, targets, loaded, gradient, factor))
+            if gradient is None or self._gradients.has_all_on_host(group):
+                kind = self._gradients.kind_when_idle(group)
+                sources[kind] = self._storage.range(group, kind)
+            end = self._lane.submit(
+                LaneJob(
+                    group=group,
+                    numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
+                    sources=sources,
+                    targets=targets,
+                    weight=None if loaded is None else loaded.buffer,
+                    gradient=gradient,
+                    gradient_kind=kind,
+                    factor=None if factor is None else factor.to(self._device),
+                    last_load=state.last_load,
+                )
+            )
         except BaseException:
             if loaded is None:
                 weights.revert(group)
@@ -318,37 +294,12 @@ class DeviceUpdates:
         state.update_end = self._newest = end
         if loaded is not None:
             weights.mark_updated(loaded, end.computed)
-            self._holders[group] = self._holders.get(group, 0) + 1
-            self._locked.add((end.stored,), lambda: self._unlock(loaded))
+            self._locked.add((end.stored,), partial(weights.unlock, loaded))
             while len(self._locked) > MAX_LOCKED:
                 self.end_oldest()
         return end
 
-    def _lane_job(
-        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
-        gradient: torch.Tensor | None, factor: torch.Tensor | None,
-    ) -> LaneJob:  # fmt: skip
-        kind, sources = None, self._storage.own_ranges(group)
-        if gradient is None or self._gradients.has_all_on_host(group):
-            kind = self._gradients.kind_when_idle(group)
-            sources[kind] = self._storage.range(group, kind)
-        return LaneJob(
-            group=group,
-            numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
-            sources=sources,
-            targets=targets,
-            weight=None if loaded is None else loaded.buffer,
-            gradient=gradient,
-            gradient_kind=kind,
-            factor=None if factor is None else factor.to(self._device),
-            last_load=self._states[group].last_load,
-        )
-
     # -- weights that updates hold on level 0 --------------------------------------------------------------------------
-
-    def _unlock(self, loaded: LoadedWeights) -> None:
-        self._holders[loaded.group] -= 1
-        self._weights.unlock(loaded)
 
     def end_oldest(self) -> bool:
         """Let the weights go that the oldest update holds on level 0; False if there is none."""
@@ -360,7 +311,8 @@ class DeviceUpdates:
 
     def _unlock_group(self, group: Group) -> None:
         """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
-        while self._holders.get(group):
+        state = self._states[group]
+        while state.loaded is not None and state.loaded.locked:
             self.end_oldest()
 
     # -- at the step ---------------------------------------------------------------------------------------------------
@@ -368,9 +320,8 @@ class DeviceUpdates:
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
         """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
         self._start_due(group)  # of another step, whose turn is first
-        state = self._states[group]
-        state.due, self._due[group] = (jobs, factor), None
-        state.to(Phase.DUE)
+        self._due[group] = jobs, factor
+        self._states[group].to(Phase.DUE)
         if self.at_once:
             self._start_due(group)
 
@@ -389,22 +340,19 @@ class DeviceUpdates:
 
     def _start_due(self, group: Group) -> None:
         """Queue the group's due update, on the weights that the forward will use if level 0 has room for them."""
-        state = self._states[group]
-        if state.due is None:
+        if group not in self._due:
             return
         with defer_sigint():
-            jobs, factor = due = state.due
-            state.due = None
-            del self._due[group]
+            jobs, factor = due = self._due.pop(group)
             try:
                 self._unlock_group(group)
                 # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
                 loaded = None if group in self._sliced else self._fetch(group)
                 self._queue(group, jobs, self._storage.own_ranges(group), loaded, None, factor)
             except BaseException:
-                state.due, self._due[group] = due, None
+                self._due[group] = due
                 raise
-            state.update_is_queued()
+            self._states[group].update_is_queued()
 
     def _fetch(self, group: Group) -> LoadedWeights | None:
         """The group's weights, loaded and locked; None if level 0 has no room that is free or needed later."""
@@ -472,7 +420,7 @@ class DeviceUpdates:
         self._lane.expect(())  # the caller is about to change what was brought up
         self._expecting = False
         self._lane.drain()
-        for group in self._groups:
+        for group in self._on_level0:
             self.wait(group)
         self.sweep()
 

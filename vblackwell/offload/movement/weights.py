@@ -22,12 +22,10 @@ import torch
 
 from vblackwell.errors import StaleTensor, VBError
 from vblackwell.memory.cache.entry import USE_COUNT
-from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import AccessTrace, Group
-from vblackwell.offload.movement.state import GroupStates, Level0Room, LoadedWeights, Phase, Stalls
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls
 
 
 class SavedTensor(NamedTuple):
@@ -42,11 +40,7 @@ class SavedTensor(NamedTuple):
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def unchanged(self) -> torch.Tensor:
-        """The tensor again.
-
-        Raises:
-            RuntimeError: it was written to since; as torch says it.
-        """
+        """The tensor again; raises RuntimeError, as torch says it, where it was written to since."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -69,37 +63,20 @@ class PackedView:
     stride: tuple[int, ...]
 
 
-class WeightStreamer:
-    """Loads and drops the groups of one model.
+class WeightStreamer(Mover):
+    """Loads and drops the groups of one model, within ``budget_bytes`` of level 0."""
 
-    Args:
-        budget_bytes: what loaded weights may take of level 0.
-        room: level 0, asked when the budget has room and level 0 has none.
-
-    Attributes:
-        frozen: nothing trains the model.
-        staying: indices of the groups of a frozen model that are not dropped once they are loaded.
-    """
-
-    def __init__(
-        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, budget_bytes: int,
-        room: Level0Room,
-    ) -> None:  # fmt: skip
-        self._stack = stack
-        self._groups = groups
-        self._states = states
-        self._storage = storage
+    def __init__(self, shared: Shared, budget_bytes: int) -> None:
+        super().__init__(shared)
         self.budget_bytes = budget_bytes
-        self._room = room
-        self._loaded: dict[int, LoadedWeights] = {}
-        self._by_storage: dict[int, LoadedWeights] = {}
+        self._by_storage: dict[int, LoadedWeights] = {}  # all that are loaded
         self.trace = AccessTrace()
-        self.wait_for = Stalls(stack).wait_for
+        self.wait_for = Stalls(shared.stack).wait_for
         self._latest: Group | None = None
-        self.frozen = not any(group.trainable() for group in groups)
-        self.staying: frozenset[int] = frozenset()
+        self.frozen = not any(group.trainable() for group in self._groups)  # nothing trains the model
+        self.staying: frozenset[int] = frozenset()  # groups of a frozen model that are not dropped once they are loaded
         if self.frozen:
-            self.trace.expect([group.index for group in groups])  # until a pass has shown another order
+            self.trace.expect([group.index for group in self._groups])  # until a pass has shown another order
             self.rebudget(budget_bytes)
 
     # -- use -----------------------------------------------------------------------------------------------------------
@@ -112,35 +89,38 @@ class WeightStreamer:
 
     def pin(self, group: Group) -> torch.Tensor:
         """The bytes of a loaded group, not dropped until `unpin`."""
-        loaded = self._loaded[group.index]
+        loaded = self._of(group)
         loaded.pins += 1
         return loaded.buffer
 
     def unpin(self, group: Group) -> None:
         """End of `pin`. The bytes stay until room is needed."""
-        self._loaded[group.index].pins -= 1
+        self._of(group).pins -= 1
 
     def buffer(self, group: Group) -> torch.Tensor:
         """The loaded bytes of a group that is pinned."""
-        return self._loaded[group.index].buffer
+        return self._of(group).buffer
+
+    def _of(self, group: Group) -> LoadedWeights:
+        loaded = self._states[group].loaded
+        assert loaded is not None, f"{group.name!r} is not on level 0"
+        return loaded
 
     def is_loaded(self, group: Group) -> bool:
-        return group.index in self._loaded
+        return self._states[group].loaded is not None
 
     @property
     def all_loaded(self) -> bool:
-        return len(self._loaded) == len(self._groups)
+        return len(self._by_storage) == len(self._groups)
 
     def is_pinned(self, group: Group) -> bool:
         """Whether somebody but an update uses the group's bytes on level 0."""
-        loaded = self._loaded.get(group.index)
+        loaded = self._states[group].loaded
         return loaded is not None and loaded.pins > int(loaded.locked)
 
     def arrive(self, group: Group) -> None:
         """Order what computes next after the group's load."""
-        self._arrive(self._loaded[group.index])
-
-    def _arrive(self, loaded: LoadedWeights) -> None:
+        loaded, state = self._of(group), self._states[group]
         if loaded.transfer is None:
             return
         try:
@@ -152,7 +132,6 @@ class WeightStreamer:
         # long. Its next use is ordered after the copy, because the stream that frees it has just waited.
         self.has_arrived(loaded.transfer)
         loaded.transfer = None
-        state = self._states[loaded.group]
         if state.phase is Phase.LOADING:
             state.to(Phase.LOADED)
         if loaded.own_count is None:
@@ -163,8 +142,7 @@ class WeightStreamer:
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, with the bytes that are in storage by then.
 
-        Raises:
-            InsufficientMemory: everything on level 0 is in use.
+        Raises InsufficientMemory where everything on level 0 is in use.
         """
         self._room.sweep_updates()
         with torch.inference_mode(False):
@@ -182,7 +160,7 @@ class WeightStreamer:
         self.remember_load(group, transfer)
         loaded = LoadedWeights(group, reservation, buffer, transfer, buffer.untyped_storage()._cdata)
         state = self._states[group]
-        state.loaded = self._loaded[group.index] = self._by_storage[loaded.storage_key] = loaded
+        state.loaded = self._by_storage[loaded.storage_key] = loaded
         if state.phase is Phase.STORED:
             state.to(Phase.LOADING)
 
@@ -196,10 +174,8 @@ class WeightStreamer:
         distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
         self._room.sweep_updates()
         while self.loaded_bytes + group.num_bytes > self.budget_bytes or not level0.can_allocate(group.num_bytes):
-            victim = self._farthest(beyond=distance)
-            if victim is None:
+            if not self.drop_one(beyond=distance):
                 return False
-            self._drop(victim)
         return True
 
     @property
@@ -209,46 +185,40 @@ class WeightStreamer:
         Those are bounded by the gradients under way; the host, which counts, is so far ahead of a GPU that it would see
         them for most of the next forward.
         """
-        return sum(loaded.group.num_bytes for loaded in self._loaded.values() if not loaded.locked)
+        return sum(loaded.group.num_bytes for loaded in self._by_storage.values() if not loaded.locked)
 
-    def _farthest(self, beyond: int = -1) -> LoadedWeights | None:
-        """The idle loaded group whose next use is farthest, if that is more than ``beyond`` uses away.
+    def drop_one(self, beyond: int = -1) -> bool:
+        """Drop the idle group whose next use is farthest; False if none is idle and more than ``beyond`` uses away.
 
         Those that stay give way to a group in use or to somebody else's bytes, never to one that comes later.
         """
-        idle = [loaded for loaded in self._loaded.values() if loaded.pins == 0]
+        idle = [loaded for loaded in self._by_storage.values() if loaded.pins == 0]
         passing = [loaded for loaded in idle if loaded.group.index not in self.staying]
-        best = max(passing or (idle if beyond < 0 else ()), key=self._distance, default=None)
-        return best if best is not None and self._distance(best) > beyond else None
 
-    def _distance(self, loaded: LoadedWeights) -> int:
-        """Uses until this group's next one; 0 for the latest, which its backward reads weight by weight."""
-        return 0 if loaded.group is self._latest else self.trace.next_use(loaded.group.index)
+        def distance(loaded: LoadedWeights) -> int:
+            """Uses until this group's next one; 0 for the latest, which its backward reads weight by weight."""
+            return 0 if loaded.group is self._latest else self.trace.next_use(loaded.group.index)
 
-    def drop_one(self) -> bool:
-        """Give level 0 the room of one idle group; False if none is idle."""
-        victim = self._farthest()
-        if victim is not None:
-            self._drop(victim)
-        return victim is not None
+        best = max(passing or (idle if beyond < 0 else ()), key=distance, default=None)
+        if best is None or distance(best) <= beyond:
+            return False
+        self.drop(best.group)
+        return True
 
     def drop_all(self) -> None:
-        for loaded in list(self._loaded.values()):
-            self._drop(loaded)
+        for loaded in list(self._by_storage.values()):
+            self.drop(loaded.group)
 
     def drop(self, group: Group) -> None:
-        """What is loaded of ``group``, if anything, is not what the group is."""
-        loaded = self._loaded.get(group.index)
+        """Give up what is loaded of ``group``, if anything."""
+        loaded = self._states[group].loaded
         if loaded is not None:
-            self._drop(loaded)
-
-    def _drop(self, loaded: LoadedWeights) -> None:
-        assert loaded.pins == 0
-        try:
-            self._arrive(loaded)  # the copy must not outlive its destination
-        except (VBError, OSError):
-            return  # `_arrive` has forgotten it; the next use loads it again, and raises
-        self._forget(loaded)
+            assert loaded.pins == 0
+            try:
+                self.arrive(group)  # the copy must not outlive its destination
+            except (VBError, OSError):
+                return  # `arrive` has forgotten it; the next use loads it again, and raises
+            self._forget(loaded)
 
     def _forget(self, loaded: LoadedWeights) -> None:
         if loaded.transfer is not None:
@@ -257,7 +227,6 @@ class WeightStreamer:
         state.loaded = None
         if state.phase in (Phase.LOADING, Phase.LOADED):
             state.to(Phase.STORED)
-        del self._loaded[loaded.group.index]
         # Before the storage can die: its address may come back as somebody else's.
         del self._by_storage[loaded.storage_key]
         loaded.buffer = torch.empty(0)
@@ -277,18 +246,15 @@ class WeightStreamer:
     def hold(self) -> list[Group]:
         """Load the groups of a frozen model that stay, keep their bytes in place until `let_go`, and drop idle others.
 
-        Returns:
-            Those that are held; `buffer` has their bytes.
-
-        Raises:
-            InsufficientMemory: one finds no room; none is held.
+        Returns those that are held; `buffer` has their bytes. Raises InsufficientMemory, and holds none, where one
+        finds no room.
         """
-        for loaded in list(self._loaded.values()):
+        for loaded in list(self._by_storage.values()):
             if loaded.pins == 0 and loaded.group.index not in self.staying:
-                self._drop(loaded)
+                self.drop(loaded.group)
         held = list[Group]()
         try:
-            for group in (group for group in self._groups if group.index in self.staying):
+            for group in [self._groups[index] for index in sorted(self.staying)]:
                 if not self.is_loaded(group):
                     self.load(group)
                 self.arrive(group)
@@ -308,12 +274,11 @@ class WeightStreamer:
 
     def invalidate(self, group: Group) -> None:
         """The stored bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
-        self._states[group].version += 1
-        loaded = self._loaded.get(group.index)
-        if loaded is not None:
-            if loaded.pins:
-                raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
-            self._drop(loaded)
+        state = self._states[group]
+        state.version += 1
+        if state.loaded is not None and state.loaded.pins:
+            raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
+        self.drop(group)
 
     def revert(self, group: Group) -> None:
         """The stored bytes are what they were before the last `invalidate`."""
@@ -328,10 +293,10 @@ class WeightStreamer:
 
         ``arriving``: they may still be on their way.
         """
-        loaded = self._loaded.get(group.index)
-        if loaded is None or loaded.pins:
+        loaded = self._states[group].loaded
+        if loaded is None or loaded.pins or (loaded.transfer is not None and not arriving):
             return None
-        if not arriving if loaded.transfer is not None else USE_COUNT(loaded.storage_key) != loaded.own_count:
+        if loaded.transfer is None and USE_COUNT(loaded.storage_key) != loaded.own_count:
             return None
         loaded.pins += 1
         loaded.locked = True
@@ -340,8 +305,7 @@ class WeightStreamer:
     def mark_updated(self, loaded: LoadedWeights, end: Transfer) -> None:
         """Locked bytes are the group's next version when ``end`` is over."""
         self._states[loaded.group].version += 1
-        # ``end`` is after the load, and an update that reads them holds the bytes: what the load kept must not count as
-        # another holder.
+        # ``end`` is after the load, which must not count as another holder of the bytes.
         if loaded.transfer is not None:
             self.has_arrived(loaded.transfer)
         loaded.transfer = end
@@ -399,8 +363,7 @@ class WeightStreamer:
 
     def view(self, packed: PackedView) -> torch.Tensor:
         """What `pack` was given again; its group is loaded."""
-        loaded = self._loaded[packed.group.index]
-        base = loaded.buffer[packed.offset % packed.dtype.itemsize :]
+        base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize
         return base.as_strided(packed.size, packed.stride, start)
