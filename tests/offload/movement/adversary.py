@@ -159,7 +159,7 @@ class LateQueues(Queues):
     def run(self, queue: Any, work: Callable[[], None]) -> None:
         queue.add(work)
 
-    def copy(self, queue: Any, copies: Copies) -> Transfer:
+    def copy(self, queue: Any, copies: Copies, *memory: Any) -> Transfer:
         queue.add(lambda: [ctypes.memmove(*copy) for copy in copies])
         return self.mark(queue)
 

@@ -112,12 +112,12 @@ class Refusing:
         self._of_states = queues.all
         patch.setattr(queues, "copy", partial(self._copy, queues.copy))
 
-    def _copy(self, copy: Callable, queue, what):
+    def _copy(self, copy: Callable, queue, *what):
         if queue in self._of_states:
             self.left -= 1
             if self.left == 0:
                 raise RuntimeError("the driver said no")
-        return copy(queue, what)
+        return copy(queue, *what)
 
 
 @pytest.mark.parametrize("lane", [Lane, CudaLane])

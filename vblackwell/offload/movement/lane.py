@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
-from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, transfer_delay
 from vblackwell.offload.layout.groups import (
@@ -92,8 +93,11 @@ class Queues(ABC):
         """Queue what ``work`` launches. It may be called at once, or when its turn has come."""
 
     @abstractmethod
-    def copy(self, queue: Queue, copies: Copies) -> Transfer:
-        """Queue copies; a transfer that holds no memory, whose clock tells their time."""
+    def copy(self, queue: Queue, copies: Copies, *memory: Any) -> Transfer:
+        """Queue copies; a transfer that holds no memory, whose clock tells their time.
+
+        ``memory``: ranges and others that the addresses belong to; kept where a stack may be closed before the copies.
+        """
 
     def follow(self, queue: Queue, other: Queue) -> None:
         """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
@@ -142,13 +146,13 @@ class WorkerQueues(Queues):
     def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
         queue.last = self._worker.submit(work)
 
-    def copy(self, queue: WorkerQueue, copies: Copies) -> Transfer:
-        def work() -> None:
+    def copy(self, queue: WorkerQueue, copies: Copies, *memory: Any) -> Transfer:
+        def work(kept: list[Any]) -> None:
             transfer_delay("thread")
             for copy in copies:
                 ctypes.memmove(*copy)
 
-        self.run(queue, work)
+        self.run(queue, partial(work, [each.view() if isinstance(each, Reservation) else each for each in memory]))
         return self.mark(queue)
 
 
@@ -157,20 +161,15 @@ class WorkerQueues(Queues):
 
 @dataclass(eq=False)
 class LaneJob:
-    """One update of a group on level 0.
+    """One update of a group on level 0; parameters without ``numbers`` go through unchanged.
 
     Attributes:
-        numbers: what to update, with AdamW's numbers; the group's other parameters go through unchanged.
-        weight: the group's flat compute weights on level 0, there after ``last_load`` at the latest, changed in place;
-            None: they come from storage.
-        gradient: the group's flat gradient on level 0 in compute type; None: it comes from storage.
-        gradient_kind: which range holds it then, or, next to a ``gradient`` on level 0, the sum of earlier
-            micro-batches; None: no range does.
+        sources, targets: ranges that are read and written; the targets are the group's, or take their place at the step.
+        weight: flat on level 0, there after ``last_load`` at the latest, changed in place; None: it comes from storage.
+        gradient: flat on level 0 in compute type; None: it comes from storage.
+        gradient_kind: which range holds it then, or, next to a ``gradient``, the sum of earlier micro-batches.
         factor: fp32 scalar that gradients are multiplied by; None for 1.
-        sources, targets: ranges that are read and written, by kind; the targets are the group's, or take their place
-            at the step.
-        last_load: the newest copy of the group's compute weights to level 0; what it reads is not written before it is
-            over.
+        last_load: the newest copy of stored weights to level 0; what it reads is not written before it is over.
     """
 
     group: Group
@@ -199,6 +198,10 @@ class Wanted(NamedTuple):
     piece: Piece
     places: dict[str, slice]
 
+    def addresses(self, buffer: torch.Tensor) -> dict[str, int]:
+        base = buffer.data_ptr()
+        return {kind: base + place.start for kind, place in self.places.items()}
+
 
 class Filled(NamedTuple):
     """A buffer of the ring that is being filled from ranges as ``stamps`` tell, until it has ``arrived``."""
@@ -213,15 +216,10 @@ def update_part(
     slot: Slot, part: Mapping[str, torch.Tensor], gradient: torch.Tensor, numbers: AdamWStep, *,
     previous: torch.Tensor | None = None, factor: torch.Tensor | None = None, offset: int = 0,
 ) -> None:  # fmt: skip
-    """AdamW in place on a part of a parameter, in the formats of its group.
+    """AdamW in place on a part of a parameter, which begins at element ``offset``, in the formats of its group.
 
-    Args:
-        part: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
-            / 256),).
-        gradient: (n,) in compute type or fp32.
-        previous: (n,), the sum of gradients of earlier micro-batches; None for 0.
-        factor: fp32 scalar that the sum is multiplied by; None for 1.
-        offset: the part's first element within the parameter.
+    ``part``: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
+    / 256),). The gradient is (``previous`` + ``gradient``) * ``factor``: (n,) in compute type or fp32, an fp32 scalar.
     """
     formats = slot.group.formats
     weight, remainder = part["weight"], part.get("remainder")
@@ -284,12 +282,9 @@ class _Idle(Transfer):
 
 
 class Lane:
-    """Runs `LaneJob`s in the order of submission.
+    """Runs `LaneJob`s in the order of submission, through a ring of ``num_buffers`` that is cut from ``memory``.
 
-    Args:
-        memory: level-0 bytes that the ring is cut from, at least `smallest_buffer` of every group.
-        num_buffers: places of the ring.
-        stage: for ranges on a disk; None where the stack has none.
+    Each has at least `smallest_buffer` of every group. ``stage`` is for ranges on a disk.
     """
 
     def __init__(
@@ -300,11 +295,11 @@ class Lane:
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
         self._stack = stack
         self._storage = storage
-        self._ring = [memory[index * size : (index + 1) * size] for index in range(num_buffers)]
+        self._ring = memory.split(size)[:num_buffers]
         self._queues = queues
         self._stage = stage
         self._worker = worker
-        self._free: deque[tuple[torch.Tensor, Transfer | None]] = deque((buffer, None) for buffer in self._ring)
+        self._free: deque[tuple[torch.Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Transfer] = {}
@@ -352,18 +347,15 @@ class Lane:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
             staged = None
-            if on_disk(sources):
-                staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
+            if self._stage is not None and on_disk(sources):
+                staged = self._stage.ready(wanted.group, sources)
                 if staged is None:
                     return
             self._expected.popleft()
             self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
 
     def submit(self, job: LaneJob) -> LaneEnd:
-        """Queue ``job``. What it reads on level 0 must be ordered after the current stream.
-
-        The caller keeps the gradient until the update is ``computed``, the weights until it is ``stored``.
-        """
+        """Queue ``job``, after the current stream. Keep its gradient until ``computed``, its weights until ``stored``."""
         self._sweep()
         states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
         sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
@@ -441,16 +433,15 @@ class Lane:
         return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.places)
 
     def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
-        """Start copying ``wanted`` up into the next buffer of the ring; ``far`` is the memory of sources on a disk."""
+        """Start copying ``wanted`` up into the next buffer; ``far`` is the host memory of sources on a disk."""
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
-        for earlier in (emptied, self._stored.get(wanted.group.index)):
-            if earlier is not None:
-                earlier.wait_on(self._queues.states_in)
-        base = buffer.data_ptr()
-        held = {kind: base + place.start for kind, place in wanted.places.items()}
+        emptied.wait_on(self._queues.states_in)
+        if (stored := self._stored.get(wanted.group.index)) is not None:
+            stored.wait_on(self._queues.states_in)
+        held = wanted.addresses(buffer)
         try:
-            arrived = self._move(wanted.group, wanted.piece, held, sources, far, up=True)
+            arrived = self._move(wanted.group, wanted.piece, held, sources, far, buffer, up=True)
         except BaseException:
             self._start_over()
             raise
@@ -459,19 +450,13 @@ class Lane:
     def _update(
         self, job: LaneJob, piece: Piece, filled: Filled | None, targets: Ranges, far: Mapping[str, torch.Tensor]
     ) -> Transfer:
-        """Queue the update of a piece and its copies to ``targets``; the end of these.
-
-        ``filled`` has its bytes but for what lives on level 0; ``far`` is the memory of targets on a disk.
-        """
-        queues, held = self._queues, dict[str, int]()
-        if filled is not None:
-            base = filled.buffer.data_ptr()
-            held = {kind: base + place.start for kind, place in filled.wanted.places.items()}
+        """Queue the update of a piece, of which ``filled`` has what came up, and its copies to ``targets``; their end."""
+        queues, held = self._queues, {} if filled is None else filled.wanted.addresses(filled.buffer)
         if job.weight is not None:
             held["weight"] = job.weight.data_ptr() + bytes_of(job.group, "weight", piece.start)
         self._compute(job, piece, filled, held)
         queues.follow(queues.states_out, queues.update)
-        return self._move(job.group, piece, held, targets, far, up=False)
+        return self._move(job.group, piece, held, targets, far, (job, filled), up=False)
 
     def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
         """Queue AdamW on a piece; ``held``: where it is on level 0, by kind."""
@@ -484,11 +469,11 @@ class Lane:
 
     def _move(
         self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, torch.Tensor],
-        *, up: bool,
+        memory: Any, *, up: bool,
     ) -> Transfer:  # fmt: skip
         """Queue the copies of a piece between level 0, where ``held`` has it, and ``ranges`` or what stands for them.
 
-        The first link carries the time of all.
+        The first link carries the time of all. ``memory``: of level 0.
         """
         copies, links = list[tuple[int, int, int]](), Counter[tuple[int, int]]()
         for kind, reservation in ranges.items():
@@ -498,7 +483,8 @@ class Lane:
             level = reservation.level if reservation.is_addressable else self._storage.plan.staging_level
             copies.append((held[kind], below, num_bytes) if up else (below, held[kind], num_bytes))
             links[(level, 0) if up else (0, level)] += num_bytes
-        copied = self._queues.copy(self._queues.states_in if up else self._queues.states_out, copies)
+        queue = self._queues.states_in if up else self._queues.states_out
+        copied = self._queues.copy(queue, copies, *ranges.values(), far, memory)
         (first, num_bytes), *others = links.items()
         self._stack.count_transfer(*first, num_bytes, copied)
         for link, num_bytes in others:
@@ -512,7 +498,7 @@ class Lane:
         try:
             self.synchronize()
         finally:
-            self._free = deque((buffer, None) for buffer in self._ring)
+            self._free = deque((buffer, DoneTransfer()) for buffer in self._ring)
 
     def order_loads(self, end: LaneEnd) -> None:
         """Let weights that are loaded from now on be those that ``end`` stores."""

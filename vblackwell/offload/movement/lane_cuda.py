@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ class CudaQueues(Queues):
         with torch.cuda.stream(queue):
             work()
 
-    def copy(self, queue: torch.cuda.Stream, copies: Copies) -> Transfer:
+    def copy(self, queue: torch.cuda.Stream, copies: Copies, *memory: Any) -> Transfer:
         """See `Queues.copy`; on the current device, after copies that other streams have ready.
 
         A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -90,6 +89,25 @@ def _adamw(
                 weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
 
 
+def _sum(sums: List[torch.Tensor], firsts: List[torch.Tensor], addends: List[torch.Tensor], wide: torch.Tensor) -> None:
+    for index in range(len(sums)):
+        total, most = sums[index].numel(), wide.numel()
+        begins, adds = firsts[index].numel() > 0, addends[index].numel() > 0
+        for start in range(0, total, most):
+            count = min(most, total - start)
+            target = sums[index].narrow(0, start, count)
+            if begins:
+                target.copy_(firsts[index].narrow(0, start, count))
+            if adds:
+                addend = addends[index].narrow(0, start, count)
+                if addend.element_size() < target.element_size():
+                    own = wide.narrow(0, 0, count)
+                    own.copy_(addend)
+                    target.add_(own)
+                else:
+                    target.add_(addend)
+
+
 @cache
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """``loop`` as TorchScript, or as it is, with a warning, where there is none."""
@@ -147,20 +165,18 @@ class Scratch(threading.local):
     """What a thread works in. Made once: memory that is new at every step costs a page fault every 4 KiB."""
 
     def __init__(self) -> None:
-        self.wide = torch.empty(CHUNK)
-        self.bits = self.wide.view(torch.int32)
-        self.high_bits = self.wide.view(torch.int16)[1::2]  # the upper halves, on a little-endian machine
-        self.half = torch.tensor(0x8000, dtype=torch.int32)
-        self.boxes: list[list[torch.Tensor]] = [[self.wide] for _ in range(5)]
+        wide = torch.empty(CHUNK)
+        high_bits = wide.view(torch.int16)[1::2]  # the upper halves, on a little-endian machine
+        half, boxes = torch.tensor(0x8000, dtype=torch.int32), [[wide] for _ in range(5)]
+        self.of = {_adamw: [half, wide, wide.view(torch.int32), high_bits, *boxes], _sum: [wide]}
 
 
-# Of one parameter: tensors that are cut alike, as the loop takes them; factor, step, numbers.
 Tensors = list[torch.Tensor]
-Stretch = tuple[Tensors, torch.Tensor, torch.Tensor, list[float]]
+Stretch = tuple[Tensors, tuple[Any, ...]]  # of one parameter: tensors that are cut alike, and the rest
 _NONE = torch.empty(0)
 
 
-class Loop(ABC):
+class Loop:
     """Work that is added first and then run by the threads of the process. For one thread."""
 
     _function: Callable[..., None]
@@ -169,21 +185,61 @@ class Loop(ABC):
         self._added: list[Stretch] = []
         self._scratch = Scratch()
 
-    @abstractmethod
-    def _work(self, part: list[Stretch]) -> None:
-        """Call the compiled function."""
-
     def run(self) -> None:
-        """Return, or raise what an operation raised or an interrupt, when no thread is at work any more.
+        """Do it in parts; each thread takes the next when it is done.
 
-        After a failure some of what was added is done and the rest not.
+        Returns, or raises what an operation raised or an interrupt, when no thread is at work any more. After a failure
+        some of what was added is done and the rest not.
         """
         compiled(self._function)  # once, before threads ask for it together
+        pool, count = _pool()
+        added, self._added = self._added, []
+        total = sum(len(tensors[0]) for tensors, _ in added)
+        parts = deque(_share_out(added, max(MIN_PART, -(-total // (TURNS * count)))))
+
+        def take_all() -> None:
+            while True:
+                try:
+                    part = parts.popleft()
+                except IndexError:
+                    return
+                self._work(part)
+
+        tasks: list[Future[None]] = []
         try:
             with torch.profiler.record_function(f"{self._function.__name__[1:]} on the host"):  # not seen in threads
-                run_parts(self._added, self._work)
+                for _ in range(min(count, len(parts))):
+                    tasks.append(pool.submit(take_all))
+                errors = [error for task in tasks if (error := task.exception()) is not None]
+            if errors:
+                raise errors[0]
         finally:
-            self._added.clear()
+            parts.clear()
+            wait(tasks)
+
+    @torch.no_grad()
+    def _work(self, part: list[Stretch]) -> None:
+        tensors, others = zip(*part, strict=True)
+        columns = [*zip(*tensors, strict=True), *zip(*others, strict=True)]
+        compiled(self._function)(*map(list, columns), *self._scratch.of[self._function])
+
+
+def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
+    """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
+    parts: list[list[Stretch]] = [[]]
+    room = wanted
+    for tensors, others in stretches:
+        total, start = len(tensors[0]), 0
+        while start < total:
+            stop = min(start + -(-room // CHUNK) * CHUNK, total)
+            cut = tensors if stop - start == total else [tensor[start:stop] for tensor in tensors]
+            parts[-1].append((cut, others))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                parts.append([])
+                room = wanted
+    return [part for part in parts if part]
 
 
 class MasterLoop(Loop):
@@ -198,93 +254,13 @@ class MasterLoop(Loop):
     ) -> None:  # fmt: skip
         """One AdamW step in place; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
 
-        A bf16 is the high half of its fp32: rounding is a sum of integers and a strided copy of 16-bit halves.
-
-        Args:
-            master, exp_avg, exp_avg_sq: (n,) fp32, on the CPU as everything here.
-            weight: (n,) bf16; ``gradient``, (n,) bf16 or fp32, may be the same memory.
-            step: fp32 scalar, counted up.
-            factor: fp32 scalar that gradients are multiplied by; None for 1.
+        A bf16 is the high half of its fp32: rounding is a sum of integers and a strided copy of 16-bit halves. All are
+        on the CPU: ``weight`` (n,) bf16; ``gradient``, (n,) bf16 or fp32, may be the same memory; the others (n,) fp32;
+        ``step``, counted up, and ``factor``, which gradients are multiplied by, fp32 scalars.
         """
         tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
         scale = _NONE if factor is None else factor
-        self._added.append((tensors, scale, step, [lr, beta1, beta2, weight_decay, eps]))
-
-    @torch.no_grad()
-    def _work(self, part: list[Stretch]) -> None:
-        tensors, factors, steps, numbers = map(list, zip(*part, strict=True))
-        columns, own = map(list, zip(*tensors, strict=True)), self._scratch
-        compiled(_adamw)(*columns, factors, steps, numbers, own.half, own.wide, own.bits, own.high_bits, *own.boxes)
-
-
-def run_parts(stretches: list[Stretch], work: Callable[[list[Stretch]], None]) -> None:
-    """Do ``work`` on all of ``stretches``, in parts; each thread takes the next when it is done."""
-    total = sum(tensors[0].numel() for tensors, *_ in stretches)
-    if total == 0:
-        return
-    pool, count = _pool()
-    parts = deque(_share_out(stretches, max(MIN_PART, -(-total // (TURNS * count)))))
-
-    def take_all() -> None:
-        while True:
-            try:
-                part = parts.popleft()
-            except IndexError:
-                return
-            work(part)
-
-    tasks: list[Future[None]] = []
-    try:
-        for _ in range(min(count, len(parts))):
-            tasks.append(pool.submit(take_all))
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        if errors:
-            raise errors[0]
-    finally:
-        parts.clear()
-        wait(tasks)
-
-
-def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
-    """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
-    parts: list[list[Stretch]] = [[]]
-    room = wanted
-    for tensors, factor, step, numbers in stretches:
-        total, start = len(tensors[0]), 0
-        while start < total:
-            stop = min(start + -(-room // CHUNK) * CHUNK, total)
-            cut = tensors if stop - start == total else [tensor[start:stop] for tensor in tensors]
-            parts[-1].append((cut, factor, step, numbers))
-            room -= stop - start
-            start = stop
-            if room <= 0:
-                parts.append([])
-                room = wanted
-    return [part for part in parts if part]
-
-
-def _sum(
-    sums: List[torch.Tensor],
-    firsts: List[torch.Tensor],
-    addends: List[torch.Tensor],
-    wide: torch.Tensor,
-) -> None:
-    for index in range(len(sums)):
-        total, most = sums[index].numel(), wide.numel()
-        begins, adds = firsts[index].numel() > 0, addends[index].numel() > 0
-        for start in range(0, total, most):
-            count = min(most, total - start)
-            target = sums[index].narrow(0, start, count)
-            if begins:
-                target.copy_(firsts[index].narrow(0, start, count))
-            if adds:
-                addend = addends[index].narrow(0, start, count)
-                if addend.element_size() < target.element_size():
-                    own = wide.narrow(0, 0, count)
-                    own.copy_(addend)
-                    target.add_(own)
-                else:
-                    target.add_(addend)
+        self._added.append((tensors, (scale, step, [lr, beta1, beta2, weight_decay, eps])))
 
 
 class SumLoop(Loop):
@@ -298,15 +274,8 @@ class SumLoop(Loop):
         Without ``first`` it is added to, without ``addend`` it is a copy.
         """
         tensors = [total, *(_NONE if each is None else each for each in (first, addend))]
-        self._added.append((tensors, _NONE, _NONE, []))
+        self._added.append((tensors, ()))
 
-    @torch.no_grad()
-    def _work(self, part: list[Stretch]) -> None:
-        columns = map(list, zip(*(tensors for tensors, *_ in part), strict=True))
-        compiled(_sum)(*columns, self._scratch.wide)
-
-
-# -- a group ----------------------------------------------------------------------------------------------------------
 
 # Elements: a multiple of 16, or torch's vectorised AdamW rounds differently. The calls do not show, and what one
 # operation wrote is in cache for the next.
