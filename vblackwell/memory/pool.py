@@ -142,12 +142,17 @@ class Reservation:
         return self._place.view(self.extent)
 
     @property
+    def bytes(self) -> torch.Tensor:
+        """`view`, of a range that has one."""
+        view = self.view()
+        assert view is not None, f"{self.name} is on a disk"
+        return view
+
+    @property
     def address(self) -> int:
         """Of the first byte, of a range that has a view; for a driver."""
         if self._address is None:
-            view = self.view()
-            assert view is not None, f"{self.name} is on a disk"
-            self._address = view.data_ptr()
+            self._address = self.bytes.data_ptr()
         return self._address
 
     def part(self, start: int, stop: int) -> torch.Tensor:
@@ -155,9 +160,7 @@ class Reservation:
         is most of what that costs the host."""
         found = self._parts.get((start, stop))
         if found is None:
-            view = self.view()
-            assert view is not None, f"{self.name} is on a disk"
-            found = self._parts[start, stop] = view[start:stop]
+            found = self._parts[start, stop] = self.bytes[start:stop]
         return found
 
     def end(self) -> Extent:

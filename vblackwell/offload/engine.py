@@ -362,10 +362,10 @@ class Offload:
 
     def before_overwrite(self, group: Group) -> None:
         """The weights of ``group`` in storage are about to change: what was loaded of them is stale."""
-        self.weights.touched(group)
-        load = self.states[group].last_load
-        if load is not None:
-            load.wait()
+        state = self.states[group]
+        state.version += 1
+        if state.last_load is not None:
+            state.last_load.wait()
 
     def _write_back(self, slots: list[Slot]) -> None:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""

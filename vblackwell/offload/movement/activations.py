@@ -113,8 +113,8 @@ class HostBuffers:
             raise InsufficientMemory(
                 f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs "
                 f"{format_bytes(num_bytes)} more, but {level.name} has {format_bytes(free)} free: raise host_memory "
-                "(the capacity of the level), use a smaller batch, or, where a model's states spill to a disk, keep RAM "
-                "free of them with activation_bytes=",
+                "(the capacity of the level), use a smaller batch, or, where a model's states spill to a disk, keep "
+                "RAM free of them with activation_bytes=",
                 needed_bytes=num_bytes,
                 available_bytes=free,
             ) from error
@@ -322,8 +322,6 @@ class ActivationStore:
             self._buffers.close()
             self._retired.clear()
 
-    # -- forward -----------------------------------------------------------------------------------------------------
-
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Ticket:
         """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
         if self._closed or not self._may_leave(tensor):
@@ -386,13 +384,10 @@ class ActivationStore:
         boundary.spoiled = boundary.resident._version != boundary.version
         boundary.resident = None
 
-    # -- backward ----------------------------------------------------------------------------------------------------
-
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor that `pack` was given, on level 0; those saved before it start to come back.
 
-        Raises:
-            StaleTensor: it was written to while it was leaving, or the store was closed.
+        Raises StaleTensor where it was written to while it was leaving, or the store was closed.
         """
         if isinstance(packed, Elsewhere):
             return packed.unpack(packed.packed)

@@ -35,16 +35,11 @@ from vblackwell.offload.movement.state import (
 from vblackwell.offload.movement.update_loop import SumLoop, flat_of
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
-# Buffers on their way out next to the one that fills: more would only wait for the link on level 0 instead of in host
-# memory.
-MAX_LEAVING = 3
+MAX_LEAVING = 3  # buffers next to the one that fills: more would only wait for the link on level 0, not in host memory
 
 
 class HostGradients:
-    """What the worker thread does to gradients in host memory; every method runs there.
-
-    No `Mover`: a task that waits must not keep the model alive.
-    """
+    """What the worker thread does to gradients in host memory. No `Mover`: its tasks must not keep the model alive."""
 
     def __init__(self, shared: Shared) -> None:
         self._stack, self._storage, self._states = shared.stack, shared.storage, shared.states
@@ -62,15 +57,11 @@ class HostGradients:
     def add(
         self, group: Group, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...], owned: bool
     ) -> None:
-        """Add what lies in ``incoming``, which is given back if it is ``owned``, to the sum after ``before``.
-
-        These are its arrival, and readers of the sum.
-        """
+        """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()
         state = self._states[group].gradient
-        fresh = incoming.view()
-        assert fresh is not None
+        fresh = incoming.bytes
         self._sum(group, {slot: slot.flat(fresh) for slot in slots})
         if owned:
             self._storage.give(incoming)
@@ -86,9 +77,7 @@ class HostGradients:
         if adding:
             self._widen(group)
         slot, kind = group.slots[0], self._states[group].gradient.kind if adding else "gradient"
-        view = source.view()
-        assert view is not None
-        rows = view[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
+        rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
         total = self._storage.open(group, kind)
         target = _shaped(slot, total, kind)[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
@@ -187,27 +176,19 @@ def sum_kind(group: Group) -> str:
 
 @dataclass(frozen=True)
 class UpdateUse:
-    """What an update has to do with a gradient that is about to leave level 0.
+    """What an update has to do with a gradient that is about to leave level 0."""
 
-    Attributes:
-        reads_until: until then the update reads it there; None: it does not.
-        final: nobody needs the gradient in host memory.
-        landing: the range that it goes to.
-    """
-
-    reads_until: Transfer | None = None
-    final: bool = False
-    landing: str = "gradient"
+    reads_until: Transfer | None = None  # until then the update reads it there; None: it does not
+    final: bool = False  # nobody needs the gradient in host memory
+    landing: str = "gradient"  # the range that it goes to
 
 
 class GradientCollector(Mover):
     """Gathers the gradients of one model.
 
-    Args:
-        use_of: called in the caller's thread with a buffer that is about to leave, and whether it will be added to an
-            earlier gradient.
-        arrived: called in the caller's thread with a group whose gradient of this backward is complete and under way.
-        free_spare: gives up host memory that is kept for speed; False if there is none.
+    In the caller's thread ``use_of`` gets a buffer that is about to leave, and whether it will be added to an earlier
+    gradient, and ``arrived`` a group whose gradient of this backward is complete and under way. ``free_spare`` gives
+    up host memory that is kept for speed; False if there is none.
     """
 
     def __init__(
@@ -276,9 +257,7 @@ class GradientCollector(Mover):
         with torch.inference_mode(False):
             what = f"{group.name}/gradient"
             reservation = self._room.reserve(what, group.num_bytes, self.end_oldest, self._room.free_weights)
-            view = reservation.view()
-        assert view is not None, "level 0 is addressable"
-        return GradientBuffer(group, reservation, view, len(group.trainable()))
+            return GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
 
     def _leave(self, buffer: GradientBuffer, *, early: bool = False) -> None:
         """Send what fills on its way; ``early``: before it is known whether more comes, so that no update follows."""
@@ -341,8 +320,8 @@ class GradientCollector(Mover):
     def end_oldest(self) -> bool:
         """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none.
 
-        Where none are leaving, the group that has waited longest for the rest of its gradients leaves without it: there
-        may be no rest, as for experts that got no token, and what comes is added.
+        Where none are, the group that has waited longest for the rest of its gradients leaves without it: there may be
+        no rest, as for experts that got no token, and what comes is added.
         """
         if not self._leaving:
             waiting = next((buffer for buffer in self._filling.values() if not buffer.leaving), None)
@@ -408,16 +387,13 @@ class GradientCollector(Mover):
         self._wait_for_place()
         source, transfer = reservation, None
         try:
-            buffer = reservation.view()
-            assert buffer is not None
+            buffer = reservation.bytes
             with torch.no_grad():
                 buffer.view(slot.dtype).view(rows.shape).copy_(rows)
             self._stack.count_link(0, self._storage.range(slot.group, "gradient").level, rows.nbytes)
             if buffer.device.type != "cpu":
                 source = self._reserve_incoming(buffer.nbytes)
-                landing = source.view()
-                assert landing is not None
-                transfer = start_copy(landing, buffer, pool)
+                transfer = start_copy(source.bytes, buffer, pool)
             task = self._later(self.host.land_slice, slot.group, start, len(rows), adding, source, transfer)
         except Exception:
             self._give_after(() if transfer is None else (transfer,), *{reservation, source})

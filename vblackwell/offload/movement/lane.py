@@ -1,24 +1,19 @@
 """Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes back to storage.
 
 After the group's backward, weights and gradient are on level 0 already, and only what AdamW keeps next to them passes
-through: for bf16 weights with split masters 10 bytes a parameter in and 12 out. A later update brings weights and
-gradient the same way. Groups with 8-bit moments are always updated here: `adamw8_piece` has the same bits on a CPU.
+through: for bf16 weights with split masters 10 bytes a parameter in and 12 out. It passes in pieces through a ring of
+buffers, in the order of three queues joined by marks: a buffer is filled in ``states_in``, updated in ``update`` and
+emptied in ``states_out``; what fills it next waits, on the device, for the end of its emptying. So the host queues a
+whole group at once, and brings a piece up before its gradient exists (`pump`) if the last step tells what comes next.
 
-States pass in pieces through a ring of buffers that is taken once, in the order of three queues joined by marks: a
-buffer is filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it next waits, on the
-device, for the end of its emptying. So the host queues a whole group at once, and the ring runs ahead of backward by as
-much as it holds: a piece is brought up before its gradient exists (`pump`) if the last step tells what comes next.
-Ranges on a disk are copied from and to the host memory in which the group is staged (`Stage`).
-
-On a GPU queues are CUDA streams (`lane_cuda`). Without one they are the model's worker thread, whose order is stricter
-than any that is asked for. Tests have a third kind, whose work runs as late, as early and as interleaved as the
-declared order allows: on a GPU such orders are rare, and silent.
+On a GPU queues are CUDA streams (`lane_cuda`), without one the model's worker thread. Tests have a third kind, whose
+work runs in any order that the declared one allows: on a GPU such orders are rare, and silent.
 """
 
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -60,21 +55,14 @@ Copies = Sequence[tuple[int, int, int]]  # (target, source, bytes), by address
 Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize`
 
 
-# -- queues ------------------------------------------------------------------------------------------------------------
+class Queues(Transfer):
+    """The queues of one device's updates. As a transfer: all that they have been given when that is asked about."""
 
-
-class Queues(ABC):
-    """The queues of one device's updates: copies to level 0, arithmetic there, copies back.
-
-    Attributes:
-        leaving: where gradients leave level 0. loading: where compute weights are loaded.
-    """
-
-    states_in: Queue
-    update: Queue
-    states_out: Queue
-    leaving: Queue
-    loading: Sequence[Queue]
+    states_in: Queue  # copies to level 0
+    update: Queue  # arithmetic there
+    states_out: Queue  # copies back
+    leaving: Queue  # where gradients leave level 0
+    loading: Sequence[Queue]  # where compute weights are loaded
 
     @property
     def all(self) -> tuple[Queue, Queue, Queue]:
@@ -98,6 +86,17 @@ class Queues(ABC):
 
         ``memory``: ranges and others that the addresses belong to; kept where a stack may be closed before the copies.
         """
+
+    def wait(self) -> None:
+        for queue in self.all:
+            with suppress(Exception):  # of what was queued: its owner has heard of it
+                queue.synchronize()
+
+    def wait_on(self, stream: Any) -> None:
+        self.wait()
+
+    def done(self) -> bool:
+        return False
 
     def follow(self, queue: Queue, other: Queue) -> None:
         """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
@@ -152,11 +151,8 @@ class WorkerQueues(Queues):
             for copy in copies:
                 ctypes.memmove(*copy)
 
-        self.run(queue, partial(work, [each.view() if isinstance(each, Reservation) else each for each in memory]))
+        self.run(queue, partial(work, [each.bytes if isinstance(each, Reservation) else each for each in memory]))
         return self.mark(queue)
-
-
-# -- one update --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -164,7 +160,7 @@ class LaneJob:
     """One update of a group on level 0; parameters without ``numbers`` go through unchanged.
 
     Attributes:
-        sources, targets: ranges that are read and written; the targets are the group's, or take their place at the step.
+        sources, targets: ranges that are read and written; targets are the group's, or take their place at the step.
         weight: flat on level 0, there after ``last_load`` at the latest, changed in place; None: it comes from storage.
         gradient: flat on level 0 in compute type; None: it comes from storage.
         gradient_kind: which range holds it then, or, next to a ``gradient``, the sum of earlier micro-batches.
@@ -263,24 +259,6 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -
             )  # fmt: skip
 
 
-class _Idle(Transfer):
-    """Everything that queues have been given, whenever it is asked about."""
-
-    def __init__(self, queues: Queues) -> None:
-        self._queues = queues
-
-    def wait(self) -> None:
-        for queue in self._queues.all:
-            with suppress(Exception):  # of what was queued: its owner has heard of it
-                queue.synchronize()
-
-    def wait_on(self, stream: Any) -> None:
-        self.wait()
-
-    def done(self) -> bool:
-        return False
-
-
 class Lane:
     """Runs `LaneJob`s in the order of submission, through a ring of ``num_buffers`` that is cut from ``memory``.
 
@@ -304,10 +282,8 @@ class Lane:
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Transfer] = {}
         self._cut: dict[tuple[int, tuple[str, ...]], list[Wanted]] = {}
-        # The factors that jobs read: nobody may get their memory before the device is done with it.
-        self._in_use: deque[tuple[Transfer, Any]] = deque()
         # A model that dies between two steps leaves copies into the ring under way, of pieces that nobody takes.
-        storage.in_flight.add(_Idle(queues))
+        storage.in_flight.add(queues)
         memory.zero_()
         for queue in queues.all:
             queues.follow(queue, queues.computing())
@@ -355,8 +331,7 @@ class Lane:
             self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
 
     def submit(self, job: LaneJob) -> LaneEnd:
-        """Queue ``job``, after the current stream. Keep its gradient until ``computed``, its weights until ``stored``."""
-        self._sweep()
+        """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
         sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
@@ -395,7 +370,6 @@ class Lane:
             self._storage.ledger.changed(target)
         computed, weights = queues.mark(queues.update), queues.mark(queues.states_out)
         self._stored[group.index] = weights
-        self._in_use.append((weights, job.factor))
         if self._stage is None or staged is None:
             return LaneEnd(computed, weights, weights)
         stored = self._stage.store(staged, job.targets, queues.mark(queues.states_out, long=True))
@@ -412,10 +386,6 @@ class Lane:
                 assert staged is not None
                 found[kind] = staged.views[kind]
         return found
-
-    def _sweep(self) -> None:
-        while self._in_use and self._in_use[0][0].done():
-            self._in_use.popleft()
 
     def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
         """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
@@ -450,7 +420,7 @@ class Lane:
     def _update(
         self, job: LaneJob, piece: Piece, filled: Filled | None, targets: Ranges, far: Mapping[str, torch.Tensor]
     ) -> Transfer:
-        """Queue the update of a piece, of which ``filled`` has what came up, and its copies to ``targets``; their end."""
+        """Queue a piece's update, for which ``filled`` has what came up, and its copies to ``targets``; their end."""
         queues, held = self._queues, {} if filled is None else filled.wanted.addresses(filled.buffer)
         if job.weight is not None:
             held["weight"] = job.weight.data_ptr() + bytes_of(job.group, "weight", piece.start)
@@ -471,10 +441,7 @@ class Lane:
         self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, torch.Tensor],
         memory: Any, *, up: bool,
     ) -> Transfer:  # fmt: skip
-        """Queue the copies of a piece between level 0, where ``held`` has it, and ``ranges`` or what stands for them.
-
-        The first link carries the time of all. ``memory``: of level 0.
-        """
+        """Queue a piece's copies between level 0 (``held``, in ``memory``) and ``ranges``, or what stands for them."""
         copies, links = list[tuple[int, int, int]](), Counter[tuple[int, int]]()
         for kind, reservation in ranges.items():
             num_bytes = bytes_of(group, kind, len(piece))
@@ -486,7 +453,7 @@ class Lane:
         queue = self._queues.states_in if up else self._queues.states_out
         copied = self._queues.copy(queue, copies, *ranges.values(), far, memory)
         (first, num_bytes), *others = links.items()
-        self._stack.count_transfer(*first, num_bytes, copied)
+        self._stack.count_transfer(*first, num_bytes, copied)  # this link carries the time of all
         for link, num_bytes in others:
             self._stack.count_link(*link, num_bytes)
         return copied
@@ -517,4 +484,3 @@ class Lane:
         self.synchronize()
         if self._stage is not None:
             self._stage.drain()
-        self._sweep()

@@ -92,6 +92,8 @@ class CudaLane(Lane):
 
     def submit(self, job: LaneJob) -> LaneEnd:
         with torch.cuda.device(self._queues.device):
+            if job.factor is not None:
+                job.factor.record_stream(self._queues.update)
             return super().submit(job)
 
     def pump(self) -> None:
@@ -128,8 +130,7 @@ class CudaLane(Lane):
 
 def make_lane(stack: VGPUStack, storage: Storage, ring: Reservation, worker: Worker, least_bytes: int) -> Lane:
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
-    memory = ring.view()
-    assert memory is not None, "level 0 is addressable"
+    memory = ring.bytes
     count = num_buffers(memory.numel(), least_bytes)
     stage = Stage(storage) if any(level.device is None for level in stack.levels) else None
     if memory.is_cuda:

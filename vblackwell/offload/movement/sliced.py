@@ -28,9 +28,8 @@ from vblackwell.offload.movement.weights import WeightStreamer, changed_since_fo
 class SlicedLeaf(Mover):
     """One weight that is computed with in slices.
 
-    Args:
-        wait_for_updates: called with the group; returns when its bytes in storage are those of the last step.
-        before_gradient: called with the group when a gradient is about to come.
+    ``wait_for_updates`` returns when the group's bytes in storage are those of the last step; ``before_gradient`` is
+    called when a gradient is about to come.
     """
 
     def __init__(
@@ -81,14 +80,11 @@ class SlicedLeaf(Mover):
 
     def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
         stored = self._storage.range(self.group, "weight")
-        view = stored.view()
-        assert view is not None, "sliced leaves are placed on addressable levels"
-        rows = self.slot.flat(view).view(self.slot.shape)[start : start + self.num_rows]
+        rows = self.slot.flat(stored.bytes).view(self.slot.shape)[start : start + self.num_rows]
         with torch.inference_mode(False):
             reservation = self._reserve("slice", rows.nbytes)
             try:
-                buffer = reservation.view()
-                assert buffer is not None
+                buffer = reservation.bytes
                 transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self._pool)
             except Exception:
                 self._storage.give(reservation)

@@ -335,7 +335,7 @@ class GroupState:
 
     phase: Phase = Phase.STORED
     loaded: LoadedWeights | None = None
-    version: int = 0  # counts the changes of the weights
+    version: int = 0  # counts the changes of the weights; counted down where one was undone
     last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
     early: EarlyUpdate | None = None  # of `Phase.EARLY`
     update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
@@ -537,9 +537,6 @@ class Level0Room:
 
     def _others(self) -> list[Level0Room]:
         return [room for room in self._rooms if room is not self]
-
-
-# -- what moves bytes --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

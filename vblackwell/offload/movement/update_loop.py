@@ -315,10 +315,8 @@ class UndoLog:
 
     def keep(self, opened: dict[str, torch.Tensor]) -> None:
         """Copy what is there now."""
-        kept = self.memory.view()
-        assert kept is not None
         self._steps = [job.step.clone() for job in self._jobs]
-        parts = kept.split([flat.numel() for flat in opened.values()])
+        parts = self.memory.bytes.split([flat.numel() for flat in opened.values()])
         self._ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
 
     def restore(self, group: Group, storage: Storage) -> None:

@@ -73,17 +73,16 @@ class HostUpdates(Mover):
         return EarlyUpdate(jobs, undo)
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
-        """The step of an early update has come."""
         self._worker.submit(self._free, early.rollback, group=group.index)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         """Queue what makes everything what it was before `start_early`; or raise what an earlier task did."""
-        self._states[group].update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
-        self._weights.revert(group)
+        state = self._states[group]
+        state.update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
+        state.version -= 1
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
-        """Queue the step's update of ``group``."""
         self._queue(group, jobs, factor, None)
         self._states[group].update_is_queued()
 
@@ -104,8 +103,6 @@ class HostUpdates(Mover):
         """Whether a load would wait for an update."""
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
-
-    # -- the worker's part ---------------------------------------------------------------------------------------------
 
     def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: UndoLog | None) -> None:
         self._weights.invalidate(group)
@@ -149,8 +146,6 @@ class HostUpdates(Mover):
         if undo is not None:
             self._undo_bytes -= undo.memory.num_bytes
             self._storage.give(undo.memory)
-
-    # -- failures ------------------------------------------------------------------------------------------------------
 
     def check_whole(self) -> None:
         """Raise StaleTensor if an update failed: some groups are a step ahead of others."""
@@ -236,18 +231,16 @@ class DeviceUpdates(Mover):
         return EarlyUpdate(jobs, None if shadows is None else (steps, shadows), end.computed)
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
-        """The step of an early update has come."""
         if early.rollback is not None:
             _, shadows = early.rollback
             self._shadows.commit(group, shadows)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`."""
         self._trace.forget_pass()
         self._wait_for_end(group)
         self._unlock_group(group)
         self._weights.drop(group)
-        self._weights.revert(group)
+        self._states[group].version -= 1
         steps, shadows = early.rollback
         self._shadows.give_back(shadows)
         for job, step in zip(early.jobs, steps, strict=True):
@@ -280,7 +273,7 @@ class DeviceUpdates(Mover):
             )
         except BaseException:
             if loaded is None:
-                weights.revert(group)
+                state.version -= 1
             else:  # some of it may be updated
                 weights.unlock(loaded)
                 weights.drop(group)
@@ -298,8 +291,6 @@ class DeviceUpdates(Mover):
             while len(self._locked) > MAX_LOCKED:
                 self.end_oldest()
         return end
-
-    # -- weights that updates hold on level 0 --------------------------------------------------------------------------
 
     def end_oldest(self) -> bool:
         """Let the weights go that the oldest update holds on level 0; False if there is none."""
@@ -368,7 +359,6 @@ class DeviceUpdates(Mover):
         return weights.lock(group, arriving=True)
 
     def start_all_due(self) -> None:
-        """Backward begins: what is still due is queued."""
         for group in list(self._due):
             self._start_due(group)
 
@@ -399,15 +389,14 @@ class DeviceUpdates(Mover):
     def _wait_for_end(self, group: Group) -> None:
         state = self._states[group]
         end: LaneEnd | None = state.update_end
-        if end is None:
-            return
-        try:
-            end.stored.wait()
-        except Exception:
-            state.update_end = None
-            raise
-        state.update_end = None  # not where an interrupt came: the next caller must wait as well
-        self._storage.in_flight.discard(end.stored)
+        if end is not None:
+            try:
+                end.stored.wait()
+            except Exception:
+                state.update_end = None
+                raise
+            state.update_end = None  # not where an interrupt came: the next caller must wait as well
+            self._storage.in_flight.discard(end.stored)
 
     def is_busy(self, group: Group) -> bool:
         """Whether a load would wait for an update: the host does, where level 0 is RAM."""

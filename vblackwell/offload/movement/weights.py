@@ -4,11 +4,10 @@ Every load gets a separate buffer, which is never overwritten: what still holds 
 caller) keeps its memory alive by torch's reference counts. On CUDA buffers come from the stream that computes, and a
 load starts after what that had queued: memory freed by one group takes another without an event.
 
-Dropped is the idle group whose next use is farthest, by the recorded trace (Belady), so the last groups of the forward
-stay for the turnaround. A model that nothing trains runs the same order pass after pass: there Belady's rule would keep
-the groups that come next, and the link would rest while they are computed. So the groups that stay are spread evenly.
-
-Loads know nothing of updates: the caller orders them after those (`step.Loading`).
+Dropped is the idle group whose next use is farthest, by the recorded trace (Belady). A model that nothing trains runs
+the same order pass after pass: there the rule would keep the groups that come next, and the link would rest while they
+are computed, so the groups that stay are spread evenly. Loads know nothing of updates: the caller orders them after
+those (`step.Loading`).
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ class WeightStreamer(Mover):
                 check=lambda: self._keep_budget(group),
             )  # fmt: skip
             try:
-                buffer = reservation.view()
-                assert buffer is not None, "level 0 is addressable"
+                buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
             except Exception:
                 self._storage.give(reservation)
@@ -180,10 +178,9 @@ class WeightStreamer(Mover):
 
     @property
     def loaded_bytes(self) -> int:
-        """What the budget counts, without groups that an update has locked.
+        """What the budget counts, without groups that an update has locked, as gradients under way bound those.
 
-        Those are bounded by the gradients under way; the host, which counts, is so far ahead of a GPU that it would see
-        them for most of the next forward.
+        The host, which counts, is so far ahead of a GPU that it would see them for most of the next forward.
         """
         return sum(loaded.group.num_bytes for loaded in self._by_storage.values() if not loaded.locked)
 
@@ -280,14 +277,6 @@ class WeightStreamer(Mover):
             raise StaleTensor(f"group {group.name!r} would be updated while its forward runs")
         self.drop(group)
 
-    def revert(self, group: Group) -> None:
-        """The stored bytes are what they were before the last `invalidate`."""
-        self._states[group].version -= 1
-
-    def touched(self, group: Group) -> None:
-        """The loaded bytes were changed in place and will be written to storage."""
-        self._states[group].version += 1
-
     def lock(self, group: Group, *, arriving: bool = False) -> LoadedWeights | None:
         """The group's loaded bytes, for an update in place until `unlock`; None: not there, or others hold them too.
 
@@ -380,8 +369,7 @@ def changed_since_forward(group: Group) -> StaleTensor:
 def groups_that_stay(groups: Sequence[Group], budget_bytes: int) -> list[Group]:
     """Which of ``groups``, in the order of use, stay in ``budget_bytes`` so that the others come evenly between them.
 
-    Everything, if it fits. Otherwise `WEIGHT_PLACES` of the largest are left free; groups smaller than the largest,
-    whose copies are the least efficient, stay first.
+    If not all fit, `WEIGHT_PLACES` of the largest are left free; smaller ones, whose copies are slow, stay first.
     """
     if sum(group.num_bytes for group in groups) <= budget_bytes:
         return list(groups)
