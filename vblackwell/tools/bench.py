@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +60,24 @@ _ZIPF = 1.1  # exponent of the tokens' frequencies, about that of words
 
 @dataclass(frozen=True)
 class Rung:
-    """What is switched on. ``flags``: of ``vb train``, for the same."""
+    """What is switched on. ``dtype``: of compute weights, None for fp32; ``flags``: of ``vb train``, for the same."""
 
     name: str
     flags: str
-    bf16: bool = False
+    dtype: torch.dtype | None = torch.bfloat16
     fp4: bool = False
     flash: bool = False
     checkpointing: bool = False
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What the weights are computed in; None: fp32, as they are."""
-        return torch.bfloat16 if self.bf16 else None
 
-
-_BF16 = Rung("bf16", "--mixed-precision", bf16=True)
-_FP4 = replace(_BF16, name="fp4", flags=f"{_BF16.flags} --use-fp4", fp4=True)
-_FLASH = replace(_FP4, name="flash", flags=f"{_FP4.flags} --use-flash-attn", flash=True)
-_LAST = replace(_FLASH, name="checkpointing", flags=f"{_FLASH.flags} --gradient-checkpointing", checkpointing=True)
-LADDER = (Rung("fp32", ""), _BF16, _FP4, _FLASH, _LAST)
+_FLAGS = ("--mixed-precision", "--use-fp4", "--use-flash-attn", "--gradient-checkpointing")
+LADDER = (
+    Rung("fp32", "", None),
+    Rung("bf16", _FLAGS[0]),
+    Rung("fp4", " ".join(_FLAGS[:2]), fp4=True),
+    Rung("flash", " ".join(_FLAGS[:3]), fp4=True, flash=True),
+    Rung("checkpointing", " ".join(_FLAGS), fp4=True, flash=True, checkpointing=True),
+)
 
 
 def bench_command(
@@ -136,10 +134,7 @@ def bench_command(
         "threads": None if device.type == "cuda" else torch.get_num_threads(),
         "rungs": list(climb(case, chosen, wanted, lambda text: print(text, file=sys.stderr, flush=True))),
     }
-    if json_file == "-":
-        print(json.dumps(report, indent=2))
-        return 0
-    _show(report)
+    print(json.dumps(report, indent=2) if json_file == "-" else "\n".join(_lines(report)))
     if path is not None:
         try:
             path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -184,17 +179,15 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
 
 def _length(model: nn.Module, seq_length: int | None) -> int:
     limit = position_limit(model)
-    most = None if limit is None else limit - _SPARE
-    if most is not None and most < 1:
+    most = math.inf if limit is None else limit - _SPARE
+    if most < 1:
         raise ConfigurationError(f"the model's limit of {limit} tokens leaves no room for {_SPARE} new ones")
-    if seq_length is None:
-        return LONGEST_DEFAULT if most is None else min(LONGEST_DEFAULT, most)
-    if most is not None and seq_length > most:
+    if seq_length is not None and seq_length > most:
         raise ConfigurationError(
             f"--seq-length {seq_length}: the model's limit is {limit}, and {_SPARE} tokens are decoded after them: "
             f"give at most {most}"
         )
-    return seq_length
+    return int(min(LONGEST_DEFAULT, most)) if seq_length is None else seq_length
 
 
 def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -210,11 +203,8 @@ def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
-
-    Attributes:
-        model: fp32, on the CPU; never changed.
-        tokens_NBS: (steps, B, S + 1) int64 on the CPU: every training step's tokens and the one after the last.
+    """What is measured: a ``model``, fp32, on the CPU, which is never changed; (steps, B, S + 1) int64 on the CPU,
+    every training step's tokens and the one after the last.
     """
 
     model: nn.Module
@@ -238,16 +228,13 @@ def climb(
     first: dict[str, Any] = {}  # logits and loss of the first rung that ran
     for number, rung in enumerate(rungs, 1):
         refused: dict[str, str] = {}
-        row: dict[str, Any] = {"name": rung.name, "flags": rung.flags, "attention": "", "training": None}
-        row |= {"inference": None, "refused": refused}
-        if "inference" in phases and not rung.checkpointing:  # which changes nothing there
-            say(f"{number}/{len(rungs)} {rung.name}: inference")
-            with _refusals(refused, "inference"):
-                row |= _infer(case, rung, first)
-        if "training" in phases:
-            say(f"{number}/{len(rungs)} {rung.name}: training")
-            with _refusals(refused, "training"):
-                row |= _train(case, rung, first)
+        row = {"name": rung.name, "flags": rung.flags, "attention": "", "training": None, "inference": None}
+        row["refused"] = refused
+        for phase, measured in (("inference", _infer), ("training", _train)):
+            if phase in phases and not (phase == "inference" and rung.checkpointing):  # which changes nothing there
+                say(f"{number}/{len(rungs)} {rung.name}: {phase}")
+                with _refusals(refused, phase):
+                    row |= measured(case, rung, first)
         yield row
 
 
@@ -268,7 +255,7 @@ def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
     """Chooses the attention that the rung asks for; its name."""
     length = case.tokens_NBS.shape[2] - 1
     wanted = (*attention_heads(model), length, rung.dtype or torch.float32, case.device)
-    if rung.bf16 and not has_bf16(case.device):
+    if rung.dtype is not None and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
     made: Any = model
     if not rung.flash:
@@ -284,8 +271,7 @@ def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
 
 def _values(found: Measured, resting_bytes: int) -> dict[str, Any]:
     """A phase's median milliseconds, the most that was held at a time, weights included, and what took most time."""
-    taken = found.bottleneck
-    shares = {"kind": taken.kind, "shares": taken.shares, "name": taken.name, "name_share": taken.name_share}
+    shares = asdict(found.bottleneck) | {"kind": found.bottleneck.kind}
     peak = resting_bytes + found.peak_bytes
     return {"milliseconds": found.milliseconds, "peak_bytes": peak, "bottleneck": shares}
 
@@ -398,24 +384,22 @@ def _cells(row: dict[str, Any], phase: str) -> list[str]:
     return [row["name"], row["attention"], f"{found['milliseconds']:.2f}", *numbers, spent]
 
 
-def _show(report: dict[str, Any]) -> None:
+def _lines(report: dict[str, Any]) -> list[str]:
     rows = report["rungs"]
-    print(
+    lines = [
         f"{report['model']}: {report['parameters'] / 1e6:.2f} M parameters, {report['batch_size']} x "
         f"{report['seq_length']} tokens, {report['device']}, torch {report['torch']}"
-    )
+    ]
     for phase, header in _HEADERS.items():
-        lines = [_cells(row, phase) for row in rows if row[phase] is not None]
-        if not lines:
-            continue
-        print(f"\n{phase}:")
-        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-        for line in (header, *lines):
-            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    print(
-        f"\nchange: from {rows[0]['name']}; rms change: of the logits, relative. Memory: weights and all else held at "
-        "the peak."
-    )
-    for row in rows:
-        for phase, reason in row["refused"].items():
-            print(f"{row['name']}, {phase}: not measured: {reason}")
+        cells = [_cells(row, phase) for row in rows if row[phase] is not None]
+        if cells:
+            table = [header, *cells]
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines += ["", f"{phase}:", *("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in table)]
+    lines += [
+        "",
+        f"change: from {rows[0]['name']}; rms change: of the logits, relative. Memory: weights and all else held at "
+        "the peak.",
+    ]
+    refused = [(row["name"], *each) for row in rows for each in row["refused"].items()]
+    return lines + [f"{name}, {phase}: not measured: {reason}" for name, phase, reason in refused]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.generate.generate import writing
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.tools.cost import measure, weight_bytes
 
@@ -27,8 +28,7 @@ class Comparison:
 
     Attributes:
         absolute: largest |a - b|.
-        relative: |a - b| over |a|, in the Euclidean norm.
-        sqnr_db: the same in decibels; inf where nothing differs.
+        relative: |a - b| over |a|, in the Euclidean norm; sqnr_db: the same in decibels, inf where nothing differs.
         layers: by module name in order of execution, where asked for.
         rms: root of the mean of (a - b)^2.
         a, b: what each model took; None of layers, and where no repeats were asked for.
@@ -114,24 +114,18 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
     """Outputs by module name while inside; the model is in eval mode there."""
     seen: dict[str, Tensor] = {}
-    modes = {module: module.training for module in model.modules()}
+
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = _first_tensor(output)
+        if tensor is not None:
+            seen[name] = tensor.detach().clone()
+
     with ExitStack() as stack:
+        stack.enter_context(writing(model))
         for name, module in model.named_modules() if per_layer else ():
             if name:
-                hook = partial(_record, seen, name)
-                stack.callback(module.register_forward_hook(hook).remove)
-        try:
-            model.eval()
-            yield seen
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
-
-def _record(seen: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    tensor = _first_tensor(output)
-    if tensor is not None:
-        seen[name] = tensor.detach().clone()
+                stack.callback(module.register_forward_hook(partial(record, name)).remove)
+        yield seen
 
 
 def _first_tensor(output: Any) -> Tensor | None:

@@ -1,9 +1,8 @@
 """What running something costs, measured: milliseconds, bytes at the peak, and what the time went into.
 
 Times are the host's clock around a run and the wait for its device. Bytes are what torch allocated beyond what it held
-before: on CUDA its own statistics, on the CPU what its profiler records in a run that is not timed. What the time went
-into is the profiler's too: kernels on CUDA, where what no kernel fills is a separate kind, and operators' own time on
-the CPU.
+before: on CUDA its own statistics, on the CPU what its profiler records in a run that is not timed, as it does what the
+time went into: kernels on CUDA, where what no kernel fills is a separate kind, and operators' own time on the CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +43,8 @@ _MEMORY = "[memory]"  # what torch calls an allocation among its events
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Where the time of one run went.
-
-    Attributes:
-        shares: of the time, by kind of work, largest first; they add up to 1.
-        name: the kernel or operator that took most within the first kind; empty where that is ``WAITING``.
-        name_share: its share of the time.
+    """Where the time of one run went: ``shares`` by kind of work, largest first, which add up to 1; the kernel or
+    operator that took most within the first kind, empty where that is ``WAITING``, and its share.
     """
 
     shares: dict[str, float]
@@ -82,16 +77,16 @@ def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warm
     for _ in range(warmup):
         run()
     _settle(device)
-    before = 0
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
     milliseconds = time_of(run, device, repeats, warmup=0)
-    on_cuda = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else 0
     spent, peak_on_cpu = _profiled(run, device)
-    if on_cuda is not None:
+    if on_cuda:
         spent[WAITING] = max(0.0, milliseconds - sum(spent.values()))
-    return Measured(milliseconds, peak_on_cpu if on_cuda is None else on_cuda, bottleneck_of(spent))
+    return Measured(milliseconds, peak if on_cuda else peak_on_cpu, bottleneck_of(spent))
 
 
 def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> float:
@@ -115,42 +110,35 @@ def _settle(device: torch.device) -> None:
 
 def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], int]:
     """Milliseconds by name of what ran on ``device``, and the most that the CPU's allocator gave out at a time."""
-    on_cuda = device.type == "cuda"
+    on_cuda, collects = device.type == "cuda", gc.isenabled()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    # acc_events: torch 2.10 to 2.12 warn that cycles after the first would be lost (pytorch/pytorch#180387)
-    with _garbage_stays(), profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
-        run()
-        _settle(device)
+    gc.disable()  # what was there before, freed inside, would hide as much of what is allocated
+    try:
+        # acc_events: torch 2.10 to 2.12 warn that cycles after the first would be lost (pytorch/pytorch#180387)
+        with profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
+            run()
+            _settle(device)
+    finally:
+        if collects:
+            gc.enable()
     records: Any = profiler.profiler  # read itself: torch's tables of it take seconds, and lack allocations
     # An annotation is a named stretch of a program, such as an optimizer's step, and no work itself.
-    events = [event for event in records.kineto_results.events() if not event.is_user_annotation()]
-    spent: dict[str, float] = defaultdict(float)
-    if on_cuda:
-        for event in events:
-            if event.device_type() == DeviceType.CUDA:
-                spent[event.name()] += event.duration_ns() / 1e6
-        return spent, 0
-    here = [event for event in events if event.device_type() == DeviceType.CPU]
+    kind = DeviceType.CUDA if on_cuda else DeviceType.CPU
+    events = [
+        event
+        for event in records.kineto_results.events()
+        if event.device_type() == kind and not event.is_user_annotation()
+    ]
     calls = [
         Call(event.start_thread_id(), event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
-        for event in here
+        for event in events
         if event.name() != _MEMORY
     ]
-    for name, nanoseconds in own_times(calls).items():
+    spent: dict[str, float] = defaultdict(float)
+    lengths = ((call.name, call.end - call.start) for call in calls) if on_cuda else own_times(calls).items()
+    for name, nanoseconds in lengths:
         spent[name] += nanoseconds / 1e6
-    return spent, peak_of((event.start_ns(), event.nbytes()) for event in here if event.name() == _MEMORY)
-
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """What was there before must not be freed inside: it would hide as much of what is allocated."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return spent, peak_of((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY)
 
 
 class Call(NamedTuple):
@@ -178,11 +166,8 @@ def own_times(calls: Iterable[Call]) -> dict[str, int]:
 
 def peak_of(changes: Iterable[tuple[int, int]]) -> int:
     """The highest sum, at least 0, of (time, bytes taken or, negative, given back), in the order of their times."""
-    now = peak = 0
-    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
-        now += num_bytes
-        peak = max(peak, now)
-    return peak
+    ordered = sorted(changes, key=lambda change: change[0])
+    return max(accumulate((num_bytes for _, num_bytes in ordered), initial=0))
 
 
 def kind_of(name: str) -> str:
@@ -199,9 +184,8 @@ def bottleneck_of(spent: dict[str, float]) -> Bottleneck:
         kinds[kind_of(name)] += milliseconds
     total = sum(kinds.values()) or 1.0
     shares = {kind: kinds[kind] / total for kind in sorted(kinds, key=lambda kind: -kinds[kind])}
-    first = next(iter(shares), "")
-    inside = {name: value for name, value in spent.items() if kind_of(name) == first}
-    if not inside or first == WAITING:
+    first = next(iter(shares), WAITING)
+    if first == WAITING:
         return Bottleneck(shares, "", 0.0)
-    name = max(inside, key=lambda each: inside[each])
-    return Bottleneck(shares, name[:_LONGEST_NAME], inside[name] / total)
+    name = max((name for name in spent if kind_of(name) == first), key=lambda each: spent[each])
+    return Bottleneck(shares, name[:_LONGEST_NAME], spent[name] / total)

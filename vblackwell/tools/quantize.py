@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +66,31 @@ class PackedLayer:
     bytes_after: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuantizeReport:
-    """The packed linears, the others with the reason, the signal over noise of all packed weights, the bytes of all
-    tensors on disk, and the model's type in the original folder and now.
-    """
+    """What becomes of each tensor of a folder, from tables alone; and, as they are packed, the ``layers``."""
 
-    layers: tuple[PackedLayer, ...]
-    kept: dict[str, str]
-    sqnr_db: float
+    packed: dict[str, tuple[int, int]]  # linear -> (N, K)
+    two_parts: set[str]  # of those
+    kept: dict[str, str]  # linear -> why
+    specs: list[TensorSpec]  # of the output
+    sources: dict[str, str]  # what is copied: its name there -> the model's
     bytes_before: int
-    bytes_after: int
     dtype_before: torch.dtype
     dtype: torch.dtype
+    layers: list[PackedLayer] = field(default_factory=list)
+    noise: float = 0.0
+    signal: float = 0.0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Of all packed weights."""
+        return decibels(self.noise, self.signal)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of all tensors."""
+        return sum(spec.size_bytes for spec in self.specs)
 
 
 def quantize_folder(
@@ -121,19 +133,18 @@ def quantize_folder(
     check_weights(source)
     if assignment is not None and form.name != "nvfp4":
         raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
-    module = build_resident(source)
+    module, resolved = build_resident(source), target.resolve()
     with FolderWeights(module, source) as weights:
-        plan = _Plan.of(config, module, weights, form, pattern, keep, assignment)
-        packer = _Packer(plan, weights, form, scale_search, torch.device(device), on_layer)
-        with CommitFolder(target.resolve().parent, target.resolve().name, plan.bytes_after) as folder:
-            written = quantization_config(form, plan.kept, plan.two_parts)
-            folder.add_json("config.json", _in_type(config, plan.dtype) | {"quantization_config": written})
+        report = _planned(config, module, weights, form, pattern, keep, assignment)
+        packer = _Packer(report, weights, form, scale_search, torch.device(device), on_layer)
+        with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
+            written = quantization_config(form, report.kept, report.two_parts)
+            folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
             _copy_others(source, folder)
-            with SafetensorsShards(folder, "model", plan.specs) as shards:
-                for name, tensor in packer.tensors(shards.names):
-                    shards.write(name, tensor)
-    sqnr_db, sizes = decibels(packer.noise, packer.signal), (plan.bytes_before, plan.bytes_after)
-    return QuantizeReport(tuple(packer.layers), plan.kept, sqnr_db, *sizes, plan.dtype_before, plan.dtype)
+            with SafetensorsShards(folder, "model", report.specs) as shards:
+                for name in shards.names:
+                    shards.write(name, packer.tensor(name))
+    return report
 
 
 def _in_type(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -187,15 +198,14 @@ def quantize_command(
     if experts and not any(".experts." in layer.name for layer in report.layers):
         print(f"kept {len(experts)} tensors of experts, {format_bytes(sum(experts))}: they are no linears of the model")
     worst = min(report.layers, key=lambda layer: layer.sqnr_db)
-    before = sum(layer.bytes_before for layer in report.layers)
-    after = sum(layer.bytes_after for layer in report.layers)
+    before, after = (sum(getattr(layer, f"bytes_{when}") for layer in report.layers) for when in ("before", "after"))
     print(
         f"{len(report.layers)} linears in {format}: {report.sqnr_db:.2f} dB, worst {worst.sqnr_db:.2f} ({worst.name})"
     )
     print(f"packed weights {format_bytes(before)} -> {format_bytes(after)}")
     if report.dtype != report.dtype_before:
-        names = [str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype)]
-        print(f"all other tensors {names[0]} -> {names[1]}, in which compressed-tensors decodes {format}")
+        old, new = (str(dtype).removeprefix("torch.") for dtype in (report.dtype_before, report.dtype))
+        print(f"all other tensors {old} -> {new}, in which compressed-tensors decodes {format}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     return 0
 
@@ -264,72 +274,54 @@ def calibrate(
     return assign_precision(model, batches, allowed, max_bits=max_bits, pattern=pattern, keep=keep)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What becomes of each tensor, from tables alone."""
-
-    packed: dict[str, tuple[int, int]]  # linear -> (N, K)
-    two_parts: set[str]  # of those
-    kept: dict[str, str]  # linear -> why
-    specs: list[TensorSpec]  # of the output
-    sources: dict[str, str]  # what is copied: its name there -> the model's
-    bytes_before: int
-    dtype_before: torch.dtype
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls, config: dict[str, Any], module: nn.Module, weights: FolderWeights, form: Format, pattern: str, keep: str,
-        assignment: Assignment | None = None,
-    ) -> _Plan:  # fmt: skip
-        select_linears(module, pattern, keep)  # raises where there is none
-        why = find_linears(module, pattern, keep)
-        held = set(weights.names)
-        if assignment is not None:
-            shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
-            assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
-            left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
-            why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
-        two_parts = set() if assignment is None else set(assignment.names("two-part"))
-        if opens_in_transformers(form):
-            _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
-            chosen = [name for name, reason in why.items() if reason is None]
-            reason = "transformers reads its weight when it opens a packed folder"
-            why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
-        kept = {name: reason for name, reason in why.items() if reason is not None}
-        packed = dict[str, tuple[int, int]]()
-        for name in why.keys() - kept.keys():
-            reasons = _reasons(name, weights, held, form)
-            kept |= {name: "; ".join(reasons)} if reasons else {}
-        for name in why:  # in the model's order
-            if name not in kept:
-                rows, columns = weights.shape_of(f"{name}.weight")
-                packed[name] = (rows, columns)
-        kept = {name: kept[name] for name in why if name in kept}
-        if not packed:
-            first = next(f"{name} ({reason})" for name, reason in kept.items())
-            raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
-        stated = config.get("dtype") or config.get("torch_dtype")
-        before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
-        dtype = runs_in(form, before)
-        specs, sources, size = list[TensorSpec](), dict[str, str](), 0
-        for name in weights.names:
-            own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
-            size += TensorSpec(name, shape, own).size_bytes
-            if name.endswith(".weight") and owner in packed:
-                entries = [*entry_specs(form, *packed[owner]).values()]
-                entries += [fine_spec(*packed[owner])] if owner in two_parts else []
-                specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
-                continue
-            if own.is_floating_point and dtype != before and not stays_fp32(module, name):
-                own = dtype
-            specs.append(TensorSpec(weights.name_in_files(name), shape, own))
-            sources[specs[-1].name] = name
-        return cls(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype)
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(spec.size_bytes for spec in self.specs)
+def _planned(
+    config: dict[str, Any], module: nn.Module, weights: FolderWeights, form: Format, pattern: str, keep: str,
+    assignment: Assignment | None,
+) -> QuantizeReport:  # fmt: skip
+    select_linears(module, pattern, keep)  # raises where there is none
+    why = find_linears(module, pattern, keep)
+    held = set(weights.names)
+    shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
+    two_parts = set[str]()
+    if assignment is not None:
+        assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
+        left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
+        why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
+        two_parts = set(assignment.names("two-part"))
+    if opens_in_transformers(form):
+        _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
+        chosen = [name for name, reason in why.items() if reason is None]
+        reason = "transformers reads its weight when it opens a packed folder"
+        why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
+    kept, packed = dict[str, str](), dict[str, tuple[int, int]]()
+    for name, reason in why.items():  # in the model's order
+        if reason is None and name not in shapes:
+            reason = "the folder stores it under another name"
+        reason = reason or "; ".join(not_packable_reasons(form, *shapes[name]))
+        if reason:
+            kept[name] = reason
+        else:
+            packed[name] = (shapes[name][0], shapes[name][1])
+    if not packed:
+        first = next(f"{name} ({reason})" for name, reason in kept.items())
+        raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
+    stated = config.get("dtype") or config.get("torch_dtype")
+    before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
+    dtype = runs_in(form, before)
+    specs, sources, size = list[TensorSpec](), dict[str, str](), 0
+    for name in weights.names:
+        own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
+        size += TensorSpec(name, shape, own).size_bytes
+        if name.endswith(".weight") and owner in packed:
+            entries = [*entry_specs(form, *packed[owner]).values()]
+            entries += [fine_spec(*packed[owner])] if owner in two_parts else []
+            specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
+            continue
+        if own.is_floating_point and dtype != before and not stays_fp32(module, name):
+            own = dtype
+        specs.append(TensorSpec(weights.name_in_files(name), shape, own))
+        sources[specs[-1].name] = name
+    return QuantizeReport(packed, two_parts & set(packed), kept, specs, sources, size, before, dtype)
 
 
 def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
@@ -364,45 +356,43 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
         )
 
 
-def _reasons(name: str, weights: FolderWeights, held: set[str], form: Format) -> list[str]:
-    if f"{name}.weight" not in held:
-        return ["the folder stores it under another name"]
-    shape = weights.shape_of(f"{name}.weight")
-    return not_packable_reasons(form, shape[0], shape[1])
-
-
 class _Packer:
     """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
 
     def __init__(
-        self, plan: _Plan, weights: FolderWeights, form: Format, scale_search: str, device: torch.device,
+        self, report: QuantizeReport, weights: FolderWeights, form: Format, scale_search: str, device: torch.device,
         on_layer: Callable[[PackedLayer, int, int], None] | None,
     ) -> None:  # fmt: skip
-        self._plan, self._weights, self._form, self._search = plan, weights, form, scale_search
+        self._report, self._weights, self._form, self._search = report, weights, form, scale_search
         self._device, self._on_layer = device, on_layer
-        self._dtypes = {spec.name: spec.dtype for spec in plan.specs}
+        self._dtypes = {spec.name: spec.dtype for spec in report.specs}
         self._scales = self._tensor_scales() if form.name == "nvfp4" else {}
         self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()}
         self._owner = {
-            f"{name}.{entry}": name for name, shape in plan.packed.items() for entry in entry_specs(form, *shape)
+            f"{name}.{entry}": name for name, shape in report.packed.items() for entry in entry_specs(form, *shape)
         }
-        self._owner |= {f"{name}.{FINE}": name for name in plan.two_parts}
-        self.layers: list[PackedLayer] = []
-        self.noise = self.signal = 0.0
+        self._owner |= {f"{name}.{FINE}": name for name in report.two_parts}
 
-    def _weight(self, linear: str) -> Tensor:
-        name = f"{linear}.weight"
-        return self._read(name, self._weights.dtype_of(name)).to(self._device)
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._waiting and name in self._owner:
+            self._pack(self._owner[name])
+        if name in self._waiting:
+            return self._waiting.pop(name)
+        return self._read(self._report.sources[name], self._dtypes[name])
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
         self._weights(name, tensor)
         return tensor
 
+    def _weight(self, linear: str) -> Tensor:
+        name = f"{linear}.weight"
+        return self._read(name, self._weights.dtype_of(name)).to(self._device)
+
     def _tensor_scales(self) -> dict[str, Tensor]:
         """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
         groups: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for number, name in enumerate(self._plan.packed):
+        for number, name in enumerate(self._report.packed):
             matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
             groups[matches[0] if matches else (-1 - number, name)].append(name)
         scales = {}
@@ -411,34 +401,25 @@ class _Packer:
             scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
         return scales
 
-    def tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            if name not in self._waiting and name in self._owner:
-                self._pack(self._owner[name])
-            if name in self._waiting:
-                yield name, self._waiting.pop(name)
-            else:
-                yield name, self._read(self._plan.sources[name], self._dtypes[name])
-
     def _pack(self, linear: str) -> None:
-        weight = self._weight(linear)
+        weight, report = self._weight(linear), self._report
         packed = quantize(
             weight, self._form.name, self._search, tensor_scale=self._scales.get(linear),
             block_size=self._form.block_size, workspace_bytes=_WORKSPACE_BYTES, name=f"{linear}.weight",
         )  # fmt: skip
         entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
-        if linear in self._plan.two_parts:
+        if linear in report.two_parts:
             packed = refine(packed, weight)
             entries[f"{linear}.{FINE}"] = packed.fine
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
         noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
-        self.noise, self.signal = self.noise + noise, self.signal + signal
-        layer = PackedLayer(linear, self._plan.packed[linear], decibels(noise, signal), weight.nbytes, after)
-        self.layers.append(layer)
+        report.noise, report.signal = report.noise + noise, report.signal + signal
+        layer = PackedLayer(linear, report.packed[linear], decibels(noise, signal), weight.nbytes, after)
+        report.layers.append(layer)
         if self._on_layer is not None:
-            self._on_layer(layer, len(self.layers), len(self._plan.packed))
+            self._on_layer(layer, len(report.layers), len(report.packed))
 
 
 def _check_target(source: Path, target: Path) -> None:
