@@ -1,13 +1,12 @@
-"""Models with low-rank adapters in a stack: their first bytes, and what is written of them.
-
-Written are the adapter alone, under peft's names with peft's configuration (all that a checkpoint holds), or the merged
-model; over a packed base the packed numbers are what is added to, because those are what the adapter was trained with.
+"""Models with low-rank adapters in a stack: their first bytes, and what is written of them: the adapter alone, under
+peft's names with peft's configuration, or the merged model (over a packed base from the packed numbers, which the
+adapter was trained with).
 
 An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: adapters of one rank fit
-every base of the same sizes. It is of the first and last numbers of every tensor, by name and rounded to bf16: however
-a folder is cut into files and whether it is in fp32 or bf16. Left out is what only some folders of one model hold: a
-tied head, and buffers that are computed. A copy in fp16 has another, and a quantised one does not tell what it was made
-from.
+every base of the same sizes. It is of the first and last numbers of every tensor, by name and rounded to bf16, so that
+it does not matter how a folder is cut into files and whether it is in fp32 or bf16; what only some folders of one model
+hold is left out: a tied head, and buffers that are computed. A copy in fp16 has another, and a quantised one does not
+tell what it was made from.
 """
 
 from __future__ import annotations
@@ -63,14 +62,8 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What was done to a model.
-
-    Attributes:
-        config: peft's adapter_config.json.
-        packed: linears of the base that are kept in FP4, and why the others are not; empty for a base in full
-            precision.
-        base: fingerprint of the base's weights.
-        around: linears that an adapter may go around, and why the others have none.
+    """What was done to a model: peft's ``config``; ``packed`` linears of the base, and ``around`` which an adapter may
+    go, with the reason where that is not so; ``base``: fingerprint of its weights.
     """
 
     lora: Lora
@@ -98,8 +91,7 @@ def adapt(
     Args:
         weights: fills the model's own parameters, by the names that they have now, from ``folder``.
         name: path or hub id of the base, for the reader of the adapter's configuration.
-        fp4: format that the base's linears are packed to; None keeps them as they are. fp4_layers, keep: which.
-        tiled: packed in the layout of the fused kernels: where level 0 is a GPU.
+        fp4: format that the base's linears are packed to, ``tiled`` for the fused kernels; fp4_layers, keep: which.
         seed: of the adapters' first values. values: an adapter's folder that has them instead.
         device: where linears are packed, one at a time; it changes no bit.
 
@@ -125,9 +117,8 @@ def read_lora(folder: Path) -> Lora:
     file = folder / ADAPTER_CONFIG
     found = read_json(file)
     other = [name for name in _MORE if found.get(name) not in (None, False, {}, [], "none")]
-    begun = found.get("init_lora_weights")
+    begun, targets = found.get("init_lora_weights"), found.get("target_modules")
     other += [] if begun in _PLAIN_BEGINNINGS else [f"init_lora_weights {begun!r}, which changes the base"]
-    targets = found.get("target_modules")
     if found.get("peft_type") != "LORA" or other or not isinstance(targets, list):
         what = f"{', '.join(other)}" if other else f"peft_type {found.get('peft_type')!r}, target_modules {targets!r}"
         raise Unsupported(f"{file}: {what}: only plain LoRA with a list of targets is read; merge it with peft first")
@@ -138,24 +129,18 @@ def read_lora(folder: Path) -> Lora:
 
 
 def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
-    """The adapter's tensors in ``folder``, by parameter name; raises ConfigurationError where they are not those that
-    ``model`` wants."""
+    """The adapter's tensors in ``folder``, by parameter name; ConfigurationError where ``model`` wants others."""
     wanted = {file_name(name): (name, param.shape) for name, param in model.named_parameters() if is_adapter(name)}
     held = dict(load_state(folder, ADAPTER_FILE))
-    lacks = [name for name in wanted if name not in held]
-    extra = [name for name in held if name not in wanted]
-    shapes = [
-        f"{name} {tuple(held[name].shape)} instead of {tuple(shape)}"
-        for name, (_, shape) in wanted.items()
-        if name in held and held[name].shape != shape
-    ]
-    reasons = [
-        f"{verb} {some_names(names)}"
-        for verb, names in (("lacks", lacks), ("has in excess", extra), ("has", shapes))
-        if names
-    ]
+    misshapen = [name for name in wanted if name in held and held[name].shape != wanted[name][1]]
+    wrong = {
+        "lacks": [name for name in wanted if name not in held],
+        "has in excess": [name for name in held if name not in wanted],
+        "has": [f"{name} {tuple(held[name].shape)} instead of {tuple(wanted[name][1])}" for name in misshapen],
+    }
+    reasons = [f"it {verb} {some_names(names)}" for verb, names in wrong.items() if names]
     if reasons:
-        raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: it {'; it '.join(reasons)}")
+        raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: {'; '.join(reasons)}")
     return {wanted[name][0]: value for name, value in held.items()}
 
 
@@ -163,8 +148,7 @@ def pack_frozen(
     model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *,
     tiled: bool = False, device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
-    """Freeze ``model``, which is on the meta device, and pack its linears, without adapters; arguments as for
-    `adapt`."""
+    """As `adapt`, without adapters."""
     model.requires_grad_(False)
     store_linears(model, fp4_layers, keep, format, tiled=tiled)
     return _Filling(model, weights, 0, device)
@@ -184,11 +168,11 @@ class _Filling:
     def __call__(self, name: str, out: Tensor) -> None:
         model = self._model()
         assert model is not None
-        if self._values is not None and is_adapter(name):
-            out.copy_(self._values[name])
-            return
         if is_adapter(name):
-            fill_adapter(name, out, self._seed)
+            if self._values is None:
+                fill_adapter(name, out, self._seed)
+            else:
+                out.copy_(self._values[name])
             return
         stored = stored_part(model, name)
         if stored is None:
@@ -208,7 +192,7 @@ class _Filling:
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
     """Names and tensors (shapes and types) of ``model`` without its adapters' modules, merged, in the order in which
     they can be had; and what yields names and values, one parameter at a time."""
-    entries = export_order(model)
+    entries: list[tuple[str, Tensor]] = [*export_order(model)]
     if adapted(model) is None:
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
     shown = []
@@ -216,10 +200,12 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
         stored = stored_part(model, name)
         if stored is not None and stored[2] == stored[0].parts[-1]:
             linear, owner, _ = stored
-            shape = (linear.out_features, linear.in_features)
-            shown.append((base_name(f"{owner}.weight"), torch.empty(shape, device="meta")))
+            name, shape = f"{owner}.weight", (linear.out_features, linear.in_features)
         elif stored is None and not is_adapter(name):
-            shown.append((base_name(name), torch.empty(param.shape, dtype=torch.float32, device="meta")))
+            shape = tuple(param.shape)
+        else:
+            continue
+        shown.append((base_name(name), torch.empty(shape, dtype=torch.float32, device="meta")))
     return shown, lambda: _merged(model)
 
 
@@ -252,15 +238,11 @@ def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -
 
 
 def adapter_specs(model: nn.Module) -> list[TensorSpec]:
-    """What an adapter's file holds, in the order of `export_state`; raises ConfigurationError where the model has no
-    adapters."""
+    """What an adapter's file holds, in the order of `export_state`; ConfigurationError where there are no adapters."""
     if adapted(model) is None:
         raise ConfigurationError(f"{type(model).__name__} has no adapters: load it with lora=Lora(rank)")
-    return [
-        TensorSpec(file_name(name), tuple(param.shape), torch.float32)
-        for name, param in export_order(model)
-        if is_adapter(name)
-    ]
+    entries = [(name, param) for name, param in export_order(model) if is_adapter(name)]
+    return [TensorSpec(file_name(name), tuple(param.shape), torch.float32) for name, param in entries]
 
 
 def export_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -287,7 +269,6 @@ def write_adapter(
 
 def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | None = None) -> Path:
     """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
-
     An adapter's folder that has the name is replaced.
 
     Args:
@@ -323,63 +304,54 @@ def fingerprint(folder: Path) -> str:
             tensor = stored[name]
             if not re.search(_OPTIONAL, name.removesuffix(".weight")):
                 digest.update(f"{name} {tensor.shape} ".encode())
-                for start in (0, -_NUMBERS):
-                    digest.update(_numbers(tensor, start))
+                count = tensor.size_bytes // tensor.dtype.itemsize
+                for start in (0, max(0, count - _NUMBERS)):
+                    digest.update(_numbers(tensor, start, min(_NUMBERS, count - start)))
     return digest.hexdigest()
 
 
-def _numbers(tensor: StoredTensor, start: int) -> bytes:
-    count, itemsize = tensor.size_bytes // tensor.dtype.itemsize, tensor.dtype.itemsize
-    start = max(0, count + start) if start < 0 else start
-    held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
+def _numbers(tensor: StoredTensor, start: int, count: int) -> bytes:
+    held = torch.empty(count, dtype=tensor.dtype)
     into = memoryview(held.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-    tensor.file.read(into, tensor.begin + start * itemsize)
-    if held.dtype.is_floating_point:
-        held = held.to(torch.bfloat16)
-    return held.view(torch.uint8).numpy().tobytes()
+    tensor.file.read(into, tensor.begin + start * tensor.dtype.itemsize)
+    return (held.bfloat16() if held.is_floating_point() else held).view(torch.uint8).numpy().tobytes()
 
 
 def check_base(adapter: Path, base: Path, base_name: str) -> None:
-    """Whether the adapter in the folder ``adapter`` was made for the model in ``base``, as far as it tells.
+    """Raises ConfigurationError where the adapter in the folder ``adapter`` was made for another model than that in
+    ``base``, which the user called ``base_name``, as far as it tells.
 
     One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is
     compared where it is a folder on this machine. Warned of are two hub ids that differ, because copies and quantised
     versions of a base have ids of their own, and a quantised folder other than the one that an adapter of ours was made
-    for. ``base_name`` is what the user called the base. Raises ConfigurationError.
+    for.
     """
-    found = fingerprint(base)
+    found, other = fingerprint(base), f"{adapter} holds an adapter for another base than {base}"
     for path in tensor_files(adapter, ADAPTER_FILE):
         with TensorFile(path) as file:
             stated = file.metadata.get(BASE)
-        if stated is not None:
-            if stated != found and "quantization_config" in read_json(base / CONFIG):
-                warnings.warn(
-                    f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell "
-                    "what they were made from: if that is another model, what is written will be wrong",
-                    UserWarning,
-                    stacklevel=2,
-                )
-            elif stated != found:
-                raise ConfigurationError(
-                    f"{adapter} holds an adapter for another base than {base}: {path.name} was trained over weights "
-                    f"with the fingerprint {stated}, those of {base} have {found}; give the model that it was trained "
-                    "over as --model"
-                )
-            return
+        if stated is None:
+            continue
+        if stated != found and "quantization_config" in read_json(base / CONFIG):
+            said = f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell "
+            warnings.warn(
+                f"{said}what they were made from: if that is another model, what is written will be wrong",
+                UserWarning,
+                stacklevel=2,
+            )
+        elif stated != found:
+            raise ConfigurationError(
+                f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
+                f"{found}; give the model that it was trained over as --model"
+            )
+        return
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
-    theirs = Path(named)
+    file, theirs = adapter / ADAPTER_CONFIG, Path(named)
     if (theirs / CONFIG).is_file() and any(theirs.glob("model*.safetensors")):
         if fingerprint(theirs) != found:
-            raise ConfigurationError(
-                f"{adapter} holds an adapter for another base than {base}: {adapter / ADAPTER_CONFIG} names {named}, "
-                "whose weights are others; give that as --model"
-            )
+            raise ConfigurationError(f"{other}: {file} names {named}, whose weights are others; give that as --model")
     elif is_hub_id(named) and is_hub_id(base_name) and named != base_name:
-        warnings.warn(
-            f"{adapter / ADAPTER_CONFIG} says that the adapter is for {named}, and the model is {base_name}: if that "
-            "is no copy of it, what is written will be wrong",
-            UserWarning,
-            stacklevel=2,
-        )
+        said = f"{file} says that the adapter is for {named}, and the model is {base_name}: if that is no copy of it"
+        warnings.warn(f"{said}, what is written will be wrong", UserWarning, stacklevel=2)

@@ -32,17 +32,14 @@ from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import not_supported_reasons
+from vblackwell.offload.api import offload_of
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the weights may be; nothing said: all of them on the device.
-
-    Attributes:
-        fast_memory, host_memory, disk_memory: sizes of levels, e.g. '8GiB'. disk_path: folder of the disk level.
-        use_fp4: pack linears to nvfp4 while loading; fp4_layers, keep: which.
-        adapter: folder of an adapter for the model.
-        assignment: file with the precision of each linear, for a model all of which is on the device.
+    """Where the weights may be; nothing said: all of them on the device. Sizes of levels, e.g. '8GiB', and the folder
+    of the disk level; ``use_fp4``: pack linears (``fp4_layers``, but not ``keep``) to nvfp4 while loading; folder of an
+    ``adapter``; file of an ``assignment`` of precisions, for a model all of which is on the device.
     """
 
     fast_memory: str | None = None
@@ -73,23 +70,20 @@ class Places:
     def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
         """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
         wants_disk = self.disk_memory is not None or self.disk_path is not None
-        stack = create_vgpu_stack(
-            self.fast_memory, self.host_memory, self.disk_memory if wants_disk else 0, self.disk_path, device=device
-        )
+        disk = self.disk_memory if wants_disk else 0
+        stack = create_vgpu_stack(self.fast_memory, self.host_memory, disk, self.disk_path, device=device)
         cleanup.callback(stack.close)
-        options = {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
         adapter = None if self.adapter is None else Path(self.adapter)
-        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=adapter, **options)
-        cleanup.callback(_close, model)
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=adapter, **self.packing)
+        engine = offload_of(model)
+        if engine is not None:
+            cleanup.callback(engine.close)
         return model
 
-
-def _close(model: nn.Module) -> None:
-    from vblackwell.offload.api import offload_of
-
-    engine = offload_of(model)
-    if engine is not None:
-        engine.close()
+    @property
+    def packing(self) -> dict[str, Any]:
+        """For those who open a model."""
+        return {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
 
 
 def generate_command(
@@ -118,7 +112,6 @@ def generate_command(
             time.
         device: where to compute; the others as in ``generate``.
         chat: a prompt is a user's message, written as the folder's chat template says.
-        places: where the weights may be.
 
     Raises:
         VBError: no model there, a damaged one, or options out of range.
@@ -149,51 +142,40 @@ def generate_command(
         texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
     pace = Pace()
     writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
-    assignment = None if places.assignment is None else Assignment.load(places.assignment)
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
         if alone and places.use_fp4 and places.stay_on(resolved.folder, device):
-            options = {"fp4": "nvfp4", "fp4_layers": places.fp4_layers, "keep": places.keep}
-            opened = open_resident(resolved.folder, device, **options)
+            opened = open_resident(resolved.folder, device, **places.packing)
         elif places.streams or not alone:
-            rows = 1 if prompts is None else min(batch_size, len(texts))
+            rows = 1 if alone else min(batch_size, len(texts))
             longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
             opened = places.open(resolved.folder, device, rows, longest, cleanup)
         else:
+            assignment = None if places.assignment is None else Assignment.load(places.assignment)
             opened = open_resident(resolved.folder, device, assignment=assignment)
-        if prompts is not None:
-            for start in range(0, len(texts), batch_size):
-                part = slice(start, start + batch_size)
-                new = generate_batch(
-                    opened, tokenizer, texts[part], max_new_tokens or 128, sampling, seed, prefill_chunk, **writing
-                )
-                for text, written in zip(given[part], new, strict=True):
-                    print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
-            _tell(pace, opened)
-            return 0
-        pieces = [] if chat else [texts[0]]
+        if alone:
+            pieces = [] if chat else [texts[0]]
 
-        def show(text: str) -> None:
-            print("".join(pieces) + text, end="", flush=True)
-            pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
+            def show(text: str) -> None:
+                print("".join(pieces) + text, end="", flush=True)
+                pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
 
-        generate(
-            opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show, min_p=min_p,
-            prefill_chunk=prefill_chunk, **writing,
-        )  # fmt: skip
-        print("".join(pieces))
-        _tell(pace, opened)
+            generate(
+                opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show,
+                min_p=min_p, prefill_chunk=prefill_chunk, **writing,
+            )  # fmt: skip
+            print("".join(pieces))
+        for start in () if alone else range(0, len(texts), batch_size):
+            part = slice(start, start + batch_size)
+            new = generate_batch(
+                opened, tokenizer, texts[part], max_new_tokens or 128, sampling, seed, prefill_chunk, **writing
+            )
+            for text, written in zip(given[part], new, strict=True):
+                print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
+        if sys.stderr.isatty():
+            engine = offload_of(opened)
+            print(pace.line(None if engine is None else engine.stack.levels[0].peak_bytes), file=sys.stderr)
     return 0
-
-
-def _tell(pace: Pace, model: nn.Module) -> None:
-    """Print how fast it was, where standard error is a terminal."""
-    from vblackwell.offload.api import offload_of
-
-    if sys.stderr.isatty():
-        engine = offload_of(model)
-        peak = None if engine is None else engine.stack.levels[0].peak_bytes
-        print(pace.line(peak), file=sys.stderr)
 
 
 def _stated_ends(folder: Path) -> set[int]:

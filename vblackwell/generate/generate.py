@@ -84,11 +84,7 @@ def generate(
         ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    check_seed(seed)
-    check_chunk(prefill_chunk)
-    check_one_pass(model, prefill_chunk)
-    pace = pace or Pace()
-    pace.begin()
+    pace = _begin(model, seed, prefill_chunk, pace)
     numbers = encode(model, tokenizer, prompt, special_tokens)
     count = count_allowed(model, len(numbers), max_new_tokens)
     over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
@@ -109,14 +105,9 @@ def generate_batch(
     pace: Pace | None = None,
 ) -> list[str]:  # fmt: skip
     """What the model writes after each prompt, as `generate` would but for all of them in one pass a token."""
-    check_seed(seed)
-    check_chunk(prefill_chunk)
-    check_kind(model)
-    check_one_pass(model, prefill_chunk)
+    pace = _begin(model, seed, prefill_chunk, pace)
     if not prompts:
         return []
-    pace = pace or Pace()
-    pace.begin()
     numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
     longest = max(map(len, numbers))
     count = count_allowed(model, longest, max_new_tokens)
@@ -136,6 +127,17 @@ def generate_batch(
         tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
         for prompt, new in zip(numbers, written, strict=True)
     ]
+
+
+def _begin(model: nn.Module, seed: int, prefill_chunk: int | None, pace: Pace | None) -> Pace:
+    """What holds for any text; begins to count."""
+    check_seed(seed)
+    check_chunk(prefill_chunk)
+    check_kind(model)
+    check_one_pass(model, prefill_chunk)
+    pace = pace or Pace()
+    pace.begin()
+    return pace
 
 
 @contextmanager
@@ -257,35 +259,33 @@ def encode(model: nn.Module, tokenizer: Tokenizer, prompt: str, special_tokens: 
     """The prompt's tokens, with those that the tokenizer adds unless told not to; of an empty one the token that begins
     a document (ConfigurationError where the model has none)."""
     numbers = tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
-    if numbers:
-        return numbers
     config: Any = model.config
-    start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-    if not isinstance(start, int):
+    start = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
+    if not numbers and not isinstance(start, int):
         raise ConfigurationError("an empty prompt: this model has no token that begins a document; give some text")
-    return [start]
+    return numbers or [start]
 
 
 def count_allowed(model: nn.Module, prompt_length: int, max_new_tokens: int | None) -> int:
     """How many tokens may be added; raises ConfigurationError for none, fewer than were asked for, or no limit stated
     and none given."""
-    limit = position_limit(model)
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ConfigurationError(f"{max_new_tokens} new tokens: give at least 1")
-    if limit is None:
-        if max_new_tokens is None:
-            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
-        return max_new_tokens
-    if prompt_length >= limit:
+    limit, count = position_limit(model), max_new_tokens
+    if count is not None and count < 1:
+        raise ConfigurationError(f"{count} new tokens: give at least 1")
+    if limit is not None and prompt_length >= limit:
         raise ConfigurationError(
             f"the prompt has {prompt_length} tokens, the model's limit is {limit}: shorten it to at most {limit - 1}"
         )
-    if max_new_tokens is not None and prompt_length + max_new_tokens > limit:
+    if count is None:
+        if limit is None:
+            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
+        return limit - prompt_length
+    if limit is not None and prompt_length + count > limit:
         raise ConfigurationError(
-            f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones exceed the model's limit of {limit}: "
-            f"ask for at most {limit - prompt_length}"
+            f"a prompt of {prompt_length} tokens and {count} new ones exceed the model's limit of {limit}: ask for at "
+            f"most {limit - prompt_length}"
         )
-    return limit - prompt_length if max_new_tokens is None else max_new_tokens
+    return count
 
 
 def position_limit(model: nn.Module) -> int | None:
@@ -317,7 +317,7 @@ def stepper(
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
     streamed: Callable[[Tensor], Tensor] | None = None
-    asked = isinstance(model, Decoder) or cache is None  # whether `step_after` was
+    asked = isinstance(model, Decoder) or cache is None  # whether `streamed_step` was
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
@@ -330,7 +330,9 @@ def stepper(
             if graph is not None:
                 return graph.step(input_ids_BS)
         if length == 1 and not asked and known.get_seq_length():
-            asked, streamed = True, step_after(model, known, rows, max_length - known.get_seq_length())
+            from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
+
+            asked, streamed = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
         return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
@@ -346,13 +348,6 @@ def stepper(
         return output.logits[:, -1]
 
     return step
-
-
-def step_after(model: nn.Module, cache: Any, rows: int, steps: int) -> Callable[[Tensor], Tensor] | None:
-    """As `streamed_step`."""
-    from vblackwell.generate.streamed_step import streamed_step  # after transformers, which a cache of it has imported
-
-    return streamed_step(model, cache, rows, steps)
 
 
 def check_kind(model: nn.Module) -> None:
@@ -382,7 +377,7 @@ class _Text:
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], on_token: Callable[[str], None] | None) -> None:
         self._tokenizer, self._on_token = tokenizer, on_token
-        self._numbers, self._prompt_length, self._told = list(prompt), len(prompt), 0
+        self._numbers, self._prompt, self._told = list(prompt), tokenizer.decode(prompt), 0
         self._look_from(len(prompt))
 
     def _look_from(self, place: int) -> None:
@@ -401,8 +396,7 @@ class _Text:
                 self._look_from(len(self._numbers))
 
     def finish(self) -> str:
-        before = len(self._tokenizer.decode(self._numbers[: self._prompt_length]))
-        text = self._tokenizer.decode(self._numbers)[before:]
+        text = self._tokenizer.decode(self._numbers)[len(self._prompt) :]
         self._show(text[self._told :])
         return text
 
@@ -418,11 +412,10 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()
-        self._began, self._last, self._later_seconds = self._made, 0.0, 0.0
+        self._began, self._last = self._made, 0.0
         self._opened: float | None = None
         self._first: float | None = None
-        self.tokens = self._later = 0
-        self._fresh = True
+        self.tokens, self._later, self._later_seconds, self._fresh = 0, 0, 0.0, True
 
     def begin(self) -> None:
         """A text, or several at once, is asked for."""

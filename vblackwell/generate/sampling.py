@@ -39,16 +39,14 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigurationError(f"temperature {self.temperature}: give 0 for the likeliest token, or e.g. 0.8")
-        if self.top_k < 0:
-            raise ConfigurationError(f"top_k {self.top_k}: give a number of tokens, or 0 for all")
-        if not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p {self.top_p}: give a probability above 0 and up to 1")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigurationError(
-                f"min_p {self.min_p}: give a share of the likeliest token's probability from 0 to 1"
-            )
+        for name, holds, advice in (
+            ("temperature", 0 <= self.temperature < float("inf"), "give 0 for the likeliest token, or e.g. 0.8"),
+            ("top_k", self.top_k >= 0, "give a number of tokens, or 0 for all"),
+            ("top_p", 0 < self.top_p <= 1, "give a probability above 0 and up to 1"),
+            ("min_p", 0 <= self.min_p <= 1, "give a share of the likeliest token's probability from 0 to 1"),
+        ):
+            if not holds:
+                raise ConfigurationError(f"{name} {getattr(self, name)}: {advice}")
 
 
 def check_seed(seed: int) -> None:
@@ -61,10 +59,7 @@ def sample(logits_BV: Tensor, sampling: Sampling, seeds_B: Tensor | int, positio
     """The next tokens (B,) int64 on the device, which is not waited for, after ``positions_B`` draws of each request;
     -1 for a row without a token to draw. -inf in ``logits_BV`` is never drawn."""
     logits_BV = logits_BV.float() if logits_BV.dtype == torch.float64 else logits_BV
-    return sample_tokens(
-        logits_BV, seeds_B, positions_B, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-        min_p=sampling.min_p,
-    )  # fmt: skip
+    return sample_tokens(logits_BV, seeds_B, positions_B, **vars(sampling))
 
 
 class Arrival:

@@ -63,8 +63,8 @@ class TrainableModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset, whose vocabulary is that of the
-    data.
+    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset, whose vocabulary is that of
+    the data.
 
     ``tokenizer_path``: what the data is to be encoded with, None to train a tokenizer; ``tokenizer_folder``: the model
     folder, if its tokenizer is used.
