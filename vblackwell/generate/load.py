@@ -1,9 +1,8 @@
-"""Finding a model on disk and opening it: a run folder of ``vb train``, one of its checkpoints, or a Hugging Face
-folder.
+"""Finding a model on disk, verified if we committed it, and opening it.
 
-A folder that was committed by us is verified first. `open_resident` holds all of a model on one device. `open_streamed`
-reads the weights into the lower levels of a stack, and each layer is loaded before it is needed: what of level 0 is not
-kept free for keys, values and workspace holds layers that stay, and on a GPU `level0_for` divides it for each text.
+`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack,
+and each layer is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds
+layers that stay, and on a GPU `level0_for` divides it for each text.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.checked import check_weights
 from vblackwell.folders.commit import MANIFEST, newest_complete, verify_folder
-from vblackwell.folders.folder import (
-    load_state,
-    read_config,
-    read_json,
-    stored_dtype,
-)
+from vblackwell.folders.folder import load_state, read_config, read_json, stored_dtype
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.quantized import load_quantized
@@ -59,31 +53,25 @@ def resolve_model(path: Path) -> ResolvedModel:
         raise ConfigurationError(
             f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
         )
-    if _is_model(path):
+    config = path / "config.json"
+    if config.is_file() and "model_type" in read_json(config):  # a run's own settings lie under the same name
         if (path / MANIFEST).is_file():
             verify_folder(path)
         return ResolvedModel(path)
-    candidates = newest_complete(path) + newest_complete(path / CHECKPOINTS)
-    if (path / FINAL / MANIFEST).is_file():
-        candidates.append(path / FINAL)
+    candidates = [*newest_complete(path), *newest_complete(path / CHECKPOINTS), path / FINAL]
+    candidates = [folder for folder in candidates if (folder / MANIFEST).is_file()]
     if not candidates:
         raise ConfigurationError(
             f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
         )
-    candidates.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime_ns, reverse=True)
     problems = []
-    for folder in candidates:
+    for folder in sorted(candidates, key=lambda each: (each / MANIFEST).stat().st_mtime_ns, reverse=True):
         try:
             verify_folder(folder)
             return ResolvedModel(folder, tuple(problems))
         except CorruptData as error:
             problems.append(error)
     raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
-
-
-def _is_model(path: Path) -> bool:
-    """Whether ``config.json`` is a model's; a run's own settings lie under the same name."""
-    return (path / "config.json").is_file() and "model_type" in read_json(path / "config.json")
 
 
 def load_decoder(
@@ -97,10 +85,8 @@ def load_decoder(
         fp4: the format that linears are packed to on ``device``; fp4_layers, keep: which, as for `convert`.
 
     Raises:
-        Unsupported: the folder holds another architecture.
-        FolderMismatch: tensors are missing, too many or of another shape.
-        ConfigurationError: nothing is selected.
-        CorruptData: a file cannot be read.
+        Unsupported, FolderMismatch: another architecture; tensors are missing, too many or of another shape.
+        ConfigurationError, CorruptData: nothing is selected; a file cannot be read.
     """
     model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
     with FolderWeights(model, folder) as weights:
@@ -128,17 +114,12 @@ def open_resident(
     folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all",
     keep: str | None = None, assignment: Assignment | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A model for writing alone, all of it on ``device``, in eval mode. On a GPU a ``Decoder`` computes projections of
-    one input as one product, and other architectures run on fused operators where these compute the same.
+    """A model for writing alone, all of it on ``device``, in eval mode; raises as `load_decoder`. On a GPU a
+    ``Decoder`` computes projections of one input as one product, and other architectures run on fused operators where
+    these compute the same.
 
-    Args:
-        fp4: the format that linears are packed to; for architectures that a ``Decoder`` computes. fp4_layers, keep:
-            which.
-        assignment: the precision of each linear instead.
-
-    Raises:
-        ConfigurationError, CorruptData: as `load_decoder`; nothing is selected; or the assignment is for another model.
-        Unsupported: fp4 for another architecture.
+    ``fp4``: the format that linears are packed to, of architectures that a ``Decoder`` computes (else Unsupported);
+    ``assignment``: the precision of each linear instead.
     """
     packing: dict[str, Any] = {"fp4": fp4, "fp4_layers": fp4_layers, "keep": keep}
     model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, **packing)
@@ -186,9 +167,8 @@ def open_streamed(
     ``rows`` sequences of ``tokens``, prompt and new ones, are what bytes for keys and values are kept free for on a
     GPU; the others, and what is raised, as for `load_causal_lm`.
     """
-    config = read_config(folder)
+    config, level = read_config(folder), stack.levels[0]
     placement: dict[str, Any] = {"placement": "streamed"}
-    level = stack.levels[0]
     if stack.level0_device.type == "cuda":
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
         placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `level0_for` divides anew for each text
@@ -201,14 +181,11 @@ def open_streamed(
 
 
 def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
-    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not among
-    them."""
+    """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not there."""
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     heads = config.get("num_attention_heads") or config.get("n_head")
     if not heads:
         return 0
-    width = config.get("hidden_size") or config.get("n_embd") or 0
-    head = config.get("head_dim") or width // heads
-    return (
-        2 * layers * (config.get("num_key_value_heads") or heads) * head * stored_dtype(config).itemsize * rows * tokens
-    )
+    head = config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads
+    itemsize = stored_dtype(config).itemsize
+    return 2 * layers * (config.get("num_key_value_heads") or heads) * head * itemsize * rows * tokens

@@ -30,11 +30,9 @@ from vblackwell.numerics.packed import PackedTensor
 
 
 class PackedTables:
-    """What a quantised folder holds, from its config.json and the tables of its files.
-
-    Attributes:
-        form: of the packed linears. specs: of all tensors, by name. linears: names of the packed ones, ``fine`` those
-            of them that have a fine part. entries: names of the tensors that stand for them.
+    """What a quantised folder holds, from its config.json and the tables of its files: the ``form`` of packed linears,
+    ``specs`` of all tensors by name, the ``linears`` that are packed, those of them that have a ``fine`` part, and
+    ``entries``, the tensors that stand for them.
 
     Raises:
         Unsupported: a quantisation that is not read here.
@@ -59,8 +57,7 @@ class PackedTables:
 
 
 def build_resident(folder: Path) -> nn.Module:
-    """The model that ``folder``/config.json describes, quantised or not, on the meta device in eval mode: a ``Decoder``
-    where that computes it, else one of transformers'."""
+    """The model that ``folder``/config.json describes, quantised or not, on the meta device in eval mode."""
     config = {key: value for key, value in read_config(folder).items() if key != "quantization_config"}
     if not not_supported_reasons(config):
         return Decoder(DecoderConfig.from_hf(config), device="meta").eval()
@@ -68,8 +65,7 @@ def build_resident(folder: Path) -> nn.Module:
 
 
 def stays_fp32(model: Any, name: str) -> bool:
-    """Whether transformers keeps the half-precision model's tensor ``name`` in fp32, in which its code computes with
-    it."""
+    """Whether transformers keeps tensor ``name`` in fp32 in a half-precision model, and its code computes with that."""
     patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
 
@@ -95,11 +91,7 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
             continue
         waiting[linear][entry] = tensor
         if waiting[linear].keys() == tables.kinds_of(linear):
-            packed = _packed_of(waiting.pop(linear), tables.form, stored, linear)
-            try:
-                install_packed(model, linear, packed)
-            except CorruptData as error:
-                raise CorruptData(f"{linear}.{FINE}: {error}") from error
+            install_packed(model, linear, _packed_of(waiting.pop(linear), tables.form, stored, linear))
     for linear, entries in waiting.items():
         from_entries(entries, tables.form, stored, linear)  # raises: an entry is missing
     if elsewhere:

@@ -42,20 +42,20 @@ class StackedCache(Cache):
         self._last: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
         self._finalizer.atexit = False
-        streamed = _streamed_layers(shape.layers, on_level0)
+        count = shape.layers - on_level0
+        streamed = {(2 * place + 1) * shape.layers // (2 * count): place for place in range(count)}  # evenly spread
         try:
-            made: list[Any] = []
-            for index in range(shape.layers):
-                level = self._ram() if index in streamed else 0
-                made.append(self._reserve(f"layer {index}", level))
-            places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, len(streamed)))]
+            ram = self._ram() if streamed else 0
+            made = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
+            places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, count))]
         except BaseException:
             self.close()
             raise
-        self._passing = _Passing(stack, self._ram() if streamed else 0, places, [made[index] for index in streamed])
-        layers: list[Any] = [_Layer(shape, held_TPBKH) for held_TPBKH in made]
-        for order, index in enumerate(streamed):
-            layers[index] = _PassingLayer(shape, made[index], self._passing, order)
+        passing = _Passing(stack, ram, places, [made[layer] for layer in streamed])
+        layers: list[Any] = [
+            _Layer(shape, held_TPBKH, passing, streamed.get(layer)) for layer, held_TPBKH in enumerate(made)
+        ]
+        passing.lengths = [layers[layer].get_seq_length for layer in streamed]
         super().__init__(layers=layers)
 
     def close(self) -> None:
@@ -81,14 +81,14 @@ class StackedCache(Cache):
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
         made: Any = self.layers[layer]
-        assert type(made) is _Layer, "it passes through"
-        seen_2BKTH = made._held_TPBKH.permute(1, 2, 3, 0, 4)
-        return seen_2BKTH[0], seen_2BKTH[1]
+        assert made.order is None, "it passes through"
+        return made.seen(made.held_TPBKH)
 
     @property
     def passes(self) -> bool:
         """Whether some layers live in RAM."""
-        return any(type(layer) is not _Layer for layer in self.layers)
+        made: list[Any] = self.layers
+        return any(layer.order is not None for layer in made)
 
     def _ram(self) -> int:
         for number, level in enumerate(self._stack.levels):
@@ -103,7 +103,8 @@ class StackedCache(Cache):
         self._held.append(reservation)
         view = reservation.view()
         assert view is not None, "level 0 and RAM are addressable"
-        return _shaped(view, self.shape)
+        shape = self.shape
+        return view.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
 def _give_back(stack: weakref.ref[LevelPool], held: list[Reservation]) -> None:
@@ -114,64 +115,38 @@ def _give_back(stack: weakref.ref[LevelPool], held: list[Reservation]) -> None:
     held.clear()
 
 
-def _shaped(held_TPBKH: Tensor, shape: CacheShape) -> Tensor:
-    return held_TPBKH.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
-
-
-def _streamed_layers(layers: int, on_level0: int) -> list[int]:
-    """The layers that are not on level 0, evenly spread."""
-    count = layers - on_level0
-    return [(2 * place + 1) * layers // (2 * count) for place in range(count)]
-
-
 class _Layer(DynamicLayer):
-    """The cache of a layer that lives where it is read."""
+    """The cache of a layer, where it is read; or, with an ``order``, in RAM, from where it passes through level 0."""
 
-    def __init__(self, shape: CacheShape, held_TPBKH: Tensor) -> None:
+    def __init__(self, shape: CacheShape, held_TPBKH: Tensor, passing: _Passing, order: int | None) -> None:
         super().__init__()
-        self._shape, self._held_TPBKH, self._length = shape, held_TPBKH, 0
+        self.held_TPBKH, self.order = held_TPBKH, order
+        self._shape, self._passing, self._length = shape, passing, 0
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New keys and values (B, K, S, H); all so far, (B, K, T, H) each."""
-        end = self._length + key_states.shape[2]
+        begin, end = self._length, self._length + key_states.shape[2]
         if end > self._shape.positions:
             raise ConfigurationError(f"position {end} is beyond the cache's {self._shape.positions}")
-        held_TPBKH = self._enter()
+        here_TPBKH = self.held_TPBKH if self.order is None else self._passing.enter(self.order)
         for part, new in enumerate((key_states, value_states)):
-            held_TPBKH[self._length : end, part].copy_(new.permute(2, 0, 1, 3))
-        self._append(held_TPBKH, self._length, end)
+            here_TPBKH[begin:end, part].copy_(new.permute(2, 0, 1, 3))
+        if self.order is not None:
+            self._passing.append(self.order, here_TPBKH, begin, end)
         self._length = end
-        seen = held_TPBKH[:end].permute(1, 2, 3, 0, 4)
-        return seen[0], seen[1]
+        return self.seen(here_TPBKH[:end])
 
-    def _enter(self) -> Tensor:
-        """Room on level 0 that holds what the layer has seen."""
-        return self._held_TPBKH
-
-    def _append(self, held_TPBKH: Tensor, begin: int, end: int) -> None:
-        """Positions ``begin`` to ``end`` of what `_enter` gave were written."""
+    @staticmethod
+    def seen(held_TPBKH: Tensor) -> tuple[Tensor, Tensor]:
+        keys_BKTH, values_BKTH = held_TPBKH.permute(1, 2, 3, 0, 4)
+        return keys_BKTH, values_BKTH
 
     def get_seq_length(self) -> int:
         return self._length
 
     def reset(self) -> None:
         self._length = 0
-
-
-class _PassingLayer(_Layer):
-    """The cache of a layer that lives in RAM and passes through places of level 0."""
-
-    def __init__(self, shape: CacheShape, storage_TPBKH: Tensor, passing: _Passing, order: int) -> None:
-        super().__init__(shape, storage_TPBKH)
-        self._passing, self._order = passing, order
-        passing.lengths.append(self.get_seq_length)
-
-    def _enter(self) -> Tensor:
-        return self._passing.enter(self._order)
-
-    def _append(self, held_TPBKH: Tensor, begin: int, end: int) -> None:
-        self._passing.append(self._order, held_TPBKH, begin, end)
 
 
 class _Passing:
@@ -184,7 +159,7 @@ class _Passing:
 
     def __init__(self, stack: LevelPool, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
         self._stack, self._level, self._places, self._storage = stack, level, places, storage
-        self.lengths: list[Callable[[], int]] = []
+        self.lengths: list[Callable[[], int]] = []  # of what the layers have seen
         self._held: dict[int, int] = {}  # layer: the place where its cache is or will be; the latest used last
         self._arrived: dict[int, Any] = {}
         self._left: dict[int, Any] = {}  # place: when its new positions are written back

@@ -77,11 +77,9 @@ class OwnState:
     def __call__(self, input_ids_1S: Tensor) -> Tensor:
         first = not self._ids_1S.numel()
         self._ids_1S = input_ids_1S if first else torch.cat((self._ids_1S, input_ids_1S), 1)
+        new = input_ids_1S.shape[1] if self._remembers else None
         inputs = self._model.prepare_inputs_for_generation(
-            self._ids_1S,
-            next_sequence_length=input_ids_1S.shape[1] if self._remembers else None,
-            is_first_iteration=first,
-            **self._kept,
+            self._ids_1S, next_sequence_length=new, is_first_iteration=first, **self._kept
         )
         output = self._model(**inputs, return_dict=True)
         self._kept = self._model._update_model_kwargs_for_generation(output, self._kept)
@@ -156,8 +154,8 @@ class DecodeGraph:
 
 def unpacked_bytes(model: nn.Module) -> int:
     """The largest packed linear's weight while many rows are multiplied by it."""
-    packed = [module for module in model.modules() if isinstance(module, StoredFP4Linear)]
-    return max((linear.in_features * linear.out_features * linear.dtype.itemsize for linear in packed), default=0)
+    packed = [each for each in model.modules() if isinstance(each, StoredFP4Linear)]
+    return max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
 
 
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
@@ -176,25 +174,21 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
         except torch.OutOfMemoryError:
             if size == 1 or not hasattr(cache, "rewind"):
                 raise
-        if found is None:  # the error, and what its frames held, is gone
-            cache.rewind(begin)
-            torch.cuda.empty_cache()
-            size = (end - begin + 1) // 2
+        if found is not None:
+            begin = end
             continue
-        begin = end
+        cache.rewind(begin)  # the error, and what its frames held, is gone
+        torch.cuda.empty_cache()
+        size = (end - begin + 1) // 2
     assert found is not None, "a prompt has a token"
     return found
 
 
 @contextmanager
 def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
-    """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``.
-
-    Yields:
-        The cache to write with, and positions that one pass may read; None each: transformers' own, and all.
-
-    Raises:
-        InsufficientMemory: level 0, or RAM, cannot hold so many rows.
+    """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``: the cache to write with, and
+    positions that one pass may read; None each: transformers' own, and all. Raises InsufficientMemory: level 0, or RAM,
+    cannot hold so many rows.
     """
     engine = offload_of(model)
     cache, chunk = None, None

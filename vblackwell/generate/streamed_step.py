@@ -4,8 +4,7 @@ passes.
 Called through its hooks, a packed 6.7B took 80 ms of the host a token on an H200. Here the layers are those of a
 `Decoder` over the very bytes that the stack holds: groups that stay keep their place while the text is written, the
 others take turns in a few places at fixed addresses, so that what is captured once holds for every token. A place is
-loaded again when what reads it has been queued; the copy waits for that on the device. Keys and values are a
-`StackedCache`'s.
+loaded again when what reads it has been queued; the copy waits for that on the device.
 
 Legend: B rows, V vocabulary.
 """
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,13 +86,6 @@ class _Stretch:
     graph: Any = None
 
 
-class _Filled:
-    """What `SteadyCache` wants of a cache."""
-
-    def __init__(self, cache: StackedCache) -> None:
-        self.length, self.max_length, self.tensors = cache.get_seq_length(), cache.shape.positions, cache.tensors
-
-
 class StreamedStep:
     """Steps of B ``rows`` after what ``cache`` holds; see `reasons_against`. Raises InsufficientMemory or
     OutOfMemoryError where the places or graphs do not fit; nothing is kept."""
@@ -101,12 +94,9 @@ class StreamedStep:
     def __init__(self, model: Any, cache: StackedCache, rows: int) -> None:
         engine = offload_of(model)
         assert isinstance(engine, Offload) and engine.weights.frozen
-        self._engine, self._device = engine, engine.device
-        self._cuda = self._device.type == "cuda"
-        self._weights, self._taken = engine.weights, list[Reservation]()
-        self._busy: set[int] = set()
+        self._engine, self._device, self._cuda = engine, engine.device, engine.device.type == "cuda"
+        self._taken, self._busy, self._next = list[Reservation](), set[int](), 0
         self._under_way: deque[tuple[Group, Transfer]] = deque()
-        self._next = 0
         self._stretches: list[_Stretch] = []
         self._held = engine.weights.hold()
         try:
@@ -128,9 +118,10 @@ class StreamedStep:
         self._places = [reservation.view() for reservation in self._taken]
         twin = Decoder(config, device="meta")
         for group in engine.groups:
-            _fill(twin, model, group, self._weights.buffer(group) if group in held else self._place_of(group))
-        filled: Any = _Filled(cache)
-        self._left, self._max_length = filled.max_length - filled.length, filled.max_length
+            _fill(twin, model, group, engine.weights.buffer(group) if group in held else self._place_of(group))
+        length, self._max_length = cache.get_seq_length(), cache.shape.positions
+        self._left = self._max_length - length
+        filled: Any = SimpleNamespace(length=length, max_length=self._max_length, tensors=cache.tensors)
         self._steady = SteadyCache(filled, config)
         self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
         self._value: Any = self._ids_B1
@@ -231,7 +222,7 @@ class StreamedStep:
                     self._under_way.popleft()[1].wait()
         finally:
             self._stretches.clear()
-            self._weights.let_go(self._held)
+            self._engine.weights.let_go(self._held)
             for reservation in self._taken:
                 self._engine.storage.give(reservation)
 
@@ -247,12 +238,7 @@ def _owner(group: Group) -> str:
 def _in_order(groups: list[Group]) -> list[Group]:
     """Groups in the order in which a step needs them."""
     ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
-
-    def place(group: Group) -> int:
-        owner = _owner(group)
-        return int(owner.removeprefix(LAYER)) if owner.startswith(LAYER) else ends[owner]
-
-    return sorted(groups, key=place)
+    return sorted(groups, key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
 
 
 def _places(cycle: list[Group]) -> dict[int, int]:
