@@ -88,16 +88,11 @@ def adapt(
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place; what fills it then.
 
-    Args:
-        weights: fills the model's own parameters, by the names that they have now, from ``folder``.
-        name: path or hub id of the base, for the reader of the adapter's configuration.
-        fp4: format that the base's linears are packed to, ``tiled`` for the fused kernels; fp4_layers, keep: which.
-        seed: of the adapters' first values. values: an adapter's folder that has them instead.
-        device: where linears are packed, one at a time; it changes no bit.
-
-    Raises:
-        ConfigurationError: targets or layers that the model does not have; the adapter was made for another base.
-        Unsupported: peft is not installed.
+    ``weights`` fills its own parameters, by the names that they have now, from ``folder``; ``name``: path or hub id of
+    the base, for the reader of the adapter's configuration; ``fp4``: format that the base's linears (fp4_layers, but
+    not keep) are packed to on ``device``, one at a time, ``tiled`` for the fused kernels; the adapters begin with the
+    folder ``values``, or with what ``seed`` draws. Raises ConfigurationError: targets or layers that the model does not
+    have; the adapter was made for another base; Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
     around = adapter_targets(model)
@@ -321,10 +316,9 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     """Raises ConfigurationError where the adapter in the folder ``adapter`` was made for another model than that in
     ``base``, which the user called ``base_name``, as far as it tells.
 
-    One that we wrote holds its base's fingerprint. Of one by peft, the base that its adapter_config.json names is
-    compared where it is a folder on this machine. Warned of are two hub ids that differ, because copies and quantised
-    versions of a base have ids of their own, and a quantised folder other than the one that an adapter of ours was made
-    for.
+    One that we wrote holds its base's fingerprint. Of one by peft, the base that it names is compared where that is a
+    folder on this machine. Two hub ids that differ are a warning, for copies and quantised versions have ids of their
+    own; so is a quantised folder other than the one that an adapter of ours was made for.
     """
     found, other = fingerprint(base), f"{adapter} holds an adapter for another base than {base}"
     for path in tensor_files(adapter, ADAPTER_FILE):

@@ -103,18 +103,12 @@ def generate_command(
     chat: bool = False,
     places: Places | None = None,
 ) -> int:
-    """Prints the prompt and what follows it, of a chat the answer alone; checkpoints passed over are named on standard
-    error.
+    """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
+    time; 0. Checkpoints passed over are named on standard error.
 
-    Args:
-        model: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id.
-        prompts: a file with one a line instead of ``prompt``, each answered by a line of JSON, ``batch_size`` at a
-            time.
-        device: where to compute; the others as in ``generate``.
-        chat: a prompt is a user's message, written as the folder's chat template says.
-
-    Raises:
-        VBError: no model there, a damaged one, or options out of range.
+    ``model``: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id; ``chat``: a
+    prompt is a user's message, written as the folder's chat template says, and the answer alone is printed; the others
+    as in ``generate``. Raises VBError: no model there, a damaged one, or options out of range.
     """
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")

@@ -159,10 +159,8 @@ def check_chunk(prefill_chunk: int | None) -> None:
 
 
 def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
-    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length.
-
-    Prompts have all lengths: the first token would wait for each. Up to some ten thousand positions attention is a
-    small part of a prompt's pass, less than a plan costs beyond.
+    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length of
+    a prompt: more than it gains up to some ten thousand positions.
     """
     if not input_ids_BS.is_cuda:
         return nullcontext()
@@ -173,14 +171,10 @@ def draws(
     step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int, *,
     first_at_once: bool = False,
 ) -> Iterator[list[int]]:  # fmt: skip
-    """``count`` tokens of every row after the prompts (B, S).
+    """``count`` tokens of every row after the prompts (B, S); CorruptData where logits are not finite.
 
-    Args:
-        step: maps tokens (B, S) that follow what it has seen to the logits (B, V) after the last.
-        ahead: so many steps after a token are begun before it is handed out; none after the first if it comes at once.
-
-    Raises:
-        CorruptData: logits are not finite.
+    ``step`` maps tokens (B, S) that follow what it has seen to the logits (B, V) after the last. So many steps
+    ``ahead`` are begun before a token is handed out; none after the first if it comes at once.
     """
     arriving, tokens_BS = deque[Arrival](), prompt_BS
     for position in range(count):
@@ -305,11 +299,8 @@ def stepper(
     model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None
 ) -> Callable[[Tensor], Tensor]:
     """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) after the
-    last.
-
-    Args:
-        chunk: tokens a row that are read in one pass; by default all that are given.
-        cache: of transformers, empty, for its models; by default what they make themselves.
+    last; ``chunk`` tokens a row in one pass, by default all. ``cache``: of transformers, empty, for its models; by
+    default what they make themselves.
     """
     check_kind(model)
     if keeps_own_state(model):

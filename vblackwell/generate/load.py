@@ -78,15 +78,11 @@ def load_decoder(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, fp4: str | None = None,
     fp4_layers: str = "all", keep: str | None = None,
 ) -> Decoder:  # fmt: skip
-    """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time.
+    """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time. ``dtype``: of the
+    weights, None as stored; ``fp4``: the format that linears (fp4_layers, but not keep) are packed to on ``device``.
 
-    Args:
-        dtype: of the weights; ``None``: as they are stored.
-        fp4: the format that linears are packed to on ``device``; fp4_layers, keep: which, as for `convert`.
-
-    Raises:
-        Unsupported, FolderMismatch: another architecture; tensors are missing, too many or of another shape.
-        ConfigurationError, CorruptData: nothing is selected; a file cannot be read.
+    Raises Unsupported, FolderMismatch: another architecture, or other tensors; ConfigurationError, CorruptData: nothing
+    is selected; a file cannot be read.
     """
     model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
     with FolderWeights(model, folder) as weights:
@@ -138,7 +134,6 @@ def open_resident(
 
 def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
     """The model in a Hugging Face folder: a ``Decoder`` where that computes it, else what ``transformers`` makes of it.
-
     Raises as `load_decoder` and `check_weights`: what no file has, ``transformers`` would draw at random.
     """
     config = read_config(folder)

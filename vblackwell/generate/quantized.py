@@ -32,11 +32,7 @@ from vblackwell.numerics.packed import PackedTensor
 class PackedTables:
     """What a quantised folder holds, from its config.json and the tables of its files: the ``form`` of packed linears,
     ``specs`` of all tensors by name, the ``linears`` that are packed, those of them that have a ``fine`` part, and
-    ``entries``, the tensors that stand for them.
-
-    Raises:
-        Unsupported: a quantisation that is not read here.
-        CorruptData: a file cannot be read, or lacks a fine part that config.json names.
+    ``entries``, the tensors that stand for them. Raises as `load_quantized`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,12 +68,8 @@ def stays_fp32(model: Any, name: str) -> bool:
 
 def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
     """The model in a quantised Hugging Face folder, in eval mode; ``dtype`` of the weights that are not packed, or as
-    stored.
-
-    Raises:
-        Unsupported: a quantisation that is not read here.
-        ConfigurationError: tensors are missing, too many, or of another shape.
-        CorruptData: a file cannot be read, entries are missing, or do not fit each other.
+    stored. Raises Unsupported: a quantisation that is not read here; ConfigurationError, CorruptData: tensors are
+    missing, too many, of another shape, or do not fit each other.
     """
     tables = PackedTables(folder)
     stored = dtype or stored_dtype(tables.config)
@@ -107,10 +99,8 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
 
 class PackedWeights(FolderWeights):
     """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of
-    each.
-
-    Where ``device``, level 0's, is a GPU, packed bytes are laid out for its kernels, a linear at a time. Raises as
-    `FolderWeights`, of the tensors that are not packed, and as `load_quantized`.
+    each. Where ``device``, level 0's, is a GPU, packed bytes are laid out for its kernels, a linear at a time. Raises
+    as `load_quantized`.
     """
 
     def __init__(self, model: nn.Module, folder: Path, device: torch.device | str = "cpu") -> None:
@@ -170,8 +160,7 @@ def _packed_of(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, 
 
 
 def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:
-    """Fills what transformers makes of the tensors ``names``, in RAM; raises FolderMismatch where they are not those of
-    the model."""
+    """Fills what transformers makes of the tensors ``names``, in RAM; FolderMismatch where they are not the model's."""
     with FolderWeights(model, folder, names) as weights:
         targets, tensors = model.state_dict(), {}
         for name in weights.names:

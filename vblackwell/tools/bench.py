@@ -93,17 +93,11 @@ def bench_command(
     json_file: str | None = None,
     seed: int = 0,
 ) -> int:
-    """Measure, print the table, and write ``json_file`` if it is given; 0.
+    """Measure, print the table, and write ``json_file`` if it is given ('-' prints the JSON instead); 0.
 
-    Args:
-        model: a preset, or a folder: a Hugging Face one, or a run of ``vb train``.
-        seq_length: tokens of a sequence; None: 512, or what the model's limit leaves.
-        steps: training steps of each rung; the first two are not timed.
-        rungs, phases: 'all', or names with commas between them, of ``LADDER`` and ``PHASES``.
-        json_file: '-' prints the JSON instead of the table.
-
-    Raises:
-        VBError: no such model, values out of range, a file that cannot be written; nothing was measured.
+    ``model``: a preset, a Hugging Face folder, or a run of ``vb train``; ``seq_length``: None for 512, or what the
+    model's limit leaves; ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises
+    VBError: no such model, values out of range, a file that cannot be written; nothing was measured.
     """
     chosen = tuple(rung for rung in LADDER if rung.name in _names(rungs, "--rungs", [each.name for each in LADDER]))
     wanted = tuple(_names(phases, "--phases", list(PHASES)))
@@ -219,9 +213,7 @@ class Case:
 def climb(
     case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...], say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Each rung's measurements as JSON values; of a rung that does not fit or is refused, the reason. ``say`` is told
-    what begins.
-    """
+    """Each rung's measurements as JSON values, or the reason why there are none; ``say`` is told what begins."""
     if case.device.type == "cuda":  # what the first products and their backward allocate for good counts for no rung
         leaf = torch.ones(16, 16, device=case.device, requires_grad=True)
         (leaf.exp() @ leaf).sum().backward()

@@ -170,10 +170,8 @@ def quantize_command(
     max_bits: float | None = None,
     calibration: str | None = None,
 ) -> int:
-    """Run ``vb quantize``: a line a layer while it works, then sizes before and after.
-
-    With ``budget`` or ``max_bits`` it first measures which linears bear nvfp4, and keeps that as
-    ``OUT.assignment.json``.
+    """Run ``vb quantize``: a line a layer while it works, then sizes before and after; 0. With ``budget`` or
+    ``max_bits`` it first measures which linears bear nvfp4, and keeps that as ``OUT.assignment.json``.
     """
 
     def say(layer: PackedLayer, number: int, count: int) -> None:
@@ -214,9 +212,7 @@ def _calibrated(
     model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None,
     pattern: str, keep: str, device: str,
 ) -> Assignment:  # fmt: skip
-    """What ``--budget`` or ``--max-bits`` chooses, said and kept next to the folder; refuses first what packing would
-    refuse.
-    """
+    """What ``--budget`` or ``--max-bits`` chooses, said and kept; refuses first what packing would refuse."""
     if format != "nvfp4":
         raise ConfigurationError(f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}")
     _check_target(Path(model), Path(out))
@@ -239,17 +235,10 @@ def calibrate(
     folder: Path, data: Path | None, budget: float | None, max_bits: float | None = None, *, sequences: int = 16,
     seq_length: int = 256, pattern: str = "all", keep: str = HEAD, device: torch.device | str = "cpu",
 ) -> Assignment:  # fmt: skip
-    """The cheapest assignment of precisions within ``budget``, or the best of at most ``max_bits``: windows of a text
-    go through the whole model twice for each linear, in nvfp4 and in two parts.
-
-    Args:
-        data: text, jsonl or parquet; None: the Python standard library's sources.
-        budget: relative rise of the loss on this text; None: 0.004.
-        sequences, seq_length: windows of the text, no longer than the model takes.
-
-    Raises:
-        ConfigurationError: no tokenizer, too little text, or as `assign_precision`.
-        FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
+    """The cheapest assignment of precisions within ``budget``, a relative rise of the loss (None: 0.004), or the best
+    of at most ``max_bits``: windows of the text ``data`` (None: the Python standard library's sources) go through the
+    whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer, too little
+    text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
     """
     import numpy as np
 
@@ -325,9 +314,7 @@ def _planned(
 
 
 def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.dtype) -> None:
-    """Raises Unsupported where transformers (5.23) runs no compressed-tensors folder of the architecture of ``model``
-    in ``form``.
-    """
+    """Raises Unsupported where transformers (5.23) runs no such folder of the architecture of ``model`` in ``form``."""
     if not hasattr(model, "base_model_prefix"):
         return
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -34,10 +34,8 @@ from vblackwell.units import format_bytes, parse_bytes
 
 
 def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool) -> int:
-    """Print the largest models for a machine (what is None: this one's); 0. Progress goes to standard error.
-
-    Raises:
-        ConfigurationError: an unknown card, or a GPU here whose speed is not known.
+    """Print the largest models for a machine (what is None: this one's); 0. Progress goes to standard error. Raises
+    ConfigurationError: an unknown card, or a GPU here whose speed is not known.
     """
     name, place = place_of(gpu, host_memory, disk_memory)
     answers = WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))

@@ -46,14 +46,8 @@ MAX_SEQUENCES = 1024  # in one forward
 def make_training_plan(
     config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, say: Callable[[str], None]
 ) -> Plan:
-    """The fastest way to run ``config`` here.
-
-    Args:
-        model: as it will be put into a stack, on the CPU or on meta; it is not changed.
-
-    Raises:
-        InsufficientMemory: none fits.
-        Untraceable: the model cannot be traced without its bytes.
+    """The fastest way to run ``config`` here, of a ``model`` as it will be put into a stack, on the CPU or on meta.
+    Raises InsufficientMemory: none fits; Untraceable: the model cannot be traced without its bytes.
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
@@ -76,10 +70,8 @@ def make_training_plan(
 def plan_run(
     config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
 ) -> Plan | None:
-    """The plan that ``config`` asks for, printed; None if it asks for none, or if the model cannot be traced.
-
-    Raises:
-        InsufficientMemory, Untraceable: of a batch that was to be planned.
+    """The plan that ``config`` asks for, printed; None if it asks for none, or if the model cannot be traced. Raises
+    InsufficientMemory, Untraceable: of a batch that was to be planned.
     """
     if not (config.vgpu_auto or config.auto_batch_size):
         return None
@@ -201,13 +193,10 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
 
 
 def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
-    """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean.
+    """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean; InsufficientMemory for none.
 
     With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the
     largest forward that fits, and its half and quarter, because what activations leave is what streaming has.
-
-    Raises:
-        InsufficientMemory: not one sequence fits.
     """
     if config.accumulation_steps > 1:
         total = config.batch_size * config.accumulation_steps

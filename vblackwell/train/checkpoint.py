@@ -77,11 +77,8 @@ class Checkpoints:
             self._say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
     def load_newest(self) -> TrainerState | None:
-        """Load the newest intact checkpoint into the model; None, and a message, if there is none yet.
-
-        Raises:
-            ConfigurationError: it was written under other settings.
-            CorruptData: all checkpoints are damaged, or of another run.
+        """Load the newest intact checkpoint into the model; None, and a message, if there is none yet. Raises
+        ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
         """
         prepared, say = self._prepared, self._say
         model, made = prepared.parts.model, adapted(prepared.parts.model)
@@ -205,10 +202,8 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
 
 
 def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int) -> int:
-    """The most that a run will take beyond what it holds: an older checkpoint goes only when the next one is there.
-
-    ``held`` checkpoints are there, ``due`` are to be written, ``keep`` are left after each; ``checkpoint`` and
-    ``final``: bytes of one, and of what is exported at the end.
+    """The most that a run will take beyond ``held`` checkpoints, with ``due`` to be written and ``keep`` left after
+    each: an older one goes only when the next one is there. ``checkpoint``, ``final``: bytes of one, and of the export.
     """
     most, there = 0, held
     for _ in range(min(due, keep + 1)):
@@ -233,9 +228,7 @@ def _checkpoint_bytes(model: nn.Module) -> int:
 
 
 def _add_tokenizer(folder: CommitFolder, prepared: Prepared) -> Any:
-    """Copy that of the trained folder, with its special tokens and chat template; or else return what is to be
-    written.
-    """
+    """Copy the trained folder's, with special tokens and chat template; or else return what is to be written."""
     tokenizer = prepared.corpus.tokenizer
     if prepared.tokenizer_folder is not None:
         copy_tokenizer(folder, prepared.tokenizer_folder)
@@ -271,8 +264,8 @@ def _write_checkpoint(folder: CommitFolder, prepared: Prepared) -> None:
 
 
 def generation_settings(prepared: Prepared) -> dict[str, Any]:
-    """The generation_config.json: the trained folder's, or the configuration's tokens; the token that was learnt to end
-    an answer ends a text.
+    """The generation_config.json: the trained folder's, or of the configuration's tokens; the learnt turn's end ends a
+    text.
     """
     config, source = prepared.model_config, prepared.tokenizer_folder
     given = source / GENERATION if source is not None else None

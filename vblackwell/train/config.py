@@ -25,10 +25,8 @@ from vblackwell.units import parse_bytes
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that `vb train` can be told. ``None`` means: chosen from the preset, the data or the machine.
-
-    Raises:
-        ConfigurationError: a value outside its range, or two that exclude each other.
+    """Everything that `vb train` can be told. ``None`` means: chosen from the preset, the data or the machine. Raises
+    ConfigurationError for a value outside its range, or two that exclude each other.
     """
 
     preset: str = "tiny"
@@ -298,9 +296,8 @@ FIXED = (
 
 
 def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "drop the flag") -> None:
-    """Raises ConfigurationError where a resumed run's settings differ in what decides the numbers; ``remedy``: what to
-    do about it, other than starting a new run.
-    """
+    """Raises ConfigurationError, with a ``remedy``, where a resumed run's settings differ in what decides the
+    numbers."""
     for name in FIXED:
         now, then = getattr(config, name), stored.get(name)
         if name in stored and now != then:
@@ -334,10 +331,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def resolve(flags: dict[str, Any]) -> TrainConfig:
-    """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for.
-
-    Raises:
-        ConfigurationError: an unknown preset, file or key, or a value out of range.
+    """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for; ConfigurationError
+    for an unknown preset, file or key, or a value out of range.
     """
     file_values = _with_auto_batch(_named(flags.get("config")))
     flags = _with_auto_batch({name: value for name, value in flags.items() if name != "config"})

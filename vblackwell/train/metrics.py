@@ -66,9 +66,7 @@ def finite_or_none(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counters of a stack at one moment, or their growth between two: bytes held now by level label, bytes moved by
-    'source>destination', seconds waited.
-    """
+    """A stack's counters: bytes held by level label, bytes moved by 'source>destination', and seconds waited."""
 
     level_bytes: dict[str, int]
     link_bytes: dict[str, int]
@@ -97,14 +95,9 @@ def traffic_of(stats: dict[str, Any]) -> Traffic:
 
 
 class MetricsLog:
-    """Appends to ``folder``/metrics.jsonl, cut off after ``keep_steps``, and if wanted to events in its tensorboard/.
-
-    Events are written here and not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a
-    traceback of it.
-
-    Raises:
-        CorruptData: metrics.jsonl of an earlier attempt is not what a run writes.
-        DiskError: the disk refused.
+    """Appends to ``folder``/metrics.jsonl, cut off after ``keep_steps``, and if wanted to events in its tensorboard/
+    (not by torch's ``SummaryWriter``, whose thread meets a full disk later, and prints a traceback of it). Raises
+    CorruptData: metrics.jsonl of an earlier attempt is not what a run writes; DiskError: the disk refused.
     """
 
     def __init__(self, folder: Path, keep_steps: int, tensorboard: bool) -> None:
@@ -183,11 +176,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a line that was cut by a crash is left out.
-
-    Raises:
-        CorruptData: the file cannot be read, or holds something else than a run writes; with the line.
-    """
+    """The complete lines of a metrics file, without one that was cut by a crash. Raises CorruptData, with the line."""
     remedy = "move the file away: a resumed run begins a new one"
     try:
         complete, _, _ = path.read_bytes().rpartition(b"\n")

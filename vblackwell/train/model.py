@@ -76,9 +76,7 @@ class ModelSource:
     folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
-        """The folder's model; or the preset's in fp32, whose weights are drawn from the run's seed as the stack loads
-        them.
-        """
+        """The folder's model; or the preset's in fp32, with weights drawn from the run's seed as the stack loads them."""
         if self.model is not None:
             return self.model
         model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
@@ -86,14 +84,10 @@ class ModelSource:
 
 
 def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
-    """What ``--model`` and ``--tokenizer`` mean. The folder's files stay open until ``cleanup``.
-
-    Raises:
-        ConfigurationError: the folder is not there, has no tokenizer and none was given, or model, tokenizer and flags
-            disagree.
-        FolderMismatch: its tensors are not those of its config.json.
-        CorruptData: one of its files is damaged.
-        Unsupported: an architecture that neither `Decoder` nor transformers computes.
+    """What ``--model`` and ``--tokenizer`` mean; the folder's files stay open until ``cleanup``. Raises
+    ConfigurationError: no folder, no tokenizer, or they and the flags disagree; FolderMismatch, CorruptData: other
+    tensors than those of its config.json, or a damaged file; Unsupported: neither `Decoder` nor transformers computes
+    it.
     """
     tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
     if config.model is None:

@@ -73,11 +73,8 @@ class Prepared:
 def prepare(
     config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
 ) -> Prepared:
-    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``.
-
-    Raises:
-        Stopped: somebody asked the run to stop while its data was read.
-        VBError: something of it cannot be had.
+    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: somebody
+    asked the run to stop while its data was read; VBError: something of it cannot be had.
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
@@ -207,9 +204,7 @@ def _close_engine(model: nn.Module) -> None:
 
 
 def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
-    """The data of ``--data``, what of it is trained on, and what is held out; of conversations it is said what they
-    are.
-    """
+    """The data of ``--data``, what of it is trained on, and what is held out; what conversations are is said."""
     path = None if config.data is None else Path(config.data)
     source = find_text(path)
     if source.left_out:
@@ -278,14 +273,9 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
 def build_stack(
     config: TrainConfig, device: torch.device, plan: Plan | None = None, *, state_bytes: int | None = None
 ) -> VGPUStack:
-    """The stack of a run on ``device``: of the sizes that were planned, or else asked for.
-
-    Args:
-        state_bytes: the most that will come to a disk level; by default all that it may hold.
-
-    Raises:
-        ConfigurationError: a size that the machine does not have, a path that is no directory on a disk.
-        InsufficientMemory: less is free than the sizes need.
+    """The stack of a run on ``device``: of the sizes that were planned, or else asked for. ``state_bytes``: the most
+    that will come to a level, by default all that it may hold. Raises ConfigurationError: a size that the machine does
+    not have, a path that is no directory on a disk; InsufficientMemory: less is free than the sizes need.
     """
     if config.disk_memory:  # its bytes are reserved when they are first needed: a run is told before
         assert isinstance(config.disk_memory, int)

@@ -32,9 +32,8 @@ def tracing(
     skipped_steps: int = SKIPPED_STEPS,
     traced_steps: int = TRACED_STEPS,
 ) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """Inside, the yielded function gives a context for each step; after the traced ones the trace is at ``path``.
-
-    One step more is not traced after the skipped ones: the profiler warms up in it.
+    """Inside, the yielded function gives a context for each step. After the skipped ones, one in which the profiler
+    warms up and the traced ones, the trace is at ``path``.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":

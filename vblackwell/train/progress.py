@@ -131,8 +131,8 @@ class StopRequest:
     """Whether the run was asked to stop. Inside ``with``, SIGTERM and SIGINT ask for a checkpoint; a second SIGINT
     leaves at once.
 
-    A handler only notes the request: the loop looks between micro-batches, where the state is whole. Raising would land
-    in the middle of an optimizer step or of a checkpoint. While data is read there is no such state, and it raises.
+    A handler only notes the request, for the loop to see between micro-batches: raising would land in the middle of a
+    step or of a checkpoint. While data is read there is no such state, and it raises.
     """
 
     def __init__(self) -> None:

@@ -33,11 +33,7 @@ from vblackwell.units import format_bytes, format_seconds
 
 
 def train(config: TrainConfig) -> int:
-    """Run ``vb train``; the process's exit code.
-
-    Raises:
-        VBError: whatever was refused or failed, as one sentence.
-    """
+    """Run ``vb train``; the process's exit code. Raises VBError: whatever was refused or failed, as one sentence."""
     refuse_distributed()
     progress = open_progress()
     with ExitStack() as cleanup:
@@ -196,8 +192,8 @@ def make_report(
     gpu_peak_bytes: dict[str, int] | None,
     process_peak_bytes: int,
 ) -> dict[str, Any]:
-    """The report as plain values, of `VGPUStack.get_stats()`, the offload engine's `summary()` and what the loop
-    knows of the ``run``.
+    """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and the loop's account of the
+    ``run``.
     """
     levels = []
     for label, level in zip(level_labels(stats), stats["levels"], strict=True):

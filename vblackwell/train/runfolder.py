@@ -30,12 +30,9 @@ _HASH = "xxh3"  # of the settings, in their own file
 
 
 class RunFolder:
-    """``path``, locked by this process if it exists already, and from `create` on otherwise.
-
-    Raises:
-        ConfigurationError: no folder, used by another process, with a run that ``resume`` does not ask for, or with a
-            file where a run has a folder or the reverse.
-        DiskError: it cannot be locked.
+    """``path``, locked by this process if it exists already, and from `create` on otherwise. Raises ConfigurationError:
+    no folder, used by another process, with a run that ``resume`` does not ask for, or with a file where a run has a
+    folder or the reverse; DiskError: it cannot be locked.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
@@ -61,11 +58,8 @@ class RunFolder:
         return any((self.path / name).exists() for name in (SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL))
 
     def create(self) -> None:
-        """Make the folder if need be, and lock it.
-
-        Raises:
-            ConfigurationError: another process was faster: it holds the folder, or its run is in it.
-            DiskError: it cannot be made.
+        """Make the folder if need be, and lock it. Raises ConfigurationError: another process was faster, and holds the
+        folder or has its run in it; DiskError: it cannot be made.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -144,11 +138,9 @@ def _hash_of(settings: dict[str, Any]) -> str:
 
 
 def read_stored_config(folder: Path) -> dict[str, Any] | None:
-    """The settings that the run in ``folder`` was started with; None if it never got that far.
-
-    Raises:
-        DiskError: the file cannot be read.
-        CorruptData: it is not what was written: a digit of a learning rate would change what a resumed run computes.
+    """The settings that the run in ``folder`` was started with; None if it never got that far. Raises DiskError: the
+    file cannot be read; CorruptData: it is not what was written (a digit of a learning rate would change what is
+    computed).
     """
     path, remedy = folder / SETTINGS, "remove it to resume with the flags alone"
     if not path.is_file():

@@ -84,11 +84,8 @@ class TrainerState:
 
 
 class Trainer:
-    """Runs ``config.max_steps`` steps, or until somebody asks to stop.
-
-    Args:
-        record, checkpoint: called with each step's record, and with the state where a checkpoint is due.
-        step_context: wraps every step, for profiling.
+    """Runs ``config.max_steps`` steps, or until somebody asks to stop. ``record`` and ``checkpoint`` are called with
+    each step's record, and with the state where a checkpoint is due; ``step_context`` wraps every step.
     """
 
     def __init__(
@@ -169,8 +166,7 @@ class Trainer:
             )
 
     def _finish(self, record: StepRecord) -> None:
-        """Validate if that is due, and record the step. Where that is interrupted or fails a resumed run does it.
-
+        """Validate if that is due, and record the step; where that is interrupted or fails a resumed run does it.
         Raises DiskError, which says whether a checkpoint of the step could be written, or TrainingDiverged.
         """
         due = self._due(self.config.eval_every) or self.step in (1, self.total_steps)
@@ -231,8 +227,8 @@ class Trainer:
         )
 
     def _forward_and_backward(self) -> list[LateScalar] | None:
-        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and fewer
-        sequences at a time may fit.
+        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half might
+        fit.
         """
         parts, count = self.parts, self.accumulation_steps
         scale = 1.0 if parts.scaler is None else parts.scaler.scale
@@ -292,8 +288,8 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float | None:
-        """Mean loss over the first held-out sequences, the same for every batch size; None if it was interrupted or is
-        not finite. Draws no random numbers.
+        """Mean loss over the first held-out sequences, the same for every batch size, without a random draw; None if it
+        was interrupted or is not finite.
         """
         parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
         parts.model.eval()
@@ -430,10 +426,9 @@ def default_warmup_steps(total_steps: int) -> int:
 
 
 class LossScaler:
-    """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow.
-
-    torch's `GradScaler` reads `p.grad`, whose values have left level 0 while a model is offloaded; here the optimizer
-    divides by the scale and says whether the gradients were finite. Powers of two only, so that scaling is exact.
+    """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
+    a power of two, so that scaling is exact. torch's `GradScaler` reads `p.grad`, whose values have left level 0 while
+    a model is offloaded; here the optimizer divides by the scale and says whether gradients were finite.
     """
 
     def __init__(self, initial: float = 2.0**16, growth_interval: int = 200) -> None:
