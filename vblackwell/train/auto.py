@@ -160,14 +160,14 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
 def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[float, float]:
     """Bytes/s that the disk at ``path`` reads and writes: kept, or measured now; of ``rates`` where that fails."""
     found = kept_disk(path)
-    if found is None:
-        say(f"measuring the disk at {path}, once (vb doctor does it again)")
-        measured = disk_gbps(path)
-        if "refused" in measured:
-            return rates.disk_read, rates.disk_write
-        keep_disk(path, measured)
-        found = float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
-    return found
+    if found is not None:
+        return found
+    say(f"measuring the disk at {path}, once (vb doctor does it again)")
+    measured = disk_gbps(path)
+    if "refused" in measured:
+        return rates.disk_read, rates.disk_write
+    keep_disk(path, measured)
+    return float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
 
 
 # -- what may be chosen ------------------------------------------------------------------------------------------------
@@ -204,10 +204,9 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     sizes: set[int] = set()
     refusals: list[Lacking] = []
     first = space.updates[0]
-    tried = {replace(each, update=first) for each in space.choices() if each.update in (first, "level0")}
-    for choice in tried:
+    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, "level0")}:
         largest, refused = largest_forward(choice, forecast)
-        sizes |= {size for size in (largest, largest // 2, largest // 4) if size}
+        sizes |= {largest, largest // 2, largest // 4} - {0}
         refusals += [refused] if refused is not None else []
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)

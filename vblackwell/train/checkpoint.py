@@ -175,29 +175,24 @@ def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, A
 def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     """Raises DiskError unless the disk has the space that the rest of the run in ``out`` will take."""
     assert config.max_steps is not None
-    parent = out / CHECKPOINTS
+    parent, every, keep = out / CHECKPOINTS, config.checkpoint_every, config.keep_checkpoints
     clean_leftovers(parent)
     clean_leftovers(out, FINAL)
     found = newest_complete(parent)
     step = step_of(found[0]) if found else 0
-    every = config.checkpoint_every
     due = config.max_steps // every - step // every if every else 0
     if step < config.max_steps:
         due = max(due, 1)  # where somebody stops the run
-    adapters = 0 if adapted(model) is None else _checkpoint_bytes(model) // 3  # exported before the final model
-    final = _weight_bytes(model) + adapters
-    needed = METADATA_BYTES + bytes_to_come(
-        len(found), due, config.keep_checkpoints, checkpoint=_checkpoint_bytes(model), final=final
-    )
-    folder = out
-    while not folder.exists():
-        folder = folder.absolute().parent
+    size, final = _checkpoint_bytes(model), _weight_bytes(model)
+    final += 0 if adapted(model) is None else size // 3  # adapters are exported before the final model
+    needed = METADATA_BYTES + bytes_to_come(len(found), due, keep, checkpoint=size, final=final)
+    folder = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
-            f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({config.keep_checkpoints} are kept, "
-            f"{len(found)} are there) and the final model, {format_bytes(free)} are free: make room for "
-            f"{format_bytes(needed - free)}, choose another --out, or lower --keep-checkpoints"
+            f"--out {out} needs up to {format_bytes(needed)} more for checkpoints ({keep} are kept, {len(found)} are "
+            f"there) and the final model, {format_bytes(free)} are free: make room for {format_bytes(needed - free)}, "
+            "choose another --out, or lower --keep-checkpoints"
         )
 
 
@@ -205,11 +200,9 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
     """The most that a run will take beyond ``held`` checkpoints, with ``due`` to be written and ``keep`` left after
     each: an older one goes only when the next one is there. ``checkpoint``, ``final``: bytes of one, and of the export.
     """
-    most, there = 0, held
-    for _ in range(min(due, keep + 1)):
-        most = max(most, there + 1 - held)
-        there = min(there + 1, keep)
-    return max(most * checkpoint, (there - held) * checkpoint + final)
+    most = min(due, max(keep - held, 0) + 1)
+    left = min(held + due, keep) if due else held
+    return max(most * checkpoint, (left - held) * checkpoint + final)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import ast
 import dataclasses
 import inspect
 import math
-import textwrap
 import types
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -275,13 +275,12 @@ def flag_of(field: str) -> str:
 
 def field_help() -> dict[str, str]:
     """Each field's docstring, on one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainConfig)))
-    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
-    found = {}
-    for declared, text in zip(body, body[1:], strict=False):
-        if isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name) and isinstance(text, ast.Expr):
-            found[declared.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return found
+    (body,) = [node.body for node in ast.parse(inspect.getsource(TrainConfig)).body if isinstance(node, ast.ClassDef)]
+    return {
+        ast.unparse(declared.target): " ".join(str(ast.literal_eval(text.value)).split())
+        for declared, text in pairwise(body)
+        if isinstance(declared, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -322,10 +321,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "xl": {"batch_size": 8, "seq_length": 2048, "learning_rate": 2e-4, "epochs": 1.0, "checkpoint_every": 500},
     "7b": {"batch_size": 8, "seq_length": 2048, "learning_rate": 1.5e-4, "epochs": 1.0, "checkpoint_every": 500},
 }  # fmt: skip
-# A model that has been trained: a preset's rate would undo that. Adapters begin at zero and bear more.
-FINE_TUNING: dict[str, Any] = {"learning_rate": 2e-5}
-ADAPTERS: dict[str, Any] = {"learning_rate": 2e-4}
-
 EXCLUSIVE = ("max_steps", "epochs")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -347,7 +342,8 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         )
     recipe = RECIPES[preset]
     if explicit.get("model"):
-        recipe = ADAPTERS if explicit.get("lora") is not None else FINE_TUNING
+        # It has been trained: a preset's rate would undo that. Adapters begin at zero and bear more.
+        recipe = {"learning_rate": 2e-4 if explicit.get("lora") is not None else 2e-5}
     values: dict[str, Any] = {}
     for layer in (recipe, stored, file_values, flags):
         if any(layer.get(name) is not None for name in EXCLUSIVE):
@@ -381,35 +377,30 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Settings of a YAML file, keys as the flags with '-' or '_'. Raises ConfigurationError."""
     import yaml
 
+    def refused(why: str) -> ConfigurationError:
+        return ConfigurationError(f"--config {path}{why}")
+
     if path.exists() and not (path.is_file() or path.is_fifo()):  # a device may never end
-        raise ConfigurationError(f"--config {path} is no file; give a YAML file")
+        raise refused(" is no file; give a YAML file")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"--config {path}: {error.strerror}; give an existing YAML file") from error
+        raise refused(f": {error.strerror}; give an existing YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"--config {path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
+        raise refused(f": byte {error.start} is not UTF-8; save the file as UTF-8") from error
     except Exception as error:  # its own, and what Python raises at a date or a number that is none
-        raise ConfigurationError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigurationError(
-            f"--config {path} holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'"
-        )
+        raise refused(f" is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, (dict, type(None))):
+        raise refused(f" holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     values = {}
-    for key, value in loaded.items():
+    for key, value in (loaded or {}).items():
         # Not printed before it is known to be plain: a few nested aliases are a text of any length.
         if not all(map(_is_plain, value.values() if isinstance(value, dict) else (value,))):
-            raise ConfigurationError(
-                f"--config {path}: key {key!r} holds a list, or lists or mappings in one: write one value"
-            )
+            raise refused(f": key {key!r} holds a list, or lists or mappings in one: write one value")
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigurationError(
-                f"--config {path}: key {key!r} is no setting: remove or rename it{nearest(name, known)}"
-            )
+            raise refused(f": key {key!r} is no setting: remove or rename it{nearest(name, known)}")
         values[name] = value
     return values
 

@@ -76,7 +76,7 @@ class ModelSource:
     folder: Path | None = None
 
     def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
-        """The folder's model; or the preset's in fp32, with weights drawn from the run's seed as the stack loads them."""
+        """The folder's model; or the preset's in fp32, drawn from the run's seed as the stack loads it."""
         if self.model is not None:
             return self.model
         model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
