@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -64,34 +65,24 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """A stack's counters: bytes held by level label, bytes moved by 'source>destination', and seconds waited."""
-
-    level_bytes: dict[str, int]
-    link_bytes: dict[str, int]
-    stall_seconds: float
-
-    def since(self, before: Traffic) -> Traffic:
-        """What was moved after ``before``."""
-        moved = {link: count - before.link_bytes.get(link, 0) for link, count in self.link_bytes.items()}
-        return Traffic(self.level_bytes, moved, self.stall_seconds - before.stall_seconds)
-
-
 def level_labels(stats: dict[str, Any]) -> list[str]:
     """A unique name for each level: its device, numbered where two levels share one."""
     devices = [level["device"] for level in stats["levels"]]
     return [name if devices.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(devices)]
 
 
-def traffic_of(stats: dict[str, Any]) -> Traffic:
-    """The counters in what `VGPUStack.get_stats` returned."""
-    held = [level["used_bytes"] for level in stats["levels"]]
-    links: dict[str, int] = {}
-    for link in stats["links"]:
-        name = f"{link['source']}>{link['destination']}"
-        links[name] = links.get(name, 0) + link["bytes"]
-    return Traffic(dict(zip(level_labels(stats), held, strict=True)), links, stats["stall_seconds"])
+def level_bytes(stats: dict[str, Any]) -> dict[str, int]:
+    """Bytes held now by level label, of what `VGPUStack.get_stats` returned."""
+    return dict(zip(level_labels(stats), [level["used_bytes"] for level in stats["levels"]], strict=True))
+
+
+def link_bytes(stats: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:
+    """Bytes moved after ``before`` by 'source>destination'."""
+    moved: dict[str, int] = defaultdict(int)
+    for sign, found in ((1, stats), (-1, before)):
+        for link in found["links"]:
+            moved[f"{link['source']}>{link['destination']}"] += sign * link["bytes"]
+    return dict(moved)
 
 
 class MetricsLog:

@@ -28,7 +28,7 @@ from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBErro
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.metrics import StepRecord, finite_or_none, traffic_of
+from vblackwell.train.metrics import StepRecord, finite_or_none, level_bytes, link_bytes
 from vblackwell.train.progress import Progress, StopRequest
 
 
@@ -94,17 +94,13 @@ class Trainer:
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         assert config.max_steps is not None
-        self.config = config
-        self.parts = parts
-        self._loss = parts.loss or parts.model
-        self.total_steps = config.max_steps
-        self.step = 0
+        self.config, self.parts, self.step, self.total_steps = config, parts, 0, config.max_steps
         self.micro_batch = config.batch_size  # sequences in a forward
-        self._held: dict[str, int] = {}
+        self._loss = parts.loss or parts.model
+        self._held: dict[str, int] = {}  # the most in the step, by level
         self._skipped_in_a_row = self._skipped = 0
         self._unrecorded: StepRecord | None = None
-        self._progress = progress
-        self._stop = stop
+        self._progress, self._stop = progress, stop
         self._record, self._checkpoint, self._step_context = record, checkpoint, step_context
 
     def state(self) -> TrainerState:
@@ -183,8 +179,7 @@ class Trainer:
                 raise DiskError(text) from error
             raise DiskError(f"{error}. Step {self.step} is in a checkpoint") from error
         self._progress.step(record)
-        interrupted = due and record.val_loss is None and self._stop.wanted
-        self._unrecorded = record if interrupted else None
+        self._unrecorded = record if due and record.val_loss is None and self._stop.wanted else None
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise TrainingDiverged(
                 f"{self._skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
@@ -197,7 +192,7 @@ class Trainer:
     def _one_step(self) -> StepRecord | None:
         """One optimizer step; None if it was interrupted and undone."""
         parts = self.parts
-        began, before, start = time.perf_counter(), traffic_of(parts.stack.get_stats()), self.state()
+        began, before, start = time.perf_counter(), parts.stack.get_stats(), self.state()
         learning_rate = parts.schedule.learning_rate(self.step)
         for group in parts.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -211,17 +206,17 @@ class Trainer:
         skipped = not self._update(loss)
         self.step += 1
         self._skipped += skipped
-        seconds = time.perf_counter() - began
-        moved = traffic_of(parts.stack.get_stats()).since(before)
+        seconds, stats = time.perf_counter() - began, parts.stack.get_stats()
+        self._note_held(stats)
         return StepRecord(
             step=self.step,
             loss=finite_or_none(loss),
             lr=learning_rate,
             grad_norm=finite_or_none(parts.optimizer.grad_norm) if math.isfinite(loss) else None,
             tokens_per_second=self.config.tokens_per_step / seconds,
-            level_bytes={label: max(size, self._held.get(label, 0)) for label, size in moved.level_bytes.items()},
-            link_bytes=moved.link_bytes,
-            stall_seconds=moved.stall_seconds,
+            level_bytes=self._held,
+            link_bytes=link_bytes(stats, before),
+            stall_seconds=stats["stall_seconds"] - before["stall_seconds"],
             seconds=seconds,
             skipped=skipped,
         )
@@ -249,10 +244,12 @@ class Trainer:
         sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
         loss = self._loss(*(tokens.arrived() for tokens in sent))
         late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
-        for label, size in traffic_of(parts.stack.get_stats()).level_bytes.items():  # level 0 is empty at the end
-            self._held[label] = max(size, self._held.get(label, 0))
+        self._note_held(parts.stack.get_stats())  # level 0 is empty at the end
         (loss * (scale / count)).backward()
         return late
+
+    def _note_held(self, stats: dict[str, Any]) -> None:
+        self._held = {label: max(size, self._held.get(label, 0)) for label, size in level_bytes(stats).items()}
 
     def _begin_again_smaller(self, start: TrainerState) -> None:
         """Undo the begun step, and halve what a forward takes."""
@@ -270,20 +267,17 @@ class Trainer:
 
     def _update(self, loss: float) -> bool:
         """Let the step happen unless something is not finite; whether it happened."""
-        parts = self.parts
-        finite = math.isfinite(loss)
+        optimizer, scaler, finite, tolerated = self.parts.optimizer, self.parts.scaler, math.isfinite(loss), False
         if finite:
-            parts.optimizer.step()
-            finite = not parts.optimizer.skipped
-            if parts.scaler is not None:
+            optimizer.step()
+            finite = not optimizer.skipped
+            if scaler is not None:
                 # Overflow of scaled gradients is how the scaler finds its scale, and no sign of divergence.
-                tolerated = not finite and not parts.scaler.exhausted
-                parts.scaler.update(overflowed=not finite)
-                if tolerated:
-                    parts.optimizer.zero_grad()
-                    return False
-        parts.optimizer.zero_grad()
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+                tolerated = not finite and not scaler.exhausted
+                scaler.update(overflowed=not finite)
+        optimizer.zero_grad()
+        if not tolerated:
+            self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         return finite
 
     @torch.no_grad()
@@ -357,12 +351,10 @@ class Sent:
         self._tensor = tensor
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            stream = _side_stream(device)
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(_side_stream(device)):
                 self._tensor = pinned.to(device, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
+                self._event = _side_stream(device).record_event()
 
     def arrived(self) -> torch.Tensor:
         """The tensor, for what the current stream queues from now on."""
@@ -383,18 +375,16 @@ class LateScalar:
             stream = _side_stream(value.device)
             stream.wait_stream(torch.cuda.current_stream(value.device))
             with torch.cuda.stream(stream):
-                self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                self._host.copy_(self._value, non_blocking=True)
-                self._value.record_stream(stream)
-                self._event = torch.cuda.Event()
-                self._event.record()
+                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                self._value = host.copy_(self._value, non_blocking=True)
+                value.detach().record_stream(stream)
+                self._event = stream.record_event()
 
     def read(self) -> float:
         """The number; waits for what computes it, and for nothing that was queued after that."""
-        if self._event is None:
-            return float(self._value)
-        self._event.synchronize()
-        return float(self._host)
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._value)
 
 
 # -- learning rate and loss scale --------------------------------------------------------------------------------------
