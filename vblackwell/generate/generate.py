@@ -18,8 +18,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,16 +86,11 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p)
     pace = _begin(model, seed, prefill_chunk, pace)
     numbers = encode(model, tokenizer, prompt, special_tokens)
-    count = count_allowed(model, len(numbers), max_new_tokens)
-    over, stream = end_tokens(model) | set(ends), _Text(tokenizer, numbers, on_token)
-    with writing(model), level0_for(model, 1, len(numbers) + count) as (cache, chunk):
-        step = stepper(model, len(numbers) + count, prefill_chunk or chunk, cache)
-        prompt_BS = torch.tensor([numbers], device=next(model.parameters()).device)
-        for (token,) in draws(step, prompt_BS, count, sampling, seed, ahead=int(prompt_BS.is_cuda)):
-            if token in over:
-                break
-            pace.tick()
-            stream.add(token)
+    stream = _Text(tokenizer, numbers, on_token)
+    made = _new_tokens(model, [numbers], max_new_tokens, sampling, seed, prefill_chunk, ends, pace)
+    with closing(made):
+        for new in made:
+            stream.add(new[0])
     return stream.finish()
 
 
@@ -109,24 +104,33 @@ def generate_batch(
     if not prompts:
         return []
     numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
-    longest = max(map(len, numbers))
-    count = count_allowed(model, longest, max_new_tokens)
     written: list[list[int]] = [[] for _ in prompts]
-    over, open_rows = end_tokens(model) | set(ends), set(range(len(prompts)))
-    with writing(model), level0_for(model, len(prompts), longest + count) as (cache, chunk):
-        for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
-            for row in list(open_rows):
-                if tokens[row] in over:
-                    open_rows.discard(row)
-                else:
-                    written[row].append(tokens[row])
-            pace.tick(len(open_rows))
-            if not open_rows:
-                break
+    made = _new_tokens(model, numbers, max_new_tokens, sampling, seed, prefill_chunk, ends, pace)
+    with closing(made):
+        for new in made:
+            for row, token in new.items():
+                written[row].append(token)
     return [
         tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
         for prompt, new in zip(numbers, written, strict=True)
     ]
+
+
+def _new_tokens(
+    model: nn.Module, numbers: list[list[int]], max_new_tokens: int | None, sampling: Sampling, seed: int,
+    prefill_chunk: int | None, ends: Collection[int], pace: Pace,
+) -> Generator[dict[int, int], None, None]:  # fmt: skip
+    """The next token of every row whose text is not over, until all are."""
+    longest = max(map(len, numbers))
+    count = count_allowed(model, longest, max_new_tokens)
+    over, open_rows = end_tokens(model) | set(ends), [*range(len(numbers))]
+    with writing(model), level0_for(model, len(numbers), longest + count) as (cache, chunk):
+        for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
+            open_rows = [row for row in open_rows if tokens[row] not in over]
+            if not open_rows:
+                return
+            pace.tick(len(open_rows))
+            yield {row: tokens[row] for row in open_rows}
 
 
 def _begin(model: nn.Module, seed: int, prefill_chunk: int | None, pace: Pace | None) -> Pace:
@@ -201,7 +205,7 @@ def columns(
         step = _one_by_one([stepper(model, longest + count, chunk) for _ in numbers], rows)
     elif masked:
         mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
-        step = _masked_step(model, mask_BS, chunk, cache)
+        step = stepper(model, longest + count, chunk, cache, mask_BS)
     else:
         step = stepper(model, longest + count, chunk, cache)
     yield from draws(step, prompt_BS, count, sampling, seed, int(device.type == "cuda"), first_at_once=True)
@@ -216,35 +220,6 @@ def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -
         logits_BV = torch.cat([reader(row_1S) for reader, row_1S in zip(readers, given, strict=True)])
         waiting.clear()
         return logits_BV
-
-    return step
-
-
-def _masked_step(model: Any, mask_BS: Tensor, chunk: int | None, cache: Any) -> Callable[[Tensor], Tensor]:
-    """As `stepper`, of a model of transformers and prompts whose filling ``mask_BS`` hides."""
-    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
-    known, seen = cache, 0
-
-    @torch.no_grad()
-    def step(input_ids_BS: Tensor) -> Tensor:
-        nonlocal mask_BS, seen
-        length, before = input_ids_BS.shape[1], seen
-        seen += length
-        if before:
-            mask_BS = torch.cat((mask_BS, torch.ones_like(input_ids_BS)), 1)
-
-        def read(begin: int, end: int) -> Tensor:
-            nonlocal known
-            options: dict[str, Any] = {"attention_mask": mask_BS[:, : before + end], "past_key_values": known}
-            if takes_positions:
-                counted_BS = options["attention_mask"].cumsum(1) - 1
-                options["position_ids"] = counted_BS.clamp(min=0)[:, begin - end :]
-            with attending(input_ids_BS):
-                output = model(input_ids_BS[:, begin:end], use_cache=True, logits_to_keep=1, **options)
-            known = cache_of(output, model)
-            return output.logits[:, -1]
-
-        return read_in_chunks(read, length, chunk or length, cache)
 
     return step
 
@@ -296,11 +271,11 @@ def end_tokens(model: nn.Module) -> set[int]:
 
 
 def stepper(
-    model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None
+    model: nn.Module, max_length: int, chunk: int | None = None, cache: Any = None, mask_BS: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
     """A function that reads more tokens (B, S), up to ``max_length`` in all, and returns the logits (B, V) after the
-    last; ``chunk`` tokens a row in one pass, by default all. ``cache``: of transformers, empty, for its models; by
-    default what they make themselves.
+    last; ``chunk`` tokens a row in one pass, by default all. Of transformers' models: ``cache``, empty, by default what
+    they make themselves; ``mask_BS`` hides the filling of the prompts.
     """
     check_kind(model)
     if keeps_own_state(model):
@@ -308,11 +283,13 @@ def stepper(
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     graph: DecodeGraph | None = None
     streamed: Callable[[Tensor], Tensor] | None = None
-    asked = isinstance(model, Decoder) or cache is None  # whether `streamed_step` was
+    asked = isinstance(model, Decoder) or cache is None or mask_BS is not None  # whether `streamed_step` was
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    seen = 0  # positions
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
-        nonlocal graph, streamed, asked
+        nonlocal graph, streamed, asked, mask_BS, seen
         rows, length = input_ids_BS.shape
         assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
@@ -326,16 +303,33 @@ def stepper(
             asked, streamed = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
         if streamed is not None:
             return streamed(input_ids_BS)
-        return read_in_chunks(lambda begin, end: read(input_ids_BS[:, begin:end]), length, chunk or length, cache)
+        if mask_BS is not None and seen:
+            mask_BS = torch.cat((mask_BS, torch.ones_like(input_ids_BS)), 1)
+        before, seen = seen, seen + length
+        return read_in_chunks(
+            lambda begin, end: read(input_ids_BS[:, begin:end], before + end), length, chunk or length, cache
+        )
 
-    def read(input_ids_BS: Tensor) -> Tensor:
+    def read(input_ids_BS: Tensor, end: int) -> Tensor:
+        """The logits after more positions, up to ``end``."""
         nonlocal known
+        options: dict[str, Any] = {}
+        if mask_BS is not None:
+            options["attention_mask"] = mask_BS[:, :end]
+            if takes_positions:
+                counted_BS = options["attention_mask"].cumsum(1) - 1
+                options["position_ids"] = counted_BS.clamp(min=0)[:, -input_ids_BS.shape[1] :]
         with attending(input_ids_BS):
             if isinstance(model, Decoder):
                 hidden_BSD = model.hidden(input_ids_BS, known)
                 return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory
-            output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1)
-        known = cache_of(output, model)
+            output = model(input_ids_BS, past_key_values=known, use_cache=True, logits_to_keep=1, **options)
+        if getattr(output, "past_key_values", None) is None:
+            raise Unsupported(
+                f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models "
+                "(is_decoder in its config.json says whether it is one)"
+            )
+        known = output.past_key_values
         return output.logits[:, -1]
 
     return step
@@ -346,17 +340,6 @@ def check_kind(model: nn.Module) -> None:
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
-
-
-def cache_of(output: Any, model: nn.Module) -> Any:
-    """What a model of transformers keeps of what it read; raises Unsupported where that is nothing, as of an
-    encoder."""
-    if getattr(output, "past_key_values", None) is None:
-        raise Unsupported(
-            f"{type(model).__name__} gives no past_key_values, as encoders do: generate works with causal models "
-            "(is_decoder in its config.json says whether it is one)"
-        )
-    return output.past_key_values
 
 
 class _Text:
@@ -419,7 +402,7 @@ class Pace:
         now = self._clock()
         if not self._fresh:
             self._later, self._later_seconds = self._later + rows, self._later_seconds + now - self._last
-        elif self._first is None and rows:  # 0: every row ended at once
+        elif self._first is None:
             self._first = now - self._began
         self.tokens, self._last, self._fresh = self.tokens + rows, now, False
 
