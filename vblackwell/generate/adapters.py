@@ -1,12 +1,9 @@
-"""Models with low-rank adapters in a stack: their first bytes, and what is written of them: the adapter alone, under
-peft's names with peft's configuration, or the merged model (over a packed base from the packed numbers, which the
-adapter was trained with).
+"""Models with low-rank adapters in a stack: their first bytes, and what is written of them, under peft's names: the
+adapter alone, or the merged model (of a packed base its packed numbers, which the adapter was trained with).
 
-An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: adapters of one rank fit
-every base of the same sizes. It is of the first and last numbers of every tensor, by name and rounded to bf16, so that
-it does not matter how a folder is cut into files and whether it is in fp32 or bf16; what only some folders of one model
-hold is left out: a tied head, and buffers that are computed. A copy in fp16 has another, and a quantised one does not
-tell what it was made from.
+An adapter's file keeps a digest of its base's weights in the metadata, which peft passes over: of the first and last
+numbers of every tensor, by name and rounded to bf16, so that it does not matter how a folder is cut into files and
+whether it is in fp32 or bf16; a tied head and buffers that are computed are left out.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Text from a model, token by token, with a KV cache; for our ``Decoder`` and for any causal model of ``transformers``.
+"""Text from a ``Decoder`` or a causal model of ``transformers``, token by token, with a KV cache. The model is only
+called, so one whose weights stream works the same; under ``no_grad``: what it allocates at first may be needed by a
+later backward. On CUDA the host reads a token while the next is computed; where a text ends early that is in vain.
 
-The model is only called, never taken apart, so one whose weights stream through a stack works the same. It runs under
-``no_grad``, not ``inference_mode``: what a model allocates at its first call may be needed by a later backward. Tokens
-go from draw to embedding on the device. On CUDA the host reads each one while the next is being computed, so the device
-never waits for it; the price is one token computed in vain where a text ends early.
-
-Several prompts are rows of one batch, filled up on the left, so that all end at the same place; a mask hides the
-filling and positions are counted without it. Every row draws with the same seed from its own logits: it is written as
-it would be alone, but for the last bits of sums of other lengths. A model that cannot hide the filling reads its rows
-one by one.
-
-Legend: B batch, S sequence, V vocabulary.
+Several prompts are rows of one batch, filled up on the left; a mask hides the filling, or each is read alone. Every row
+draws with the same seed from its own logits, as it would alone but for last bits. Legend: B batch, S sequence, V
+vocabulary.
 """
 
 from __future__ import annotations

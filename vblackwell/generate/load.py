@@ -1,8 +1,5 @@
-"""Finding a model on disk, verified if we committed it, and opening it.
-
-`open_resident` holds all of a model on one device. `open_streamed` reads the weights into the lower levels of a stack,
-and each layer is loaded before it is needed: what of level 0 is not kept free for keys, values and workspace holds
-layers that stay, and on a GPU `level0_for` divides it for each text.
+"""Finding a model on disk, verified if we committed it, and opening it: on one device, or in a stack, where what of
+level 0 is not kept free for keys, values and workspace holds layers that stay.
 """
 
 from __future__ import annotations

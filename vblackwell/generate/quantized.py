@@ -1,8 +1,5 @@
-"""Opens a folder with packed linears: ours, or a weight-only compressed-tensors one that another tool wrote.
-
-The packed bytes go straight into layers that compute from them: `load_quantized` makes a model that is all on one
-device, `PackedWeights` fills one that streams through a stack, whose packed bytes are parameters
-(nn/linear/stored_fp4.py).
+"""Opens a folder with packed linears: ours, or a weight-only compressed-tensors one. The packed bytes go straight into
+layers that compute from them, of a model on one device or one that streams (nn/linear/stored_fp4.py).
 """
 
 from __future__ import annotations

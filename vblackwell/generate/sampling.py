@@ -1,10 +1,6 @@
-"""How the next token is chosen, and reading it without holding the device up.
-
-The draw (kernels/pointwise/sampling.py) stays on the logits' device; the seed, the number of the draw and the logits
-alone decide it. So a request writes the same text in any batch, and on every device whose logits agree (but for two
-tokens within the last bits of a logarithm).
-
-Legend: B rows, V vocabulary.
+"""How the next token is chosen, and reading it without holding the device up. The draw (kernels/pointwise/sampling.py)
+stays on the logits' device; seed, number of the draw and logits alone decide it, so a request writes the same text in
+any batch, and on every device whose logits agree. Legend: B rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Keys and values in levels: those of some layers live on level 0, the others' in RAM, and come up ahead of their
-layer.
+layer. It is a ``Cache`` of transformers, for one batch, a greatest length, and layers that attend to all positions.
 
-A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read so far is a prefix of it, so
-it crosses the link as one copy, and new positions are appended with another. Two places on level 0 take turns. Layers
-that live on level 0 have the same layout: attention gets the same strides and writes the same bits wherever the cache
-is. It is a ``Cache`` of transformers, for one batch and a greatest length, for models whose layers attend to all
-positions.
-
-Legend: B rows, K key-value heads, S new positions, T positions, H head width.
+A layer's cache is one range, position after position, (T, 2, B, K, H): what has been read is a prefix, which crosses
+the link as one copy, and new positions are appended with another. The layout is the same on level 0: attention gets the
+same strides and writes the same bits. B rows, K key-value heads, S new positions, T positions, H head width.
 """
 
 from __future__ import annotations

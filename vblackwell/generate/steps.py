@@ -1,11 +1,8 @@
 """How a model reads tokens: in chunks, as one CUDA graph, or by its own state; and a text's share of level 0 meanwhile.
 
-A resident decoder's step is one graph: a decoded token's kernels take a few microseconds each, less than the host needs
-to launch them. The position is a number on the device that each replay raises (`SteadyCache`), so one graph serves
-every length up to the cache's. Models of transformers that take no ``past_key_values`` (state-space and recurrent ones)
-keep something under a name of their own, and are read as transformers' ``generate`` reads them.
-
-Legend: B rows, S positions, V vocabulary.
+A resident decoder's step is one graph, for a token's kernels take less than the host needs to launch them; a number on
+the device that each replay raises is the position (`SteadyCache`). Models of transformers that take no
+``past_key_values`` are read as its ``generate`` reads them. Legend: B rows, S positions, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The step of a streamed model as CUDA graphs: one for each stretch of layers that stay, and for each layer that
-passes.
+passes. Through its hooks a packed 6.7B took 80 ms of the host a token on an H200.
 
-Called through its hooks, a packed 6.7B took 80 ms of the host a token on an H200. Here the layers are those of a
-`Decoder` over the very bytes that the stack holds: groups that stay keep their place while the text is written, the
-others take turns in a few places at fixed addresses, so that what is captured once holds for every token. A place is
-loaded again when what reads it has been queued; the copy waits for that on the device.
-
-Legend: B rows, V vocabulary.
+The layers are those of a `Decoder` over the bytes that the stack holds: groups that stay keep their place while the
+text is written, the others take turns in a few places at fixed addresses, loaded again when what reads them has been
+queued (the copy waits for that on the device). What is captured once holds for every token. Legend: B rows, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """``vb bench MODEL``: what fp32, bf16, FP4, fused attention and checkpointing, each with what the one before has, cost
 and bring a model on this machine.
 
-Every rung starts from the same weights, sees the same tokens and does what the flags of ``vb train`` do. Training goes
-through the resident engine, so arithmetic and kernels are compared, not places of bytes. Inference is one pass over the
-batch up to the logits after its last token, and then tokens one by one with a cache; FP4 linears are packed there.
-
-Legend: B batch, S sequence, V vocabulary.
+Every rung starts from the same weights, sees the same tokens and does what the flags of ``vb train`` do, through the
+resident engine. Inference is one pass over the batch up to the logits after its last token, and then tokens one by one
+with a cache; FP4 linears are packed there. Legend: B batch, S sequence, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""How far two models are apart on one input, and what each takes for it: before and after quantisation, say.
-
-By layer: outputs of the modules with the same name in both, each model running on its own activations. So a layer's
-figure holds what went wrong in the layers before it, too; the first that falls is the one to look at.
+"""How far two models are apart on one input, by layer too, and what each takes for it. Each runs on its own
+activations: a layer's figure holds what went wrong before it, and the first that falls is the one to look at.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""What running something costs, measured: milliseconds, bytes at the peak, and what the time went into.
-
-Times are the host's clock around a run and the wait for its device. Bytes are what torch allocated beyond what it held
-before: on CUDA its own statistics, on the CPU what its profiler records in a run that is not timed, as it does what the
-time went into: kernels on CUDA, where what no kernel fills is a separate kind, and operators' own time on the CPU.
+"""What running something costs: milliseconds by the host's clock, bytes at the peak beyond what torch held before, and
+what the time went into, by the profiler: kernels on CUDA, and what none fills; operators' own time on the CPU.
 """
 
 from __future__ import annotations

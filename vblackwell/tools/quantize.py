@@ -1,9 +1,8 @@
-"""``vb quantize``: a Hugging Face folder in, the same folder with packed linears out.
+"""``vb quantize``: a Hugging Face folder in, the same folder with packed linears out, complete or not at all.
 
-Tensors stream: two passes over the weights on disk (the first for tensor scales and bad values, the second packs), and
-memory for one layer. Embeddings, head and norms are copied, in the type that transformers runs the format in. Where
-transformers makes one parameter of several tensors (a layer's experts), that parameter is written: of a quantised
-folder it joins packed tensors alone. The folder appears complete under its name or not at all.
+Tensors stream twice (for tensor scales and bad values, then to be packed), with memory for one layer. The others are
+copied, in the type that transformers runs the format in; a parameter that it makes of several tensors is written as
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, and the settings that follow from it.
-
-The model is traced on the meta device; the machine's free memory and its rates (``vb doctor``'s, or measured now) are
-what it is planned for. What the user said explicitly bounds the plan and is not chosen again.
+"""``--vgpu-auto`` and ``--batch-size auto``: a plan for a run on this machine, traced on the meta device, and the
+settings that follow from it. What the user said explicitly bounds the plan and is not chosen again.
 """
 
 from __future__ import annotations

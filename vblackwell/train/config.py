@@ -1,8 +1,6 @@
-"""The settings of one training run: one frozen value, checked when it is made, and where its values come from.
-
-A field's docstring is its help text on the command line. Checks that need the machine or the data belong to the code
-that opens them. Flags win over the YAML file, that over the resumed run's settings, those over the preset's recipe,
-that over the defaults; text and typed values both pass through `convert`, so the same mistake gets the same sentence.
+"""The settings of one training run: one frozen value, checked when it is made. A field's docstring is its help text.
+Flags win over the YAML file, that over the resumed run's settings, those over the preset's recipe, that over the
+defaults; text and typed values pass through `convert`, so the same mistake gets the same sentence.
 """
 
 from __future__ import annotations

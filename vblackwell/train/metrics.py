@@ -1,7 +1,5 @@
-"""One line a step in metrics.jsonl, and the same numbers for TensorBoard.
-
-Lines are appended and flushed, not fsynced: they describe the run, they do not carry it. A resumed run first cuts
-the file back to its checkpoint, so a step never appears twice.
+"""One line a step in metrics.jsonl, and the same numbers for TensorBoard: flushed, not fsynced, for they describe the
+run and do not carry it. A resumed run cuts the file back to its checkpoint, so a step never appears twice.
 """
 
 from __future__ import annotations

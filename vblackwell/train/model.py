@@ -1,8 +1,6 @@
-"""The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder.
-
-A folder whose architecture is Llama's is computed by our `Decoder`, any other by transformers. Either is built on the
-meta device, and its folder checked whole, before the data is read. Weights are drawn or read into the stack one layer
-group after the other: there is no second copy, and a model that does not fit is refused before it takes memory.
+"""The model that a run trains: a preset's decoder with random weights, or the causal model of a Hugging Face folder,
+computed by our `Decoder` or by transformers. It is built on the meta device, and its folder checked whole, before the
+data is read; weights are drawn or read into the stack one layer group after the other: there is no second copy.
 """
 
 from __future__ import annotations

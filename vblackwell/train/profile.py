@@ -1,8 +1,5 @@
-"""``--profile``: a trace of a few steps that Perfetto and chrome://tracing open.
-
-Streams and threads are named in the trace's own metadata, where torch writes "stream 7" and "thread 4711 (python3)":
-a stream whose time goes into copies by their direction, the one with most kernel time computes, one that mostly runs
-AdamW updates. Threads are known by the number that the system gave them, as long as they live.
+"""``--profile``: a trace of a few steps that Perfetto and chrome://tracing open, with streams named by what most of
+their time goes into and threads by the number that the system gave them, as long as they live.
 """
 
 from __future__ import annotations

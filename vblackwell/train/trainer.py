@@ -1,11 +1,9 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
 It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped, data
-position and generators put back), so a resumed run repeats it bit by bit.
-
-A step for which the GPU's memory does not suffice is undone in the same way and begun again with half the sequences in
-a forward, at the same sequences a step, and so on from there, also in a resumed run. Only forward and backward can be
-undone: once the optimizer has begun to change weights, an error is an error.
+position and generators put back), and a resumed run repeats it bit by bit. So is one that runs out of the GPU's memory,
+begun again with half the sequences in a forward, at the same sequences a step, from there on; but once the optimizer
+has begun to change weights, an error is an error.
 """
 
 from __future__ import annotations
