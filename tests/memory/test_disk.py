@@ -142,13 +142,6 @@ def test_a_disk_that_makes_no_progress_is_an_error(disk: DiskLevel, calls: Calls
         stored(disk, 10_000)
 
 
-def test_counters(disk: DiskLevel):
-    extent, _ = stored(disk, 200_000)
-    assert (disk.bytes_written, disk.bytes_read) == (200_000, 0)
-    read(disk, extent)
-    assert (disk.bytes_written, disk.bytes_read) == (200_000, 200_000)
-
-
 def test_a_read_error_names_file_offset_and_size_and_is_raised_on_every_wait(disk: DiskLevel, calls: Calls):
     extent, source = stored(disk, PIECE)
     calls.read_error = errno.EIO

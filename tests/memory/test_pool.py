@@ -90,8 +90,8 @@ def test_statistics_add_up(make_stack):
         stack.register(f"k{i}", page(i), priority=7)
     for key in ("k0", "k0", "k2", "k4"):
         stack.access(key)
-    stack.count_hit()
-    stack.count_miss(2)
+    stack.count_found(0)
+    stack.count_found(2)
     stack.count_link(1, 0, 1000, 0.5)
     stack.add_stall(2.0)
     stats = stack.get_stats()

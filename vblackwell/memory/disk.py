@@ -1,9 +1,8 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
-Threads read and write pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a
-buffer of the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted
-in part is read and checked whole. A write that failed poisons the file: nothing is written to it any more, and bytes
-that were there before are read with their checksums. Nothing is synced: the file dies with the process.
+Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
+the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted in part is
+read and checked whole. Nothing is synced: the file dies with the process.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from vblackwell.units import MiB, align_up, format_bytes
 PAGE = 4096
 GROW_BYTES = 16 * MiB
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFull(InsufficientMemory, DiskError):
@@ -48,14 +49,9 @@ class DiskFull(InsufficientMemory, DiskError):
 class SystemCalls:
     """The calls that touch the file; a test replaces some to break the disk."""
 
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.preadv(fd, buffers, offset)
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        os.posix_fallocate(fd, offset, length)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
+    fallocate = staticmethod(os.posix_fallocate)
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
@@ -66,31 +62,22 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 class ScratchFile:
     """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
 
-    Attributes:
-        direct: whether it is open with ``O_DIRECT``, as where a probe shows that it works (the page cache would hold a
-            second copy): then addresses, offsets and lengths must be multiples of 4 KiB.
-        poison: why nothing may be written any more; None while all is well.
-
-    Raises:
-        ConfigurationError: the directory does not exist, or is RAM-backed.
-        DiskError: no file could be made there.
+    ``direct`` says whether it is open with ``O_DIRECT`` (the page cache would hold a second copy), where a probe shows
+    that it works: then addresses, offsets and lengths must be multiples of 4 KiB. A write that failed poisons it:
+    nothing is written any more. Raises ConfigurationError where the directory does not exist or is RAM-backed,
+    DiskError where no file can be made.
     """
 
     def __init__(self, path: str | os.PathLike[str], capacity_bytes: int, calls: SystemCalls | None = None) -> None:
         facts = disk_facts(path)
-        if not facts.path.is_dir():
-            raise ConfigurationError(f"disk path {facts.path} is a file: give an existing directory on a disk")
-        if facts.ram_backed:
-            raise ConfigurationError(
-                f"disk path {facts.path} is on {facts.file_system}, which is RAM: give a directory on a disk"
-            )
-        self.path = facts.path
-        self.capacity_bytes = capacity_bytes
+        if facts.ram_backed or not facts.path.is_dir():
+            wrong = f"on {facts.file_system}, which is RAM" if facts.path.is_dir() else "a file"
+            raise ConfigurationError(f"disk path {facts.path} is {wrong}: give an existing directory on a disk")
+        self.path, self.capacity_bytes, self.reserved_bytes = facts.path, capacity_bytes, 0
         self.calls = calls or SystemCalls()
         self.poison: str | None = None
         self.fd, self.direct = _open(facts.path)
-        self.reserved_bytes = 0
-        self._close = weakref.finalize(self, os.close, self.fd)
+        self.close = weakref.finalize(self, os.close, self.fd)  # idempotent; frees the file's space
 
     def check_writable(self) -> None:
         """Raises DiskError if the file is poisoned."""
@@ -108,100 +95,83 @@ class ScratchFile:
         self.check_writable()
         if end <= self.reserved_bytes:
             return
-        generous = min(max(end, self.reserved_bytes + GROW_BYTES), max(end, self.capacity_bytes))
-        for size in dict.fromkeys((generous, end)):
+        for size in (max(end, min(self.reserved_bytes + GROW_BYTES, self.capacity_bytes)), end):
             try:
                 self.calls.fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
                 self.reserved_bytes = size
                 return
             except OSError as error:
-                if size == end or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    self._refuse(error, end)
+                if size == end or error.errno not in _FULL:
+                    raise self._not_reserved(error, end - self.reserved_bytes) from error
 
-    def _refuse(self, error: OSError, end: int) -> None:
-        needed, free = end - self.reserved_bytes, disk_facts(self.path).free_bytes
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
-                f"free ({error.strerror}); free some space, or give the ssd level another path",
-                needed_bytes=needed,
-                available_bytes=free,
-            ) from error
-        raise DiskError(
-            f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
-            f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
-        ) from error
+    def _not_reserved(self, error: OSError, needed: int) -> DiskError:
+        if error.errno not in _FULL:
+            return DiskError(
+                f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
+                f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
+            )
+        free = disk_facts(self.path).free_bytes
+        message = (
+            f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
+            f"free ({error.strerror}); free some space, or give the ssd level another path"
+        )
+        return DiskFull(message, needed_bytes=needed, available_bytes=free)
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from ``offset`` on, through short reads; raises DiskError with file, offset and size."""
-        position = 0
-        while position < len(buffer):
-            try:
-                count = self.calls.preadv(self.fd, [buffer[position:]], offset + position)
-            except OSError as error:
-                raise self._failed("reading", offset, len(buffer), error.strerror) from error
-            step = self._whole_pages(count, len(buffer) - position)
-            if step == 0:
-                raise self._failed("reading", offset, len(buffer), f"it stopped after {position} bytes")
-            position += step
+        """Fill ``buffer`` from ``offset`` on; raises DiskError with file, offset and size."""
+        self._move("reading", self.calls.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: memoryview) -> None:
-        """Write ``buffer`` at ``offset``, through short writes. A failure poisons the file and raises DiskError."""
+        """Write ``buffer`` at ``offset``. A failure poisons the file and raises DiskError."""
         self.check_writable()
-        position = 0
-        while position < len(buffer):
+        try:
+            self._move("writing", self.calls.pwritev, offset, buffer)
+        except DiskError as error:
+            self.poison = f"the scratch file in {self.path} is not written to any more: {error}"
+            raise
+
+    def _move(self, doing: str, call: Callable[..., int], offset: int, buffer: memoryview) -> None:
+        """The whole of ``buffer``, through short reads and writes: direct I/O must resume at a page."""
+        position, reason = 0, None
+        while position < len(buffer) and reason is None:
             try:
-                count = self.calls.pwritev(self.fd, [buffer[position:]], offset + position)
+                count = call(self.fd, [buffer[position:]], offset + position)
             except OSError as error:
-                raise self._poisoned(offset, len(buffer), error.strerror) from error
-            step = self._whole_pages(count, len(buffer) - position)
-            if step == 0:
-                raise self._poisoned(offset, len(buffer), f"it stopped after {position} bytes")
-            position += step
-
-    def _whole_pages(self, count: int, wanted: int) -> int:
-        """Where to go on after a short transfer: direct I/O must resume at a page."""
-        return count if count == wanted or not self.direct else count // PAGE * PAGE
-
-    def _poisoned(self, offset: int, size: int, reason: str | None) -> DiskError:
-        failed = self._failed("writing", offset, size, reason)
-        self.poison = f"the scratch file in {self.path} is not written to any more: {failed}"
-        return failed
-
-    def _failed(self, doing: str, offset: int, size: int, reason: str | None) -> DiskError:
-        return DiskError(
-            f"{doing} {size} bytes at offset {offset} of the scratch file in {self.path} failed: {reason}; "
-            f"check the disk (dmesg, smartctl), or give the ssd level another path"
-        )
-
-    def close(self) -> None:
-        """Close the file, and with it free its space. Idempotent."""
-        self._close()
+                reason = error.strerror or str(error)
+                continue
+            if self.direct and count < len(buffer) - position:
+                count = count // PAGE * PAGE
+            if count == 0:
+                reason = f"it stopped after {position} bytes"
+            position += count
+        if reason is not None:
+            raise DiskError(
+                f"{doing} {len(buffer)} bytes at offset {offset} of the scratch file in {self.path} failed: {reason}; "
+                f"check the disk (dmesg, smartctl), or give the ssd level another path"
+            )
 
 
 def _open(folder: Path) -> tuple[int, bool]:
     """(descriptor, whether direct) of a new unlinked file, by the first way that works here."""
-    last: OSError | None = None
     for tmpfile, direct in ((True, True), (False, True), (True, False), (False, False)):
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             fd = os.open(folder, flags | os.O_TMPFILE, 0o600) if tmpfile else _open_unlinked(folder, flags)
         except OSError as error:
-            last = error
-            if error.errno not in _NO_DIRECT:
-                break
-            continue
+            if error.errno in _NO_DIRECT and (tmpfile or direct):
+                continue
+            raise DiskError(
+                f"could not make a scratch file in {folder}: {error.strerror}; give the ssd level a directory you may "
+                "write to"
+            ) from error
         if not direct or _direct_works(fd):
             return fd, direct
         os.close(fd)
-    assert last is not None, "the last way opens without probing"
-    raise DiskError(
-        f"could not make a scratch file in {folder}: {last.strerror}; give the ssd level a directory you may write to"
-    ) from last
+    raise AssertionError("the last way opens without probing")
 
 
 def _open_unlinked(folder: Path, flags: int) -> int:
-    name = os.path.join(folder, next(tempfile._get_candidate_names()) + ".vblackwell")  # pyright: ignore
+    name = tempfile.mktemp(".vblackwell", dir=folder)  # O_EXCL below makes it safe
     fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(name)
     return fd
@@ -222,13 +192,11 @@ def _direct_works(fd: int) -> bool:
 
 
 Check = tuple[int, int | None]  # how many bytes of the piece were written, and their XXH3-64
-# Of a piece that is being written, or was when the disk failed: it holds neither the old bytes nor the new ones.
-LOST: Check = (0, None)
+LOST: Check = (0, None)  # of a piece that is being written, or was when the disk failed
 
 
 class DiskLevel(Level):
-    """A level in an unlinked file in the directory ``path``; raises as `ScratchFile`. ``bytes_read`` and
-    ``bytes_written`` count what the disk moved."""
+    """A level in an unlinked file in the directory ``path``; raises as `ScratchFile`."""
 
     def __init__(
         self,
@@ -242,16 +210,11 @@ class DiskLevel(Level):
         super().__init__("ssd", None, capacity_bytes, PAGE, threads)
         assert piece_bytes % PAGE == 0
         self._file = ScratchFile(path, self.capacity_bytes, calls)
+        self.path = str(self._file.path)
         self._ranges = RangeAllocator(self.capacity_bytes)
         self._piece_bytes = piece_bytes
         self._local = threading.local()
         self._pin = torch.cuda.is_available()
-        self.bytes_read = 0
-        self.bytes_written = 0
-
-    @property
-    def path(self) -> str:
-        return str(self._file.path)
 
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
@@ -274,9 +237,6 @@ class DiskLevel(Level):
     def _retake(self, extent: Extent) -> None:
         self._ranges.take(extent.offset, extent.held_bytes)
 
-    def view(self, extent: Extent) -> None:
-        return None
-
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
         return self._start(self._read_piece, extent, flat_bytes(out))
 
@@ -294,73 +254,64 @@ class DiskLevel(Level):
     def _read_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         out = box.pop()  # the pool holds a job's arguments for a moment after its result: not the memory
         transfer_delay("thread")
-        offset = extent.offset + index * self._piece_bytes
-        check = extent.handle[index]
-        length = max(out.nbytes, check[0]) if check else out.nbytes
+        offset, check = extent.offset + index * self._piece_bytes, extent.handle[index]
+        length = max(out.nbytes, check[0] if check else 0)
         straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
         memory = out if straight else self._scratch()
-        self._fetch(offset, memory.data_ptr(), length)
-        self._verify(offset, memory.data_ptr(), check)
+        self._fetch(offset, memory.data_ptr(), length, check)
         if not straight:
             self._carry(out, memory[: out.nbytes], ready)
 
     def _write_piece(self, extent: Extent, index: int, box: list[torch.Tensor], ready: list[Any]) -> None:
         src = box.pop()
         transfer_delay("thread")
-        offset = extent.offset + index * self._piece_bytes
-        old = extent.handle[index]
-        length, memory = src.nbytes, src
-        if src.is_cuda or src.data_ptr() % PAGE or (old and old[0] > length):
+        offset, old = extent.offset + index * self._piece_bytes, extent.handle[index]
+        length, memory = max(src.nbytes, old[0] if old else 0), src
+        if src.is_cuda or src.data_ptr() % PAGE or length > src.nbytes:
             memory = self._scratch()
-            if old and old[0] > length:  # the front of a piece: its rest stays, and stays checked
-                length = old[0]
-                self._fetch(offset, memory.data_ptr(), length)
-                self._verify(offset, memory.data_ptr(), old)
+            if length > src.nbytes:  # the front of a piece: its rest stays, and stays checked
+                self._fetch(offset, memory.data_ptr(), length, old)
             self._carry(memory[: src.nbytes], src, ready)
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
         self._file.check_writable()  # what a poisoned file refuses changes nothing
         extent.handle[index] = LOST
-        self._store(offset, memory.data_ptr(), length)
+        for address, size, tail in self._parts(memory.data_ptr(), length):
+            if tail:
+                ctypes.memmove(address, memory.data_ptr() + length - tail, tail)
+            self._file.write(offset, memory_at(address, size))
+            offset += size
         extent.handle[index] = (length, digest)
 
-    def _verify(self, offset: int, address: int, check: Check | None) -> None:
+    def _parts(self, address: int, length: int) -> list[tuple[int, int, int]]:
+        """What the file moves of ``length`` bytes at ``address``: (address, size, bytes of the tail). A tail that is no
+        whole page goes through a page of the thread where direct I/O wants whole ones."""
+        tail = length % PAGE if self._file.direct else 0
+        parts = [(address, length - tail, 0)] if length > tail else []
+        return parts + ([(self._scratch().data_ptr() + self._piece_bytes, PAGE, tail)] if tail else [])
+
+    def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
+        """Read a piece to the address ``memory``, and verify it; raises CorruptData."""
+        offset = start
+        for address, size, tail in self._parts(memory, length):
+            self._file.read(offset, memory_at(address, size))
+            if tail:
+                ctypes.memmove(memory + length - tail, address, tail)
+            offset += size
         if check is None:
             return
         if check is LOST:
             raise CorruptData(
-                f"the piece at offset {offset} of the scratch file in {self.path} was being written when the disk "
+                f"the piece at offset {start} of the scratch file in {self.path} was being written when the disk "
                 "failed, and holds neither the old bytes nor the new ones: go back to a checkpoint and give the ssd "
                 "level another path"
             )
-        found = xxhash.xxh3_64_intdigest(memory_at(address, check[0]))
+        found = xxhash.xxh3_64_intdigest(memory_at(memory, check[0]))
         if found != check[1]:
             raise CorruptData(
-                f"{format_bytes(check[0])} at offset {offset} of the scratch file in {self.path} came back changed: "
+                f"{format_bytes(check[0])} at offset {start} of the scratch file in {self.path} came back changed: "
                 f"XXH3 {found:016x} instead of {check[1]:016x}; the disk or its cable is failing: go back to a "
                 f"checkpoint and give the ssd level another path"
             )
-
-    def _fetch(self, offset: int, address: int, length: int) -> None:
-        whole = length // PAGE * PAGE if self._file.direct else length
-        if whole:
-            self._file.read(offset, memory_at(address, whole))
-        if whole < length:
-            page = self._scratch().data_ptr() + self._piece_bytes
-            self._file.read(offset + whole, memory_at(page, PAGE))
-            ctypes.memmove(address + whole, page, length - whole)
-        with self._lock:
-            self.bytes_read += length
-
-    def _store(self, offset: int, address: int, length: int) -> None:
-        whole = length // PAGE * PAGE if self._file.direct else length
-        if whole:
-            self._file.write(offset, memory_at(address, whole))
-        if whole < length:
-            page = self._scratch().data_ptr() + self._piece_bytes
-            ctypes.memmove(page, address + whole, length - whole)
-            self._file.write(offset + whole, memory_at(page, PAGE))
-        with self._lock:
-            self.bytes_written += length
 
     def _carry(self, dst: torch.Tensor, src: torch.Tensor, ready: list[Any]) -> None:
         """Copy between a tensor and this thread's buffer, done on return; on a GPU it starts after ``ready``."""

@@ -13,9 +13,9 @@ import functools
 import mmap
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -44,22 +44,19 @@ class _Mapping(mmap.mmap):
 
 
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
-    """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones).
+    """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones), whose
+    mapping lives as long as any tensor that views it. Raises InsufficientMemory.
 
     Private anonymous memory in huge pages, touched by several threads on the cores of ``numa_node``, so that
-    first-touch puts it there, and registered with CUDA (``pin``; where the system refuses, one warning, and it stays
-    pageable). The mapping lives as long as any tensor that views it. Raises InsufficientMemory.
+    first-touch puts it there, and registered with CUDA (``pin``; where the system refuses, it stays pageable).
     """
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
     try:
         mapping = _Mapping(-1, size + padding, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise InsufficientMemory(
-            f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the cpu level's cap",
-            needed_bytes=size,
-            available_bytes=0,
-        ) from error
+        said = f"the system gave no {format_bytes(size)} of host memory ({error.strerror}): lower the cpu level's cap"
+        raise InsufficientMemory(said, needed_bytes=size, available_bytes=0) from error
     if padding and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
@@ -79,25 +76,11 @@ def _fault_in(address: int, size: int, numa_node: int | None) -> None:
     if size <= _FAULT_BYTES and not cpus:
         _touch(address, size)
         return
-    starts = iter(range(0, size, _FAULT_BYTES))
-    lock = threading.Lock()
-
-    def work() -> None:
-        if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread only
-        while True:
-            with lock:
-                start = next(starts, None)
-            if start is None:
-                return
-            _touch(address + start, min(_FAULT_BYTES, size - start))
-
     count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-size // _FAULT_BYTES))
-    threads = [threading.Thread(target=work, name="vblackwell-fault") for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
+    with ThreadPoolExecutor(count, "vblackwell-fault", initializer=on_node) as pool:
+        pieces = range(0, size, _FAULT_BYTES)
+        list(pool.map(lambda start: _touch(address + start, min(_FAULT_BYTES, size - start)), pieces))
 
 
 def _touch(address: int, size: int) -> None:
@@ -130,8 +113,6 @@ SHARE = 4  # a slab is shared by extents of at most a quarter of it
 
 
 class _Slab:
-    """Arithmetic of one slab, and its memory once somebody needed it."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.ranges = RangeAllocator(size)
@@ -139,12 +120,9 @@ class _Slab:
 
 
 class HostLevel(Level):
-    """A level in RAM.
+    """A level in RAM; raises ConfigurationError where less memory is available.
 
-    Args:
-        capacity_bytes: the cap; slabs are mapped up to it. Raises ConfigurationError where less memory is available.
-        pin: register slabs with CUDA; by default where torch can use a GPU.
-        numa_node: where slabs should lie; None leaves it to the system.
+    ``pin``: register slabs with CUDA, by default where torch can use a GPU; ``numa_node``: where they should lie.
     """
 
     device: torch.device
@@ -160,8 +138,11 @@ class HostLevel(Level):
         self._pin = torch.cuda.is_available() if pin is None else pin
         self._numa_node = numa_node
         self._slabs: list[_Slab] = []
-        self._slab_bytes = 0
         self._next_slab_bytes = FIRST_SLAB_BYTES
+
+    @property
+    def _slab_bytes(self) -> int:
+        return sum(slab.size for slab in self._slabs)
 
     def _fits(self, held_bytes: int) -> bool:
         if any(slab.ranges.largest >= held_bytes for slab in self._slabs):
@@ -171,53 +152,41 @@ class HostLevel(Level):
 
     def _take(self, held_bytes: int) -> tuple[int, _Slab] | None:
         fits = [(fit, index) for index, slab in enumerate(self._slabs) if (fit := slab.ranges.best_fit(held_bytes))]
+        if not fits and not self._fits(held_bytes):
+            return None  # before any slab is given up in vain
         slab = self._slabs[min(fits)[1]] if fits else self._new_slab(held_bytes)
-        if slab is None:
-            return None
         offset = slab.ranges.allocate(held_bytes)
         assert offset is not None, "the slab was chosen because it fits"
         return offset, slab
 
-    def _new_slab(self, held_bytes: int) -> _Slab | None:
-        room, empty = self.capacity_bytes - self._slab_bytes, [slab for slab in self._slabs if slab.ranges.empty]
-        if held_bytes > room + sum(slab.size for slab in empty):
-            return None  # before any is given up in vain
-        for slab in empty:
-            if held_bytes <= room:
-                break
-            self._drop(slab)
-            room += slab.size
+    def _new_slab(self, held_bytes: int) -> _Slab:
+        free_bytes = self._make_way(held_bytes)
         shared = held_bytes * SHARE <= self._next_slab_bytes
-        slab = _Slab(min(self._next_slab_bytes, room) if shared else held_bytes)
+        slab = _Slab(min(self._next_slab_bytes, free_bytes) if shared else held_bytes)
         self._slabs.append(slab)
-        self._slab_bytes += slab.size
         if shared:
             self._next_slab_bytes = min(2 * self._next_slab_bytes, MAX_SLAB_BYTES)
         return slab
 
-    def _drop(self, slab: _Slab) -> None:
-        """Forget an empty slab. Its pages go with the last extent or view that still refers to it."""
-        self._slabs.remove(slab)
-        self._slab_bytes -= slab.size
+    def _make_way(self, size: int) -> int:
+        """Give empty slabs up until a new one of ``size`` fits; what is free for it. Pages go with the last extent or
+        view that still refers to them."""
+        for slab in [slab for slab in self._slabs if slab.ranges.empty]:
+            if self._slab_bytes + size <= self.capacity_bytes:
+                break
+            self._slabs.remove(slab)
+        assert self._slab_bytes + size <= self.capacity_bytes, "asked for what fits, and undo is exact"
+        return self.capacity_bytes - self._slab_bytes
 
     def _give(self, extent: Extent) -> None:
         extent.handle.ranges.free(extent.offset, extent.held_bytes)
 
     def _retake(self, extent: Extent) -> None:
         slab = extent.handle
-        if slab not in self._slabs:
-            self._revive(slab)
+        if slab not in self._slabs:  # given up for others, which are empty again by now
+            self._make_way(slab.size)
+            self._slabs.append(slab)
         slab.ranges.take(extent.offset, extent.held_bytes)
-
-    def _revive(self, slab: _Slab) -> None:
-        """Bring back a slab that was given up for others, which are empty again by now."""
-        for other in [other for other in self._slabs if other.ranges.empty]:
-            if self._slab_bytes + slab.size <= self.capacity_bytes:
-                break
-            self._drop(other)
-        assert self._slab_bytes + slab.size <= self.capacity_bytes, "undo is exact"
-        self._slabs.append(slab)
-        self._slab_bytes += slab.size
 
     def materialise(self, extent: Extent) -> None:
         slab = extent.handle
@@ -235,4 +204,3 @@ class HostLevel(Level):
         for slab in self._slabs:
             slab.bytes = None
         self._slabs.clear()
-        self._slab_bytes = 0

@@ -1,26 +1,23 @@
 """What a level is: a place that holds extents of bytes, counts them against a cap, and moves them asynchronously.
 
-Two rules make asynchrony safe:
-
 1. A transfer starts after everything that was queued, at the time of the call, on the *current* CUDA stream of every
    device that takes part: memory that the caller just allocated, or just finished computing on, may be passed in.
 2. Nothing may touch the source (write) or the destination (read or write) until the transfer is done: `wait()` for
    the host, `wait_on(stream)` for work that is queued on a CUDA stream afterwards.
 
-The caller orders two transfers on one extent. Allocation has two halves, `place` (arithmetic, can be undone) and
+The caller orders two transfers on one extent. Allocating has two halves, `place` (arithmetic, can be undone) and
 `materialise` (memory), and so has freeing: the stack plans a whole cascade of moves before the first byte moves.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,60 +28,41 @@ from vblackwell.units import align_up, format_bytes
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level.
+    """A contiguous range of bytes held by one level. Compared by identity; made and freed only by its level."""
 
-    Attributes:
-        offset: start in the level's own address space. num_bytes: what was asked for. held_bytes: that rounded up to
-            the level's alignment, which it accounts. handle: the level's own bookkeeping (a slab, a tensor).
-    """
-
-    offset: int
-    num_bytes: int
-    held_bytes: int
-    handle: Any = None
+    offset: int  # in the level's own address space
+    num_bytes: int  # as asked for
+    held_bytes: int  # that rounded up to the level's alignment, which it accounts
+    handle: Any = None  # the level's own bookkeeping
 
 
-class Level(ABC):
-    """A place for bytes. Thread-safe.
+class Level:
+    """A place for bytes. Thread-safe: this class counts, checks and locks.
 
-    This class counts, checks and locks. A level says how a range is taken and given back (`_take`, `_give`, `_retake`),
-    what memory stands for it (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`,
-    `write`).
+    A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what memory stands for it
+    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`).
 
     Attributes:
         name: as shown to users, ``'cuda:0'``, ``'arena'``, ``'cpu'``, ``'ssd'``.
         device: where `view` tensors live; None when the bytes are not addressable (a disk).
-        capacity_bytes: the cap; `used_bytes` never exceeds it.
         alignment: extents start at, and are accounted in, multiples of this.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device | None,
-        capacity_bytes: int,
-        alignment: int,
-        num_threads: int = COPY_THREADS,
+        self, name: str, device: torch.device | None, capacity_bytes: int, alignment: int, threads: int = COPY_THREADS
     ) -> None:
-        self.name = name
-        self.device = device
-        self.alignment = alignment
+        self.name, self.device, self.alignment = name, device, alignment
         self.capacity_bytes = capacity_bytes // alignment * alignment
         self._lock = threading.Lock()
-        self._used = 0
-        self._peak = 0
+        self._used = self.peak_bytes = 0
         self._live: set[Extent] = set()
         self._leaving: deque[Extent] = deque()
-        self._threads = copy_pool(name, num_threads)
+        self._threads = copy_pool(name, threads)
 
     @property
     def used_bytes(self) -> int:
         self._end_leaving()
         return self._used
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak
 
     @property
     def free_bytes(self) -> int:
@@ -109,7 +87,7 @@ class Level(ABC):
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Give ``extent`` back. Its transfers must be done. Raises KeyError for an extent that is not here.
+        """Give ``extent``, whose transfers are done, back. Raises KeyError for an extent that is not here.
 
         In any thread and at any moment: the garbage collector may run a finalizer that frees inside a call of this
         level. What cannot go at once goes before the level is asked for anything else.
@@ -133,14 +111,13 @@ class Level(ABC):
             yield
 
     def _let_go(self) -> None:
-        """What `free` was called with goes (the lock is held)."""
         while self._leaving:
             extent = self._leaving.popleft()
             self._displace(extent)
             self.release(extent)
 
     def place(self, num_bytes: int) -> Extent:
-        """The first half of `allocate`: decide where, and account for it. Raises as `allocate`; touches no memory."""
+        """The first half of `allocate`: decide where and account for it, touching no memory. Raises as `allocate`."""
         assert num_bytes > 0, "an extent holds at least one byte"
         held_bytes = align_up(num_bytes, self.alignment)
         with self._locked():
@@ -151,23 +128,21 @@ class Level(ABC):
             self._count(extent)
             return extent
 
-    def materialise(self, extent: Extent) -> None:  # noqa: B027 (a level without memory of its own has nothing to do)
-        """The second half of `allocate`: make memory stand for a placed extent. Idempotent; raises
-        InsufficientMemory."""
+    def materialise(self, extent: Extent) -> None:
+        """The second half of `allocate`, idempotent: memory for a placed extent. Raises InsufficientMemory."""
 
     def displace(self, extent: Extent) -> None:
-        """The first half of `free`: the range may be placed again, its bytes stay readable until then. Raises KeyError
-        for an extent that is not here."""
+        """The first half of `free`: the range may be placed again, its bytes stay readable until then."""
         with self._locked():
             self._displace(extent)
 
     def restore(self, extent: Extent) -> None:
-        """Undo `displace`. Whatever was placed into the range since has been displaced again."""
+        """Undo `displace`, when whatever was placed into the range since has been displaced again."""
         with self._locked():
             self._retake(extent)
             self._count(extent)
 
-    def release(self, extent: Extent) -> None:  # noqa: B027 (as `materialise`)
+    def release(self, extent: Extent) -> None:
         """The second half of `free`: let go of the memory of a displaced extent."""
 
     def _displace(self, extent: Extent) -> None:
@@ -178,17 +153,16 @@ class Level(ABC):
     def _count(self, extent: Extent) -> None:
         self._live.add(extent)
         self._used += extent.held_bytes
-        self._peak = max(self._peak, self._used)
+        self.peak_bytes = max(self.peak_bytes, self._used)
 
     def _does_not_fit(self, num_bytes: int) -> InsufficientMemory:
-        free = self.free_bytes
+        free = self.capacity_bytes - self._used
         reason = "" if num_bytes > free else ", but not in one piece"
-        return InsufficientMemory(
+        message = (
             f"{self.name} has no room for {format_bytes(num_bytes)}: {format_bytes(free)} of "
-            f"{format_bytes(self.capacity_bytes)} are free{reason}; give the level more capacity or keep less on it",
-            needed_bytes=num_bytes,
-            available_bytes=free,
+            f"{format_bytes(self.capacity_bytes)} are free{reason}; give the level more capacity or keep less on it"
         )
+        return InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=free)
 
     # Called with the lock held. As they are here, any free byte is as good as any other.
 
@@ -200,30 +174,24 @@ class Level(ABC):
         """(offset, handle) of a new range, or None where there is none."""
         return 0, None
 
-    def _give(self, extent: Extent) -> None:  # noqa: B027
-        """Make the extent's range free."""
+    def _give(self, extent: Extent) -> None: ...
 
-    def _retake(self, extent: Extent) -> None:  # noqa: B027
-        """Take back the very range that `_give` gave."""
+    def _retake(self, extent: Extent) -> None: ...  # the very range that `_give` gave
 
-    @abstractmethod
     def view(self, extent: Extent) -> torch.Tensor | None:
-        """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where not addressable."""
+        """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where they are not addressable:
+        then the level reads and writes itself."""
+        return None
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
         """Start copying the extent's first ``out.nbytes`` bytes into the contiguous tensor ``out``, of any device."""
-        out = flat_bytes(out)
-        return start_copy(out, self._front(extent, out.nbytes), self._threads)
+        out, view = flat_bytes(out), cast("torch.Tensor", self.view(extent))
+        return start_copy(out, view[: out.nbytes], self._threads)
 
     def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
         """Start copying the contiguous tensor ``src`` (any dtype, any device) to the extent's start."""
-        src = flat_bytes(src)
-        return start_copy(self._front(extent, src.nbytes), src, self._threads)
-
-    def _front(self, extent: Extent, num_bytes: int) -> torch.Tensor:
-        view = self.view(extent)
-        assert view is not None, "a level that is not addressable reads and writes itself"
-        return view[:num_bytes]
+        src, view = flat_bytes(src), cast("torch.Tensor", self.view(extent))
+        return start_copy(view[: src.nbytes], src, self._threads)
 
     def close(self) -> None:
         """Release everything the level holds (memory, files, threads). Idempotent."""
@@ -235,15 +203,12 @@ class Level(ABC):
 
 
 class NullLevel(Level):
-    """Accounts, holds nothing: writes are discarded, reads leave the destination as it is. For dry runs."""
+    """Accounts, holds nothing, for dry runs: writes are discarded, reads leave the destination as it is."""
 
     def __init__(
         self, capacity_bytes: int, name: str = "null", device: torch.device | None = None, alignment: int = 512
     ) -> None:
         super().__init__(name, device, capacity_bytes, alignment)
-
-    def view(self, extent: Extent) -> None:
-        return None
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
         assert flat_bytes(out).nbytes <= extent.num_bytes
@@ -255,11 +220,7 @@ class NullLevel(Level):
 
 
 class RangeAllocator:
-    """Free ranges of ``[0, size)``: best fit by (size, offset), coalescing, exact undo.
-
-    Not thread-safe, knows no alignment. Searches bisect a sorted list, which here is cheaper than a tree of Python
-    objects.
-    """
+    """Free ranges of ``[0, size)``, not thread-safe: best fit by (size, offset), coalescing, exact undo."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -283,16 +244,15 @@ class RangeAllocator:
         return self._by_size[index] if index < len(self._by_size) else None
 
     def allocate(self, size: int) -> int | None:
-        """Take ``size`` bytes; their offset, or None where no free range is large enough."""
+        """The offset of ``size`` bytes, taken; None where no free range is large enough."""
         found = self.best_fit(size)
-        if found is None:
-            return None
-        self.take(found[1], size)
-        return found[1]
+        if found is not None:
+            self.take(found[1], size)
+        return found and found[1]
 
     def take(self, start: int, size: int) -> None:
         """Take exactly ``[start, start + size)``, which must be free: how a `free` is taken back."""
-        found = start if start in self._size_at else self._containing(start)
+        found = start if start in self._size_at else max(free for free in self._size_at if free <= start)
         found_size = self._size_at[found]
         assert found <= start and start + size <= found + found_size, "the range to take is not free"
         self._remove(found, found_size)
@@ -304,19 +264,13 @@ class RangeAllocator:
     def free(self, start: int, size: int) -> None:
         """Give ``[start, start + size)`` back, merged with its free neighbours."""
         end = start + size
-        after = self._size_at.get(end)
-        if after is not None:
+        if (after := self._size_at.get(end)) is not None:
             self._remove(end, after)
-            size += after
-        before = self._start_before.get(start)
-        if before is not None:
+            end += after
+        if (before := self._start_before.get(start)) is not None:
             self._remove(before, start - before)
-            size += start - before
             start = before
-        self._insert(start, size)
-
-    def _containing(self, start: int) -> int:
-        return max(free for free in self._size_at if free <= start)
+        self._insert(start, end - start)
 
     def _insert(self, start: int, size: int) -> None:
         insort(self._by_size, (size, start))
@@ -332,21 +286,13 @@ class RangeAllocator:
 ALIGNMENT = 512
 
 
-class _Block:
-    """The allocation of an extent; None until it is materialised and after it was released."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = None
-
-
 class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
 
-    Each extent is an allocation of torch's: its storage's use count tells whether a tensor of it is still held, and
-    freeing it gives the memory back to the rest of the process. It is taken when the extent is materialised, from the
-    pool of the device's default stream whatever stream is current; copies start after what is queued on both.
+    Each extent is an allocation of torch's (its handle a list of that one tensor, or None): its storage's use count
+    tells whether a tensor of it is still held, and freeing it gives the memory back to the rest of the process. It is
+    taken when the extent is materialised, from the pool of the device's default stream whatever stream is current;
+    copies start after what is queued on both.
     """
 
     device: torch.device
@@ -357,54 +303,52 @@ class DeviceLevel(Level):
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(name or ("arena" if device.type == "cpu" else str(device)), device, capacity_bytes, ALIGNMENT)
 
-    def _take(self, held_bytes: int) -> tuple[int, _Block]:
-        return 0, _Block()
+    def _take(self, held_bytes: int) -> tuple[int, list[torch.Tensor | None]]:
+        return 0, [None]
 
     def materialise(self, extent: Extent) -> None:
-        if extent.handle.tensor is None:
-            extent.handle.tensor = self._allocate_bytes(extent.num_bytes)
+        if extent.handle[0] is None:
+            extent.handle[0] = self._allocate_bytes(align_up(extent.num_bytes, ALIGNMENT))
 
     def _allocate_bytes(self, num_bytes: int) -> torch.Tensor:
         try:
             with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
                 if self.device.type != "cpu":
                     with torch.cuda.stream(torch.cuda.default_stream(self.device)):
-                        return torch.empty(align_up(num_bytes, ALIGNMENT), dtype=torch.uint8, device=self.device)
-                block = torch.empty(align_up(num_bytes, ALIGNMENT) + ALIGNMENT, dtype=torch.uint8, device="cpu")
+                        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+                block = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
                 start = -block.data_ptr() % ALIGNMENT
-                return block[start : start + align_up(num_bytes, ALIGNMENT)].detach()
+                return block[start : start + num_bytes].detach()
         except (MemoryError, RuntimeError) as error:  # torch's CPU allocator raises the latter, with nothing but a text
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
                 raise
-            raise InsufficientMemory(
+            message = (
                 f"{self.device} gave no {format_bytes(num_bytes)} although {self.name}'s cap of "
-                f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap",
-                needed_bytes=num_bytes,
-                available_bytes=0,
-            ) from error
+                f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap"
+            )
+            raise InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=0) from error
 
     def adopt(self, tensor: torch.Tensor) -> Extent | None:
         """An extent over the contiguous ``tensor``'s own memory, or None unless that is on this device, starts and
         fills its storage, and fits."""
         flat = flat_bytes(tensor)
-        storage_bytes = tensor.untyped_storage().nbytes()
         fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
-        fits = fits and 0 < storage_bytes <= align_up(flat.nbytes, ALIGNMENT) and not flat.is_inference()
-        if not fits or not self.can_allocate(flat.nbytes):
+        fits = fits and 0 < tensor.untyped_storage().nbytes() <= align_up(flat.nbytes, ALIGNMENT)
+        if not fits or flat.is_inference() or not self.can_allocate(flat.nbytes):
             return None
         extent = self.place(flat.nbytes)
-        extent.handle.tensor = flat.detach()
+        extent.handle[0] = flat.detach()
         return extent
 
     def release(self, extent: Extent) -> None:
-        extent.handle.tensor = None
+        extent.handle[0] = None
 
     def view(self, extent: Extent) -> torch.Tensor:
         self.materialise(extent)
-        return extent.handle.tensor[: extent.num_bytes].detach()
+        return extent.handle[0][: extent.num_bytes].detach()
 
     def close(self) -> None:
         live = tuple(self._live)
         super().close()
         for extent in live:
-            extent.handle.tensor = None
+            self.release(extent)

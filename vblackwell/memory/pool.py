@@ -1,15 +1,13 @@
 """Levels as one pool that is counted: ranges for owners that place bytes by hand, and the statistics of everything.
 
 An offload engine knows when it needs which bytes, so it reserves ranges and moves them itself. The keyed stack is built
-on top: a reservation is in the same levels as its keys, makes them give way, and is never evicted. Seconds of an
-asynchronous copy are only known later: clocks wait in a queue, and every question first collects those that have
-stopped.
+on top: a reservation is in the same levels as its keys, makes them give way, and is never evicted.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,20 +23,18 @@ Place = int | str  # a level's number, or the name of a device that belongs to n
 
 
 class Statistics:
-    """Counters of one stack, called under its lock: integers in lists, so that counting costs less than a
-    microsecond."""
+    """Counters of one stack, called under its lock."""
 
     def __init__(self, levels: Sequence[Level]) -> None:
         self._levels = levels
         self.hits, self.misses, self.evictions, self.promotions, self.demotions = ([0] * len(levels) for _ in range(5))
         self.stall_seconds = 0.0
-        self._bytes: dict[tuple[Place, Place], int] = {}
-        self._seconds: dict[tuple[Place, Place], float] = {}
+        self._bytes: defaultdict[tuple[Place, Place], int] = defaultdict(int)
+        self._seconds: defaultdict[tuple[Place, Place], float] = defaultdict(float)
         self._busy_until: dict[tuple[Place, Place], float] = {}
-        self._under_way: deque[tuple[Place, Place, Clock]] = deque()
+        self._under_way: deque[tuple[tuple[Place, Place], Clock]] = deque()  # whose seconds are known later
 
     def found(self, level: int) -> None:
-        """A key was found on ``level``: a hit there, a miss on every level above."""
         for above in range(level):
             self.misses[above] += 1
         self.hits[level] += 1
@@ -51,27 +47,25 @@ class Statistics:
             self.evictions[source] += evicted
 
     def link(self, source: Place, target: Place, num_bytes: int, seconds: float | None) -> None:
-        pair = (source, target)
-        self._bytes[pair] = self._bytes.get(pair, 0) + num_bytes
-        if seconds is not None:
-            self._seconds[pair] = self._seconds.get(pair, 0.0) + seconds
+        self._bytes[source, target] += num_bytes
+        self._seconds[source, target] += seconds or 0.0
 
     def link_started(self, source: Place, target: Place, num_bytes: int, transfer: Transfer) -> None:
-        self.link(source, target, num_bytes, None)
+        self._bytes[source, target] += num_bytes
         self._collect()
         if transfer.clock is not None:
-            self._under_way.append((source, target, transfer.clock))
+            self._under_way.append(((source, target), transfer.clock))
 
     def _collect(self) -> None:
-        while self._under_way and (took := self._under_way[0][2]()) is not None:
-            source, target, _ = self._under_way.popleft()
+        while self._under_way and (took := self._under_way[0][1]()) is not None:
+            pair, _ = self._under_way.popleft()
             begin, seconds = took
             if begin is not None:
                 # Several at a time keep a link busy once; they are collected in the order in which they were asked for.
-                end, busy_until = begin + seconds, self._busy_until.get((source, target), begin)
+                end, busy_until = begin + seconds, self._busy_until.get(pair, begin)
                 seconds = max(0.0, end - max(begin, busy_until))
-                self._busy_until[source, target] = max(busy_until, end)
-            self.link(source, target, 0, seconds)
+                self._busy_until[pair] = max(busy_until, end)
+            self._seconds[pair] += seconds
 
     def report(self) -> dict[str, Any]:
         """As `LevelPool.get_stats` promises."""
@@ -82,15 +76,12 @@ class Statistics:
             | {name: getattr(self, name)[i] for name in ("hits", "misses", "evictions", "promotions", "demotions")}
             for i, level in enumerate(self._levels)
         ]
-        links = [
-            dict(zip(("source", "destination"), map(self._name, pair), strict=True))
-            | {"bytes": num_bytes, "seconds": self._seconds.get(pair, 0.0)}
-            for pair, num_bytes in self._bytes.items()
-        ]
+        links = []
+        for pair, num_bytes in self._bytes.items():
+            source, target = (place if isinstance(place, str) else self._levels[place].name for place in pair)
+            seconds = self._seconds[pair]
+            links.append({"source": source, "destination": target, "bytes": num_bytes, "seconds": seconds})
         return {"levels": levels, "links": links, "stall_seconds": self.stall_seconds}
-
-    def _name(self, place: Place) -> str:
-        return place if isinstance(place, str) else self._levels[place].name
 
 
 def does_not_fit(
@@ -99,27 +90,25 @@ def does_not_fit(
     """The error for bytes that found no place; ``refusal`` is the last thing that a level said."""
     free = ", ".join(f"{level.name} {format_bytes(level.free_bytes)}" for level in levels)
     said = f" ({refusal})" if isinstance(refusal, DiskError) else ""
-    return InsufficientMemory(
-        f"the stack has no room {where}: {format_bytes(num_bytes)} in one piece are needed, free are {free}, and "
-        f"what could give way is held, borrowed, reserved or has nowhere to go{said}; remove or release keys, or "
-        f"raise a level's capacity",
-        needed_bytes=num_bytes,
-        available_bytes=max(level.free_bytes for level in levels),
+    message = (
+        f"the stack has no room {where}: {format_bytes(num_bytes)} in one piece are needed, free are {free}, and what "
+        f"could give way is held, borrowed, reserved or has nowhere to go{said}; remove or release keys, or raise a "
+        "level's capacity"
     )
+    most = max(level.free_bytes for level in levels)
+    return InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=most)
 
 
 class Reservation:
     """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it.
 
-    Made by `LevelPool.reserve`, ended by `LevelPool.unreserve`. Compared by identity. ``name`` is unique in its pool.
+    Made by `LevelPool.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool.
     """
 
     __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
-        self.name = name
-        self.level = level
-        self.num_bytes = extent.num_bytes
+        self.name, self.level, self.num_bytes = name, level, extent.num_bytes
         self._extent: Extent | None = extent
         self._place = place
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
@@ -132,7 +121,7 @@ class Reservation:
 
     @property
     def extent(self) -> Extent:
-        """The extent on its level; raises StaleTensor once the reservation has ended."""
+        """On its level; raises StaleTensor once the reservation has ended."""
         if self._extent is None:
             raise StaleTensor(f"reservation {self.name!r} has been given back; reserve it again before use")
         return self._extent
@@ -175,10 +164,7 @@ class Reservation:
 
 
 class Turn:
-    """The right to decide and move: one thread at a time, background work only while nothing else waits.
-
-    A cascade of moves may take seconds (a disk), so it does not run under the lock of the tables. Not re-entrant.
-    """
+    """The right to decide and move: one thread at a time, background work only while nothing else waits."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -191,14 +177,11 @@ class Turn:
         me = threading.get_ident()
         with self._condition:
             assert self._owner != me, "a turn inside a turn"
-            if background:
-                self._condition.wait_for(lambda: self._owner is None and not self._foreground)
-            else:
-                self._foreground += 1
-                try:
-                    self._condition.wait_for(lambda: self._owner is None)
-                finally:
-                    self._foreground -= 1
+            self._foreground += not background
+            try:
+                self._condition.wait_for(lambda: self._owner is None and not (background and self._foreground))
+            finally:
+                self._foreground -= not background
             self._owner = me
         try:
             yield
@@ -209,10 +192,7 @@ class Turn:
 
 
 class LevelPool:
-    """Levels, fastest first, and the ranges reserved on them.
-
-    Tables are read and written under ``_lock``; what is placed where changes in a turn (``_turn``).
-    """
+    """Levels, fastest first, and the ranges reserved on them. What is placed where changes in a turn."""
 
     def __init__(self, levels: list[Level]) -> None:
         assert levels[0].device is not None, "build_levels sees to it"
@@ -226,28 +206,21 @@ class LevelPool:
 
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
         """``num_bytes`` on exactly this level, counted as used and never evicted; a stack's keys there sink for it.
-
-        Raises:
-            KeyClash: the name is a key or a reservation already.
-            InsufficientMemory: it does not fit; nothing moved.
-        """
+        Raises KeyClash where the name is taken, InsufficientMemory where it does not fit; nothing moved."""
         self._check_level(level)
         if num_bytes <= 0:
             raise ConfigurationError(f"reservation {name!r} of {num_bytes} bytes: it must hold at least one byte")
         with self._turn.take():
             self._check_open()
             if self._is_taken(name):
-                raise KeyClash(
-                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
-                )
+                raise KeyClash(f"{name!r} is taken in this stack: give the models different names (name='...')")
             extent = self._allocate(f"reservation {name!r}", num_bytes, level)
-            reservation = Reservation(name, level, extent, self.levels[level])
             with self._lock:
-                self._reservations[name] = reservation
-        return reservation
+                self._reservations[name] = Reservation(name, level, extent, self.levels[level])
+                return self._reservations[name]
 
     def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back. Its transfers must be done. A closed pool has taken all of them back already.
+        """Give a reservation back, whose transfers are done; a closed pool has taken all of them back already.
 
         Without a lock, because finalizers call this at any moment: one thread ends a reservation, once.
         """
@@ -279,17 +252,12 @@ class LevelPool:
         except InsufficientMemory as error:
             raise does_not_fit(self.levels, f"on {self.levels[level].name} for {what}", num_bytes, error) from error
 
-    def count_hit(self, level: int = 0) -> None:
-        """Something was found on ``level`` by the owner of a reservation there."""
-        with self._lock:
-            self._statistics.hits[level] += 1
-
-    def count_miss(self, level: int) -> None:
-        """Something was looked for on level 0 and found on ``level`` only."""
+    def count_found(self, level: int) -> None:
+        """The owner of a reservation found something on ``level``: a hit there, a miss on every level above."""
         with self._lock:
             self._statistics.found(level)
 
-    def count_link(self, source: int, destination: int, num_bytes: int, seconds: float | None = None) -> None:
+    def count_link(self, source: Place, destination: Place, num_bytes: int, seconds: float | None = None) -> None:
         """Bytes that the caller moved between two levels."""
         with self._lock:
             self._statistics.link(source, destination, num_bytes, seconds)
@@ -309,8 +277,8 @@ class LevelPool:
         'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
 
         A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
-        ``demotions``: that sank from it, ``evictions`` of them for other bytes. ``seconds`` of an asynchronous copy
-        count once it is done.
+        ``demotions``: that sank from it, ``evictions`` of them for other bytes. A copy's ``seconds`` count once it is
+        done.
         """
         with self._lock:
             return self._statistics.report()
@@ -326,12 +294,9 @@ class LevelPool:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""
         with self._turn.take():
             self._closed = True
-            self._drop_all()
-
-    def _drop_all(self) -> None:
-        self._reservations.clear()
-        for level in self.levels:
-            level.close()
+            self._reservations.clear()
+            for level in self.levels:
+                level.close()
 
     def _check_level(self, level: int) -> None:
         if not isinstance(level, int) or not 0 <= level < len(self.levels):

@@ -12,10 +12,9 @@ import ctypes
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,10 +28,8 @@ _delay: Callable[[str], None] | None = None
 
 def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
     """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests only.
-
-    ``kind`` is ``'thread'`` in a copying thread (sleep there), and ``'stream'`` where that CUDA copy stream is the
-    current one.
-    """
+    ``kind``: ``'thread'`` in a copying thread (sleep there), ``'stream'`` where a CUDA copy stream is the current
+    one."""
     global _delay
     _delay = delay
 
@@ -53,7 +50,7 @@ def delayed() -> bool:
 Clock = Callable[[], tuple[float | None, float] | None]
 
 
-class Transfer(ABC):
+class Transfer:
     """An asynchronous copy that has been started; ``clock`` tells how long it took, None where that is not measured.
 
     It raises its error on every wait: two waiters must both hear of it. One of several parts waits for all of them
@@ -63,18 +60,27 @@ class Transfer(ABC):
     clock: Clock | None = None
     _keep: Sequence[Any] = ()  # what is copied
 
-    @abstractmethod
+    def _events(self) -> Sequence[torch.cuda.Event]:
+        """Those after its copies on a device; returns when they have been recorded, because waiting on a CUDA event
+        before is a no-op, and what other threads copy is there. Raises what the transfer raised."""
+        return ()
+
     def wait(self) -> None:
-        """Block the calling thread until the bytes have arrived. Raises what the transfer raised, every time."""
+        """Block the calling thread until the bytes have arrived."""
+        for event in self._events():
+            event.synchronize()
+        self.let_go()
 
-    @abstractmethod
     def wait_on(self, stream: Any) -> None:
-        """Make later work on ``stream`` (None: the host) see the bytes. Waiting on a CUDA event that was not recorded
-        yet is a no-op, so this first blocks until it has been."""
+        """Make later work on ``stream`` (None: the host) see the bytes."""
+        if stream is None:
+            return self.wait()
+        for event in self._events():
+            stream.wait_event(event)
 
-    @abstractmethod
     def done(self) -> bool:
         """Whether the bytes have arrived (or the transfer failed)."""
+        return all(event.query() for event in self._events())
 
     def let_go(self) -> None:
         """Stop keeping source and destination alive: the caller does, or orders their reuse after this transfer."""
@@ -96,42 +102,21 @@ class DoneTransfer(Transfer):
     def __init__(self, seconds: float = 0.0) -> None:
         self.clock = lambda: (None, seconds)
 
-    def wait(self) -> None:
-        return
 
-    def wait_on(self, stream: Any) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-
-class _FutureClock:
-    """From the start until the last of several futures is done."""
-
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._left = len(futures)
-        self._start = self._end = time.perf_counter()
-        self._lock = threading.Lock()
-        for future in futures:
-            future.add_done_callback(self._note_end)
-
-    def _note_end(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._left -= 1
-            self._end = time.perf_counter()
-
-    def __call__(self) -> tuple[float, float] | None:
-        return None if self._left else (self._start, self._end - self._start)
+def _future_clock(futures: Sequence[Future[Any]]) -> Clock:
+    """From now until the last of ``futures`` is done."""
+    start, ends, count = time.perf_counter(), list[float](), len(futures)
+    for future in futures:
+        future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+    return lambda: (start, max(ends, default=start) - start) if len(ends) == count else None
 
 
 class FutureTransfer(Transfer):
     """Parts that run in a thread pool. A part may return a CUDA event that its last device copy recorded."""
 
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
-        self._futures = tuple(futures)
-        self._keep = keep
-        self.clock = _FutureClock(self._futures)
+        self._futures, self._keep = tuple(futures), keep
+        self.clock = _future_clock(self._futures)
 
     def _events(self) -> list[torch.cuda.Event]:
         for future in self._futures:
@@ -140,31 +125,17 @@ class FutureTransfer(Transfer):
                 future.exception()
         return [result for future in self._futures if isinstance(result := future.result(), torch.cuda.Event)]
 
-    def wait(self) -> None:
-        for event in self._events():
-            event.synchronize()
-        self.let_go()
-
-    def wait_on(self, stream: Any) -> None:
-        if stream is None:
-            return self.wait()
-        for event in self._events():
-            stream.wait_event(event)
-
     def done(self) -> bool:
         if not all(future.done() for future in self._futures):
             return False
-        if any(future.cancelled() or future.exception() for future in self._futures):
-            return True
-        return all(event.query() for event in self._events())
+        return any(future.cancelled() or future.exception() for future in self._futures) or super().done()
 
 
 class EventTransfer(Transfer):
     """A copy queued on a CUDA stream, after which ``end`` was recorded there by the caller."""
 
     def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
-        self._end = end
-        self._keep = keep
+        self._end, self._keep = end, keep
         self.clock = lambda: (None, start.elapsed_time(end) / 1e3) if end.query() else None
 
     @classmethod
@@ -172,18 +143,8 @@ class EventTransfer(Transfer):
         """Everything before ``end``, an event that was recorded; it keeps nothing, and its time means nothing."""
         return cls(end, end, ())
 
-    def wait(self) -> None:
-        self._end.synchronize()
-        self.let_go()
-
-    def wait_on(self, stream: Any) -> None:
-        if stream is None:
-            self.wait()
-        else:
-            stream.wait_event(self._end)
-
-    def done(self) -> bool:
-        return self._end.query()
+    def _events(self) -> Sequence[torch.cuda.Event]:
+        return (self._end,)
 
 
 INLINE_BYTES = 256 * KiB
@@ -219,8 +180,7 @@ def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a flat uint8 alias; raises ConfigurationError where it is not contiguous, or has no bytes in
-    memory."""
+    """``tensor`` as a flat uint8 alias; raises ConfigurationError unless it is contiguous, with bytes in memory."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_contiguous():
         raise ConfigurationError(
             f"only contiguous dense tensors can be moved, not shape {tuple(tensor.shape)} with layout {tensor.layout} "
@@ -258,31 +218,26 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
     stream = streams.h2d if not src.is_cuda else streams.d2h if not dst.is_cuda else streams.d2d
     for earlier in working_streams(lead.device):
         stream.wait_stream(earlier)
+    other = stream
     if dst.is_cuda and src.is_cuda and dst.device != src.device:
         _say_peer_access(src.device, dst.device)
         other = copy_streams(dst.device).d2d
         for earlier in working_streams(dst.device):
             other.wait_stream(earlier)
-        with torch.cuda.stream(other), torch.cuda.stream(stream):
-            return _queue(dst, src, stream)
-    with torch.cuda.stream(stream):
-        return _queue(dst, src, stream)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)  # not blocking=True: that wakes its waiter up to 0.5 ms late
+    with nullcontext() if other is stream else torch.cuda.stream(other), torch.cuda.stream(stream):
+        transfer_delay("stream")
+        start.record(stream)
+        dst.copy_(src, non_blocking=True)
+        end.record(stream)
+    return EventTransfer(start, end, keep=(dst, src))
 
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:
     """The current stream (rule 1 of `level`) and the default one, whose pool levels use."""
     current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     return [current] if current == default else [current, default]
-
-
-def _queue(dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> EventTransfer:
-    transfer_delay("stream")
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)  # not blocking=True: that wakes its waiter up to 0.5 ms late
-    start.record(stream)
-    dst.copy_(src, non_blocking=True)
-    end.record(stream)
-    return EventTransfer(start, end, keep=(dst, src))
 
 
 @cache

@@ -126,7 +126,7 @@ def _close_parts(
     worker.close(storage.close)
     alive = stack()
     if alive is not None:
-        alive.remove_prefetcher(prefetcher)
+        alive.prefetchers.remove(prefetcher)
 
 
 class Offload:
@@ -170,7 +170,7 @@ class Offload:
         if activations is not None:
             activations.leave_out(self.weights)
         prefetcher = _prefetcher_of(self)
-        stack.add_prefetcher(prefetcher)
+        stack.prefetchers.append(prefetcher)
         self.room.join()
         self.finalizer = weakref.finalize(
             model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations

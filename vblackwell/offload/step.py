@@ -442,12 +442,12 @@ class Loading:
         if self._states[group].is_unsettled and weights.is_loaded(group):
             self._control.order_loads(group)
         if not weights.is_loaded(group):
-            self._stack.count_miss(self._storage.range(group, "weight").level)
+            self._stack.count_found(self._storage.range(group, "weight").level)
             self._control.order_loads(group)
             if not weights.is_loaded(group):  # by an update that was due, and is now queued
                 weights.load(group)
         elif not again:  # backward reads a group weight by weight: that is one use
-            self._stack.count_hit(0)
+            self._stack.count_found(0)
         weights.arrive(group)
 
     def prefetch(self, group: Group) -> bool:

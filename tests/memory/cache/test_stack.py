@@ -442,12 +442,12 @@ def test_prefetch_serves_parameters_through_who_knows_them(make_stack):
         asked.append(item)
         return item is parameter or item == "model/layers.0"
 
-    stack.add_prefetcher(prefetcher)
+    stack.prefetchers.append(prefetcher)
     stack.prefetch([parameter, "model/layers.0"])
     assert asked[0] is parameter and asked[1] == "model/layers.0"
     with pytest.raises(UnknownKey, match="tensor of shape"):
         stack.prefetch([torch.zeros(2, 2)])
-    stack.remove_prefetcher(prefetcher)
+    stack.prefetchers.remove(prefetcher)
     with pytest.raises(UnknownKey):
         stack.prefetch(["model/layers.0"])
 

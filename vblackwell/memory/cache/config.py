@@ -1,9 +1,7 @@
 """From what users write, or the machine has, to levels.
 
-``{'levels': [{'capacity_mb': 2000, 'device': 'cuda:0', 'speed_gbps': 2000}, ...]}``, fastest first. ``cpu`` as the
-first level is the arena, because level 0 allocates tensors one by one. Keys that are not supported are refused. Where
-sizes are not given, a GPU keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they
-are used.
+``cpu`` as the first level is the arena, because level 0 allocates tensors one by one. Where sizes are not given, a GPU
+keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
 """
 
 from __future__ import annotations
@@ -27,28 +25,26 @@ from vblackwell.units import MiB, format_bytes, parse_bytes
 GPU_SHARE = 0.8
 HOST_SHARE = 0.5
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
+DEVICES = ("cuda:0", "cpu", "ssd", "arena", "null")
 
 
 @dataclass(frozen=True)
 class LevelConfig:
-    """One level as asked for.
+    """One level as asked for."""
 
-    Attributes:
-        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``, ``'arena'`` (RAM as level 0) or ``'null'`` (only accounts).
-        speed_gbps: what it moves, GB/s, as far as the user says. path: a directory for ``'ssd'``.
-    """
-
-    device: str
+    device: str  # 'cuda:0', 'cpu', 'ssd', 'arena' (RAM as level 0) or 'null' (only accounts)
     capacity_bytes: int
-    speed_gbps: float | None = None
-    path: str | None = None
+    speed_gbps: float | None = None  # GB/s, as far as the user says
+    path: str | None = None  # a directory for 'ssd'
+
+    @property
+    def kind(self) -> str:
+        return self.device.split(":")[0]
 
     def __post_init__(self) -> None:
-        kind = self.device.split(":")[0]
-        if kind not in ("cuda", "cpu", "ssd", "arena", "null"):
-            known = ("cuda:0", "cpu", "ssd", "arena", "null")
+        if self.kind not in ("cuda", *DEVICES[1:]):
             raise ConfigurationError(
-                f"level device {self.device!r} must be one of {', '.join(known)}{nearest(self.device, known)}"
+                f"level device {self.device!r} must be one of {', '.join(DEVICES)}{nearest(self.device, DEVICES)}"
             )
         if self.capacity_bytes < 4096:
             raise ConfigurationError(
@@ -56,7 +52,7 @@ class LevelConfig:
             )
         if self.speed_gbps is not None and not (math.isfinite(self.speed_gbps) and self.speed_gbps > 0):
             raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
-        if self.path is not None and kind != "ssd":
+        if self.path is not None and self.kind != "ssd":
             raise ConfigurationError(f"only an ssd level has a path, not {self.device} (path {self.path!r})")
 
 
@@ -69,21 +65,20 @@ def machine_levels(
     """GPU, RAM, disk; or a capped arena over RAM and disk. As `create_vgpu_stack`."""
     available = memory_facts().available_bytes
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
+    level0, share = "arena", int(available * ARENA_SHARE)
     if chosen.type == "cuda":
-        level0, free = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
-    else:
-        level0, free = "arena", int(available * ARENA_SHARE)
-    sizes: list[tuple[str, Size, int, str | None]] = [
-        (level0, fast_memory, free, None),
-        ("cpu", host_memory, int(available * HOST_SHARE), None),
-    ]
-    if disk_memory is None or parse_bytes(disk_memory) > 0:
-        path = disk_path or default_disk_path()
-        sizes.append(("ssd", disk_memory, free_disk_bytes(path), path))
-    asked = [(name, free if size is None else parse_bytes(size), path) for name, size, free, path in sizes]
-    if not asked[0][1]:
+        level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
+    fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
+    if fast == 0:
         raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
-    return [LevelConfig(name, capacity, path=path) for name, capacity, path in asked if capacity]
+    levels = [LevelConfig(level0, share if fast is None else fast)]
+    if host != 0:
+        levels.append(LevelConfig("cpu", int(available * HOST_SHARE) if host is None else host))
+    if disk != 0:
+        path = disk_path or default_disk_path()
+        if free := free_disk_bytes(path) if disk is None else disk:
+            levels.append(LevelConfig("ssd", free, path=path))
+    return levels
 
 
 def parse_capacity(value: Any) -> int:
@@ -91,12 +86,11 @@ def parse_capacity(value: Any) -> int:
     if isinstance(value, str) and not value.strip().replace(".", "", 1).isdigit():
         return parse_bytes(value, "capacity_mb")
     try:
-        mebibytes = float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB or a size such as '8GiB'") from error
-    if not math.isfinite(mebibytes) or mebibytes <= 0:
-        raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB > 0, or a size such as '8GiB'")
-    return round(mebibytes * MiB)
+        if 0 < (mebibytes := float(value)) < math.inf:
+            return round(mebibytes * MiB)
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB > 0, or a size such as '8GiB'")
 
 
 def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
@@ -141,16 +135,14 @@ def check_order(levels: Iterable[LevelConfig]) -> None:
 
 def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:
     """Make one level. ``number`` is its place in the stack: ``cpu`` at 0 is the arena."""
-    kind = config.device.split(":")[0]
+    kind, capacity_bytes = config.kind, config.capacity_bytes
     if kind == "cuda":
-        return DeviceLevel(_usable_gpu(config), config.capacity_bytes)
+        return DeviceLevel(_usable_gpu(config), capacity_bytes)
     if kind == "arena" or (kind == "cpu" and number == 0):
-        return DeviceLevel("cpu", config.capacity_bytes)
+        return DeviceLevel("cpu", capacity_bytes)
     if kind == "cpu":
-        return HostLevel(config.capacity_bytes, numa_node=numa_node)
-    if kind == "ssd":
-        return DiskLevel(config.path or default_disk_path(), config.capacity_bytes)
-    return NullLevel(config.capacity_bytes)
+        return HostLevel(capacity_bytes, numa_node=numa_node)
+    return DiskLevel(config.path or default_disk_path(), capacity_bytes) if kind == "ssd" else NullLevel(capacity_bytes)
 
 
 def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level]) -> list[Level]:
@@ -163,23 +155,18 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
     levels: list[Level] = []
     try:
         for number, item in enumerate(items):
-            levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=_numa_node(levels)))
+            gpus = [level.device for level in levels if level.device is not None and level.device.type == "cuda"]
+            node = numa_node_of_cuda(gpus[0]) if gpus else None
+            levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=node))
         if levels[0].device is None:
             raise ConfigurationError(
-                f"level 0 cannot be {levels[0].name}: tensors are handed out there; list a cuda device, cpu or arena "
-                f"first"
+                f"level 0 cannot be {levels[0].name}: tensors are handed out there; list a GPU, cpu or arena first"
             )
     except BaseException:
         for level in levels:
             level.close()
         raise
     return levels
-
-
-def _numa_node(levels: list[Level]) -> int | None:
-    """The NUMA node of the first GPU above."""
-    gpus = [level.device for level in levels if level.device is not None and level.device.type == "cuda"]
-    return numa_node_of_cuda(gpus[0]) if gpus else None
 
 
 def _usable_gpu(config: LevelConfig) -> torch.device:

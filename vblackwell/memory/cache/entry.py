@@ -1,15 +1,14 @@
 """What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
 
 The bytes of a key are one extent of row-major parts, each at a multiple of 64 bytes: one for a tensor, one per
-component for a packed tensor. While a key lives on level 0 its entry keeps ready-made tensors over the extent. `access`
-hands out aliases of them, and the storage's use count tells whether any are still held: by a variable, a view, or
-autograd.
+component for a packed tensor. On level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases
+of them, and the storage's use count tells whether any are still held: by a variable, a view, or autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ PART_ALIGNMENT = 64
 
 @runtime_checkable
 class Packed(Protocol):
-    """A value made of several tensors, such as a `PackedTensor`: what a stack can hold apart from a tensor."""
+    """A value made of several tensors, such as a `PackedTensor`, that a stack can hold too."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
@@ -36,9 +35,7 @@ class Packed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor inside an extent."""
-
+class Part:  # one tensor inside an extent
     name: str
     offset: int
     shape: torch.Size
@@ -106,39 +103,32 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
     return buffer
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """One key of a stack. Everything but the constants changes under the stack's lock only.
 
-    Attributes:
-        level, extent: where the bytes are. No extent: no bytes, or `stray` has them, in RAM outside all levels.
-        resident: tensors over the extent while the key is on level 0 and is not being moved or written.
-        pins: how many `borrow` blocks hold it.
-        expected: a prefetch brought it up and it has not been accessed since.
-        error: what its last prefetch ran into; raised by the next access.
-        side_streams: CUDA streams but the default one that were given its tensors since its bytes were written.
-        last_use: the policy's clock when it was last used. next_use, seat: the policy's.
+    Where its bytes are: no extent means no bytes, or that `stray` has them, in RAM outside all levels.
     """
 
-    __slots__ = (
-        "key", "owner", "priority", "layout", "level", "extent", "stray", "resident", "pins", "expected",
-        "error", "side_streams", "last_use", "next_use", "seat", "_storage", "_own_count",
-    )  # fmt: skip
-
-    def __init__(self, key: str, owner: str | None, priority: int, layout: Layout) -> None:
-        self.key, self.owner, self.priority, self.layout = key, owner, priority, layout
-        self.level = 0
-        self.extent: Extent | None = None
-        self.stray: torch.Tensor | None = None
-        self.resident: tuple[torch.Tensor, ...] | None = None
-        self.pins = 0
-        self.expected = False
-        self.error: BaseException | None = None
-        self.side_streams: set[torch.cuda.Stream] = set()
-        self.last_use = 0
-        self.next_use: float = float("inf")
-        self.seat: tuple[int, int] | None = None
-        self._storage = 0
-        self._own_count = 0
+    key: str
+    owner: str | None
+    priority: int
+    layout: Layout
+    level: int = 0
+    extent: Extent | None = None
+    stray: torch.Tensor | None = None
+    # Tensors over the extent while the key is on level 0 and is not being moved or written.
+    resident: tuple[torch.Tensor, ...] | None = None
+    pins: int = 0  # how many `borrow` blocks hold it
+    expected: bool = False  # a prefetch brought it up and it has not been accessed since
+    error: BaseException | None = None  # what its last prefetch ran into; raised by the next access
+    # But the default one, that were given its tensors since its bytes were written.
+    side_streams: set[torch.cuda.Stream] = field(default_factory=set)
+    last_use: int = 0  # on the policy's clock
+    next_use: float = float("inf")
+    seat: tuple[int, int] | None = None  # in the policy's order
+    _storage: int = 0
+    _own_count: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -150,10 +140,6 @@ class Entry:
             self.resident = self.layout.tensors_over(buffer)
         self._storage = buffer.untyped_storage()._cdata
         self._own_count = _count_unshared() + len(self.resident)  # the level's own tensor, and ours
-
-    def hide(self) -> None:
-        """Drop the ready-made tensors: the extent is about to be left or written."""
-        self.resident = None
 
     def held(self) -> bool:
         """Whether somebody other than the stack holds bytes of the extent on level 0."""

@@ -5,9 +5,8 @@ moves out without it, and commits them one by one under it. Moves come out botto
 next starts, because it may write where the one before it read. While an entry moves it is hidden: not resident, no
 victim.
 
-An entry whose own place is needed for the victims that make room for it (a stack that is full to the last byte) is
-lifted into RAM first: its bytes are `stray` until they are written again, and stay so, not lost, if a disk fails in
-between.
+An entry whose own place is needed for its victims (in a stack that is full to the last byte) is lifted into RAM first:
+its bytes are `stray` until they are written again, and stay so, not lost, if a disk fails in between.
 """
 
 from __future__ import annotations
@@ -34,35 +33,38 @@ class Move:
     """``entry`` goes from its extent (None: from RAM) to ``target_extent``; without an entry, the caller fills that."""
 
     entry: Entry | None
-    source: int
-    source_extent: Extent | None
     target: int
     target_extent: Extent
-    evicted: bool
+    source: int = 0
+    source_extent: Extent | None = None
+    evicted: bool = False
 
 
 class Plan:
-    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves. Made and changed under the
-    stack's lock.
+    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock.
 
     To place bytes on a full level its victims sink, each to the first level below that takes it, where colder and no
     more important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic (`place`,
     `displace`), so offsets are decided and fragmentation is exact; every range is left before it is written again.
 
-    Args:
-        by_order: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
-            priority, and one that cannot sink may rise where bytes are free.
-        spare_expected: leave alone what a prefetch brought up and was not used yet.
+    ``by_order``: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
+    priority, and one that cannot sink may rise where bytes are free. ``spare_expected``: leave alone what a prefetch
+    brought up and was not used yet. ``entry`` is what it makes room for, never a victim.
     """
 
     def __init__(
-        self, levels: Sequence[Level], policy: LRU, *, by_order: bool = False, spare_expected: bool = False
+        self,
+        levels: Sequence[Level],
+        policy: LRU,
+        entry: Entry | None = None,
+        *,
+        by_order: bool = False,
+        spare_expected: bool = False,
     ) -> None:
+        self._levels, self._policy, self._by_order, self._spare_expected = levels, policy, by_order, spare_expected
         self.moves: list[Move] = []
         self.refusal: Exception | None = None  # the last thing a level said
-        self._levels, self._policy = levels, policy
-        self._by_order, self._spare_expected = by_order, spare_expected
-        self._moved: set[Entry] = set()
+        self._moved: set[Entry | None] = {entry}
 
     def make_room(
         self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
@@ -72,13 +74,12 @@ class Plan:
         extent = self.place(level, num_bytes)
         if extent is not None or num_bytes > self._levels[level].capacity_bytes:
             return extent
-        mark, refusals = len(self.moves), 0
-        hopeless = None  # victims of this size and more find no place
+        # Victims of the size ``hopeless`` and more find no place.
+        mark, refusals, hopeless = len(self.moves), 0, float("inf")
         for victim in self._policy.victims(level, max_priority, than):
-            if self._may_go(victim) and (hopeless is None or victim.num_bytes < hopeless):
+            if victim.num_bytes < hopeless and self._may_go(victim):
                 if self._make_go(victim, may_rise=may_rise and self._by_order):
-                    extent = self.place(level, num_bytes)
-                    if extent is not None:
+                    if (extent := self.place(level, num_bytes)) is not None:
                         return extent
                     continue
                 hopeless = victim.num_bytes
@@ -89,7 +90,7 @@ class Plan:
         return None
 
     def place(self, level: int, num_bytes: int) -> Extent | None:
-        """An extent among the free bytes of ``level``; None where there is none (`refusal` says why)."""
+        """An extent among the free bytes of ``level``; None where there is none."""
         try:
             return self._levels[level].place(num_bytes)
         except (InsufficientMemory, DiskError) as error:
@@ -100,15 +101,7 @@ class Plan:
     def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
         """Add the move of ``entry``, whose old extent was displaced. ``from_ram``: its bytes are lifted out before the
         first move, and taking the plan back does not restore its place."""
-        self.moves.append(Move(entry, entry.level, None if from_ram else entry.extent, target, extent, evicted))
-        self._moved.add(entry)
-
-    def fill(self, target: int, extent: Extent) -> None:
-        """Note the extent that the moves make room for and the caller fills: taking the plan back frees it."""
-        self.moves.append(Move(None, target, None, target, extent, False))
-
-    def exclude(self, entry: Entry) -> None:
-        """Never make ``entry`` a victim: the plan is for it."""
+        self.moves.append(Move(entry, target, extent, entry.level, None if from_ram else entry.extent, evicted))
         self._moved.add(entry)
 
     def take_back(self, mark: int = 0) -> None:
@@ -118,28 +111,25 @@ class Plan:
             self._levels[move.target].free(move.target_extent)
             if move.source_extent is not None:
                 self._levels[move.source].restore(move.source_extent)
-            if move.entry is not None:
-                self._moved.discard(move.entry)
+            self._moved.discard(move.entry)
 
     def _may_go(self, entry: Entry) -> bool:
-        if entry.extent is None or entry in self._moved or (self._spare_expected and entry.expected):
-            return False
-        return not entry.held()
+        spared = entry in self._moved or (self._spare_expected and entry.expected)
+        return not (entry.extent is None or spared or entry.held())
 
     def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
         """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
         assert victim.extent is not None
-        source = self._levels[victim.level]
+        source, size = self._levels[victim.level], victim.num_bytes
         source.displace(victim.extent)
-        for level in range(victim.level + 1, len(self._levels)):
-            extent = self.make_room(level, victim.num_bytes, victim.priority, victim, may_rise=False)
+        above = reversed(range(victim.level)) if may_rise else ()
+        for level in (*range(victim.level + 1, len(self._levels)), *above):
+            if level < victim.level:
+                extent = self.place(level, size)
+            else:
+                extent = self.make_room(level, size, victim.priority, victim, may_rise=False)
             if extent is not None:
-                self.move(victim, level, extent, evicted=True)
-                return True
-        for level in reversed(range(victim.level)) if may_rise else ():
-            extent = self.place(level, victim.num_bytes)
-            if extent is not None:
-                self.move(victim, level, extent)
+                self.move(victim, level, extent, evicted=level > victim.level)
                 return True
         source.restore(victim.extent)
         return False
@@ -149,8 +139,8 @@ class Placement:
     """Which entry is where. All methods but `sweep` are called in a turn, without the lock."""
 
     def __init__(self, levels: Sequence[Level], policy: LRU, statistics: Statistics, lock: threading.Lock) -> None:
-        self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
         self._levels, self._policy, self._statistics, self._lock = levels, policy, statistics, lock
+        self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
         """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
@@ -158,41 +148,32 @@ class Placement:
         with self._lock:
             if not entry.num_bytes:  # shapes only, always on level 0
                 self._policy.add(entry)
-                entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
-                return
+                return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
-            plan, level, extent = self._plan_admission(entry)
+            plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
             adopted = self._adopt(level, extent, bytes_in) if adopt and not plan.moves else None
             if adopted is not None:
-                self._seat(entry, level, adopted)
-                return
-            plan.fill(level, extent)
-            self._begin(plan)
+                return self._seat(entry, level, adopted)
+            self._begin(plan, level, extent)
         with self._carried_out(plan):
             self._fill(level, extent, bytes_in, source)
         with self._lock:
             self._seat(entry, level, extent)
 
-    def _plan_admission(self, entry: Entry) -> tuple[Plan, int, Extent]:
-        """First its own level and those below, at the cost of less important entries only; then free bytes above; then
-        anywhere, at anybody's cost."""
+    def _ways_in(self, entry: Entry) -> Iterator[tuple[Plan, int, Extent | None]]:
+        """Where a new entry goes: first its own level and those below, at the cost of less important entries only; then
+        free bytes above; then anywhere, at anybody's cost."""
         last, size = len(self._levels) - 1, entry.num_bytes
         start = min(0 if entry.priority >= 7 else 1 if entry.priority >= 4 else max(0, last - 1), last)
         downwards, upwards = range(start, last + 1), tuple(reversed(range(start)))
         plan = Plan(self._levels, self._policy)
         for level in downwards:
-            extent = plan.make_room(level, size, entry.priority - 1)
-            if extent is not None:
-                return plan, level, extent
+            yield plan, level, plan.make_room(level, size, entry.priority - 1)
         for level in upwards:
-            extent = plan.place(level, size)
-            if extent is not None:
-                return plan, level, extent
+            yield plan, level, plan.place(level, size)
         plan = Plan(self._levels, self._policy, by_order=True)
         for level in (*downwards, *upwards):
-            extent = plan.make_room(level, size)
-            if extent is not None:
-                return plan, level, extent
+            yield plan, level, plan.make_room(level, size)
         raise does_not_fit(self._levels, f"for {entry.key!r}", size, plan.refusal)
 
     def _adopt(self, level: int, extent: Extent, bytes_in: torch.Tensor) -> Extent | None:
@@ -214,15 +195,14 @@ class Placement:
             extent = plan.make_room(level, num_bytes)
             if extent is None:
                 raise does_not_fit(self._levels, f"on {self._levels[level].name} for {what}", num_bytes, plan.refusal)
-            plan.fill(level, extent)
-            self._begin(plan)
+            self._begin(plan, level, extent)
         with self._carried_out(plan):
             self._levels[level].materialise(extent)
         return extent
 
     def promote(self, entry: Entry, target: int, *, background: bool = False) -> bool:
         """Raise ``entry`` to ``target`` if it fits, or colder and no more important ones can sink; whether it did."""
-        plan = Plan(self._levels, self._policy, spare_expected=background)
+        plan = Plan(self._levels, self._policy, entry, spare_expected=background)
         try:
             self._bring(entry, target, plan, entry.priority, entry)
         except InsufficientMemory as error:
@@ -234,7 +214,7 @@ class Placement:
     def move(self, entry: Entry, target: int) -> None:
         """Put ``entry`` on ``target``, whatever has to sink. Raises InsufficientMemory, or StaleTensor where it would
         leave level 0 while held; nothing moved."""
-        self._bring(entry, target, Plan(self._levels, self._policy, by_order=True), 10, None)
+        self._bring(entry, target, Plan(self._levels, self._policy, entry, by_order=True), 10, None)
 
     def _bring(self, entry: Entry, target: int, plan: Plan, max_priority: int, than: Entry | None) -> None:
         with self._lock:
@@ -244,13 +224,11 @@ class Placement:
                     f"{entry.key!r} cannot leave {self._levels[0].name}: a tensor of it is still held; delete it first"
                 )
             source, old = self._levels[entry.level], entry.extent
-            plan.exclude(entry)
             extent = plan.make_room(target, entry.num_bytes, max_priority, than)
             passes_ram = extent is None and old is not None
             if old is not None:
                 source.displace(old)
-            if passes_ram:
-                extent = plan.make_room(target, entry.num_bytes, max_priority, than)
+                extent = extent or plan.make_room(target, entry.num_bytes, max_priority, than)
             if extent is None:
                 if old is not None:
                     source.restore(old)
@@ -295,41 +273,37 @@ class Placement:
             if entry.extent is None:
                 entry.stray = bytes_in.to("cpu", copy=True) if entry.num_bytes else None
                 return True
-            entry.hide()
+            entry.resident = None
             for stream in entry.side_streams:  # whose kernels may still read
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             entry.side_streams.clear()
-        level, old = self._levels[entry.level], entry.extent
+        level = self._levels[entry.level]
+        extent = spare = old = entry.extent
         try:
-            is_new = level.device is None and level.can_allocate(entry.num_bytes)  # only a disk can fail halfway
-            extent = level.allocate(entry.num_bytes) if is_new else old
-            try:
-                self._fill(entry.level, extent, bytes_in, source)
-            except BaseException:
-                if is_new:
-                    level.free(extent)
-                raise
-            if is_new:
-                entry.extent = extent
-                level.free(old)
+            if level.device is None and level.can_allocate(entry.num_bytes):  # only a disk can fail halfway
+                extent = spare = level.allocate(entry.num_bytes)
+            self._fill(entry.level, extent, bytes_in, source)
+            entry.extent, spare = extent, old
         finally:
             with self._lock:
                 self._show(entry)
+            if extent is not old:
+                level.free(spare)
         return True
 
     def vacate(self, entry: Entry) -> bool:
-        """Take the bytes of ``entry`` into RAM, so that its place is free; whether it had one and nobody holds it.
-        `put_back` is the opposite."""
+        """Take the bytes of ``entry`` into RAM until `put_back`, so that its place is free; whether it had one and
+        nobody holds it."""
         with self._lock:
             if entry.extent is None or entry.held():
                 return False
-            entry.hide()
+            entry.resident = None
             self._levels[entry.level].displace(entry.extent)
         self._lift(entry)
         return True
 
     def put_back(self, entry: Entry) -> None:
-        """Give stray bytes their level back, as far as it still works; the error goes on to the user."""
+        """Give stray bytes their level back, as far as it still works."""
         level, extent = self._levels[entry.level], None
         try:
             extent = level.place(entry.num_bytes)
@@ -354,25 +328,27 @@ class Placement:
         """Free what was dropped and is not held any more. Called under the lock."""
         for entry in [entry for entry in self.dropped if not entry.held()]:
             self.dropped.remove(entry)
-            entry.hide()
             if entry.extent is not None:
                 self._levels[entry.level].free(entry.extent)
-            entry.extent = entry.stray = None
+            entry.resident = entry.extent = entry.stray = None
 
-    def _begin(self, plan: Plan) -> None:
-        """Hide what the plan moves. Under the lock, with the planning."""
+    def _begin(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> None:
+        """Hide what the plan moves, and note the extent on ``level`` that the caller fills after it: taking the plan
+        back frees it. Under the lock, with the planning."""
         for move in plan.moves:
             if move.entry is not None:
-                move.entry.hide()
+                move.entry.resident = None
+        if extent is not None:
+            plan.moves.append(Move(None, level, extent))
 
     @contextmanager
     def _carried_out(self, plan: Plan) -> Iterator[None]:
         """Make the moves, then run the block; if either fails, moves that happened stay and the rest is undone."""
         try:
-            while plan.moves and plan.moves[0].entry is not None:
-                self._carry(plan.moves[0], plan.moves[0].entry)
+            while plan.moves and (entry := plan.moves[0].entry) is not None:
+                self._carry(plan.moves[0], entry)
                 with self._lock:
-                    self._commit(plan.moves.pop(0))
+                    self._commit(plan.moves.pop(0), entry)
             yield
         except BaseException:
             with self._lock:
@@ -380,25 +356,22 @@ class Placement:
             raise
 
     def _carry(self, move: Move, entry: Entry) -> None:
-        start = time.perf_counter()
         target = self._levels[move.target]
-        target.materialise(move.target_extent)
-        there = entry.stray if entry.extent is None else self._levels[entry.level].view(entry.extent)
-        if there is None:
-            assert entry.extent is not None
-            here = target.view(move.target_extent)  # None: both are disks, and the bytes pass through RAM
-            there = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu") if here is None else here
-            self._levels[entry.level].read(entry.extent, there).finish()
+        with self._counted(move.source, move.target, entry.num_bytes):
+            target.materialise(move.target_extent)
+            there, here = entry.stray, None
+            if entry.extent is not None:
+                there = self._levels[entry.level].view(entry.extent)
+                if there is None:
+                    here = target.view(move.target_extent)  # None: both are disks, and the bytes pass through RAM
+                    there = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu") if here is None else here
+                    self._levels[entry.level].read(entry.extent, there).finish()
             if here is None:
+                assert there is not None
                 target.write(move.target_extent, there).finish()
-        else:
-            target.write(move.target_extent, there).finish()
-        self._count(move.source, move.target, entry.num_bytes, time.perf_counter() - start)
 
-    def _commit(self, move: Move) -> None:
-        """The bytes of the entry have arrived. Under the lock."""
-        entry = move.entry
-        assert entry is not None
+    def _commit(self, move: Move, entry: Entry) -> None:
+        """The entry's bytes have arrived. Under the lock."""
         self._policy.discard(entry)
         if entry.extent is not None:
             self._levels[move.source].release(entry.extent)
@@ -430,21 +403,23 @@ class Placement:
 
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
-        start = time.perf_counter()
-        if entry.extent is None:
-            assert entry.stray is not None
-            out.copy_(entry.stray)
-        else:
-            self._levels[entry.level].read(entry.extent, out).finish()
-        self._count(entry.level, 0, entry.num_bytes, time.perf_counter() - start)
+        with self._counted(entry.level, 0, entry.num_bytes):
+            if entry.extent is None:
+                assert entry.stray is not None
+                out.copy_(entry.stray)
+            else:
+                self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
         """Copy bytes from outside into an extent, and count them."""
-        start = time.perf_counter()
-        self._levels[level].materialise(extent)
-        self._levels[level].write(extent, bytes_in).finish()
-        self._count(source, level, bytes_in.nbytes, time.perf_counter() - start)
+        with self._counted(source, level, bytes_in.nbytes):
+            self._levels[level].materialise(extent)
+            self._levels[level].write(extent, bytes_in).finish()
 
-    def _count(self, source: Place, target: Place, num_bytes: int, seconds: float) -> None:
+    @contextmanager
+    def _counted(self, source: Place, target: Place, num_bytes: int) -> Iterator[None]:
+        """Count the bytes that the block moves, and its time."""
+        start = time.perf_counter()
+        yield
         with self._lock:
-            self._statistics.link(source, target, num_bytes, seconds)
+            self._statistics.link(source, target, num_bytes, time.perf_counter() - start)

@@ -3,13 +3,9 @@
 Entries sit in an order for each (level, priority), from least to most recently used; using one moves it to the end, and
 one that sinks to another level walks in from the recent end to its place.
 
-`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. Knuth, Morris and Pratt's prefix
-function finds the shortest period at O(1) amortised an access: ``n`` recorded keys with longest border ``b`` have
-period ``n - b``, which is taken to repeat once two whole periods are there; with three, recording stops and a pointer
-walks round the cycle. The first unexpected access ends the forecast. Recording starts over where no period shows within
-16 times the number of different keys, so an irregular start does not hide the rhythm after it. (The last distance
-between two accesses of a key is no forecast: forward and backward give every key two alternating ones.) Victims come
-from a heap per (level, priority) with lazy deletion: O(log n).
+`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. (The last distance between two
+accesses of a key is no forecast: forward and backward give every key two alternating ones.) Its victims come from a
+heap for each (level, priority) with lazy deletion: O(log n).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from collections.abc import Iterator
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.memory.cache.entry import Entry
 
-NEVER = float("inf")
 _HeapItem = tuple[float, int, str, Entry]  # (-next_use, last_use, key, entry)
 
 
@@ -58,7 +53,7 @@ class LRU:
             self._order[entry.seat].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
-        """What may leave a level: lower priority first, then colder, colder ``than`` that entry. No entry is added or
+        """What may leave a level, colder ``than`` that entry: lower priority first, then colder. No entry is added or
         discarded meanwhile."""
         for priority in range(max_priority + 1):
             for entry in self._coldest_first((level, priority)):
@@ -75,7 +70,13 @@ class LRU:
 
 
 class Rhythm:
-    """Finds the period of a sequence of keys, one key at a time."""
+    """Finds the period of a sequence of keys, one key at a time.
+
+    Knuth, Morris and Pratt's prefix function finds the shortest at O(1) amortised a key: ``n`` recorded keys with
+    longest border ``b`` have period ``n - b``, which is taken to repeat once two whole periods are there; with three,
+    recording stops and a pointer walks round the cycle, until the first unexpected key. Recording starts over where no
+    period shows within 16 times the number of different keys, so an irregular start does not hide what comes after it.
+    """
 
     def __init__(self) -> None:
         self._keys: list[str] = []
@@ -93,9 +94,15 @@ class Rhythm:
                 self.position = (self.position + 1) % len(self.cycle)
                 return
             self.__init__()
-        self._record(key)
-        length = len(self._keys)
-        period = length - self._border[-1]
+        border = self._border[-1] if self._border else 0
+        if self._keys:
+            while border and self._keys[border] != key:
+                border = self._border[border - 1]
+            border += self._keys[border] == key
+        self._keys.append(key)
+        self._border.append(border)
+        self._distinct.add(key)
+        length, period = len(self._keys), len(self._keys) - border
         if length < 2 * period:
             self.cycle = None
             if length > 16 * len(self._distinct) + 64:
@@ -108,17 +115,6 @@ class Rhythm:
             self._steady = True
             self._keys, self._border = [], []
 
-    def _record(self, key: str) -> None:
-        border = self._border[-1] if self._border else 0
-        if self._keys:
-            while border and self._keys[border] != key:
-                border = self._border[border - 1]
-            if self._keys[border] == key:
-                border += 1
-        self._keys.append(key)
-        self._border.append(border)
-        self._distinct.add(key)
-
 
 class NextUse(LRU):
     """Furthest next use first, within the lowest priority; least recent first while no period is known."""
@@ -128,22 +124,19 @@ class NextUse(LRU):
         self._rhythm = Rhythm()
         self._cycle: list[str] | None = None
         self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
-        self._first: dict[str, list[int]] = {}
+        self._positions: dict[str, list[int]] = {}  # of each key in the cycle
         self._now = 0
         self._members: dict[str, Entry] = {}
         self._heaps: dict[tuple[int, int], list[_HeapItem]] = {}
 
     @property
     def periodic(self) -> bool:
-        """Whether the trace repeats, so that the future is known."""
         return self._cycle is not None
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
         self._members[entry.key] = entry
-        if self._cycle is not None:
-            entry.next_use = self._forecast(entry.key, self._cycle)
-            self._push(entry)
+        self._forecast(entry)
 
     def discard(self, entry: Entry) -> None:
         super().discard(entry)
@@ -164,28 +157,25 @@ class NextUse(LRU):
             self._push(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
-        self._cycle, self._heaps = cycle, {}
+        self._cycle, self._heaps, self._positions = cycle, {}, {}
         if cycle is None:
             return
-        self._first = {}
-        for position, key in enumerate(cycle):
-            self._first.setdefault(key, []).append(position)
-        following = {key: positions[0] + len(cycle) for key, positions in self._first.items()}
         self._gaps = [0] * len(cycle)
-        for position in reversed(range(len(cycle))):
-            self._gaps[position] = following[cycle[position]] - position
-            following[cycle[position]] = position
+        for position, key in enumerate(cycle):
+            self._positions.setdefault(key, []).append(position)
+        for positions in self._positions.values():
+            for position, following in zip(positions, [*positions[1:], positions[0] + len(cycle)], strict=True):
+                self._gaps[position] = following - position
         for entry in self._members.values():
-            entry.next_use = self._forecast(entry.key, cycle)
-            self._push(entry)
+            self._forecast(entry)
 
-    def _forecast(self, key: str, cycle: list[str]) -> float:
-        """When ``key`` is accessed next, on the clock of accesses."""
-        positions = self._first.get(key)
-        if not positions:
-            return NEVER
-        at, length = self._rhythm.position, len(cycle)
-        return self._now + 1 + min((position - at) % length for position in positions)
+    def _forecast(self, entry: Entry) -> None:
+        """Learn when ``entry`` is accessed next, on the clock of accesses."""
+        if self._cycle is not None:
+            at, length = self._rhythm.position, len(self._cycle)
+            steps = ((position - at) % length for position in self._positions.get(entry.key, ()))
+            entry.next_use = self._now + 1 + min(steps, default=float("inf"))
+            self._push(entry)
 
     def _push(self, entry: Entry) -> None:
         assert entry.seat is not None

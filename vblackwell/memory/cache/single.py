@@ -21,20 +21,15 @@ from vblackwell.units import MiB
 
 CODECS = ("lossless", "fp4")
 PIECE_BYTES = 4 * MiB  # that a thread compresses
-_SHRINKS = 15 / 16
+MIN_SAVING = 1 / 16  # of a plane, or it is held as it is
 
 
 class VGPULevel:
     """A capped place for tensors by name.
 
-    Args:
-        level: its number; 0 in RAM is an arena, more is host slabs.
-        capacity_mb: MiB, or a string with a unit.
-        device: ``'cuda:0'``, ``'cpu'``, ``'ssd'``. path: for ``'ssd'``.
-        transfer_speed_gbps: what its link moves, GB/s, as stated.
-
-    Raises:
-        ConfigurationError: as `VGPUStack`.
+    ``level`` is its number (0 in RAM is an arena, more is host slabs), ``capacity_mb`` MiB or a string with a unit,
+    ``device`` one of ``'cuda:0'``, ``'cpu'`` and ``'ssd'`` (with a ``path``), ``transfer_speed_gbps`` what its link
+    moves, GB/s, as stated. Raises ConfigurationError as `VGPUStack`.
     """
 
     def __init__(
@@ -46,30 +41,18 @@ class VGPULevel:
         path: str | None = None,
     ) -> None:
         config = LevelConfig(device, parse_capacity(capacity_mb), transfer_speed_gbps, path)
-        self.level = level
-        self.transfer_speed_gbps = transfer_speed_gbps
+        self.level, self.transfer_speed_gbps = level, transfer_speed_gbps
         self._place = build_level(config, level)
         self._device = self._place.device or torch.device("cpu")  # of what `get` returns
         self._entries: dict[str, tuple[Any, Extent | None]] = {}  # what tells how to read the bytes, and where they are
 
-    @property
-    def capacity_bytes(self) -> int:
-        return self._place.capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._place.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._place.peak_bytes
+    capacity_bytes = property(lambda self: self._place.capacity_bytes)
+    used_bytes = property(lambda self: self._place.used_bytes)
+    peak_bytes = property(lambda self: self._place.peak_bytes)
 
     def put(self, key: str, tensor: Any) -> None:
-        """Copy a tensor, or a packed tensor, in; one that is there already is replaced.
-
-        Raises:
-            InsufficientMemory: it does not fit; what was under ``key`` still is.
-        """
+        """Copy a tensor, or a packed tensor, in; one that is there already is replaced. Raises InsufficientMemory where
+        it does not fit; what was under ``key`` still is."""
         layout, tensors = layout_of(tensor)
         self._store(key, layout, packed_bytes(layout, tensors))
 
@@ -87,11 +70,7 @@ class VGPULevel:
         self._entries[key] = (reading, extent)
 
     def get(self, key: str) -> Any:
-        """A copy on the level's device (in RAM, for a disk).
-
-        Raises:
-            UnknownKey: nothing is there under ``key``.
-        """
+        """A copy on the level's device (in RAM, for a disk). Raises UnknownKey."""
         layout, extent = self._find(key)
         buffer = self._read(extent, layout.num_bytes, self._device)
         return layout.value(layout.tensors_over(buffer))
@@ -139,9 +118,9 @@ class KeyStats:
 @dataclass(frozen=True)
 class _Held:
     layout: Layout  # of what was compressed: the value, or its packed form
-    planes: list[tuple[int, ...]]  # bytes of the planes of each piece, in the order in which they are held
-    digest: int
     stats: KeyStats
+    digest: int
+    planes: list[list[int]]  # held bytes of the planes of each piece, in their order
 
 
 class CompressedVGPULevel(VGPULevel):
@@ -150,35 +129,19 @@ class CompressedVGPULevel(VGPULevel):
     ``lossless`` is for anything: bytes are laid out by their place in the element (*planes*: signs and exponents of
     neighbouring weights are much alike) and each plane is compressed by zstd, unless it would hardly shrink. ``fp4``
     (nvfp4) is for weights that the caller names. An XXH3 of the held bytes is checked before they are turned back.
-
-    Args:
-        level, capacity_mb, device, transfer_speed_gbps, path: as `VGPULevel`.
-        codec: of keys that are put without one: 'lossless' or 'fp4'.
-
-    Raises:
-        ConfigurationError: as `VGPULevel`; an unknown codec.
+    ``codec`` is that of keys that are put without one; other settings, and what is raised, are as for `VGPULevel`.
     """
 
-    def __init__(
-        self,
-        level: int = 1,
-        capacity_mb: float | str = 1024,
-        device: str = "cpu",
-        transfer_speed_gbps: float | None = None,
-        path: str | None = None,
-        *,
-        codec: str = "lossless",
-    ) -> None:
+    def __init__(self, level: int = 1, *settings: Any, codec: str = "lossless", **named: Any) -> None:
         self.codec = _checked(codec)
-        super().__init__(level, capacity_mb, device, transfer_speed_gbps, path)
+        super().__init__(level, *settings, **named)
 
     def put(self, key: str, tensor: Any, codec: str | None = None) -> None:
         """Compress a tensor, or with 'lossless' a packed tensor, and hold it; one that is there already is replaced.
 
-        Raises:
-            InsufficientMemory: it does not fit; what was under ``key`` still is.
-            ConfigurationError: an unknown codec; a value that FP4 does not take (integer, inf, NaN, packed).
-            Unsupported: zstd is wanted and the package zstandard is not installed.
+        Raises InsufficientMemory where it does not fit (what was under ``key`` still is), ConfigurationError for an
+        unknown codec, or a value that FP4 does not take (integer, inf, NaN, packed), Unsupported without the package
+        zstandard.
         """
         codec = _checked(codec or self.codec)
         num_bytes = layout_of(tensor)[0].num_bytes
@@ -188,38 +151,36 @@ class CompressedVGPULevel(VGPULevel):
             tensor = quantize(tensor, "nvfp4", name=key)
         layout, tensors = layout_of(tensor)
         buffer, planes = packed_bytes(layout, tensors).cpu(), []
-        if codec == "lossless" and layout.num_bytes:
-            itemsize = _itemsize(layout)
-            made = list(_pool().map(lambda piece: _compress(piece, itemsize), buffer.split(_piece_bytes(itemsize))))
-            planes = [tuple(map(len, piece)) for piece in made]
+        if codec == "lossless" and num_bytes:
+            pieces, itemsize = _pieces(buffer, layout)
+            made = list(_pool().map(lambda piece: _compress(piece, itemsize), pieces))
+            planes = [[len(plane) for plane in piece] for piece in made]
             buffer = torch.frombuffer(bytearray().join(plane for piece in made for plane in piece), dtype=torch.uint8)
         stats = KeyStats(codec, num_bytes, buffer.numel())
-        self._store(key, _Held(layout, planes, _digest(buffer), stats), buffer)
+        self._store(key, _Held(layout, stats, xxhash.xxh3_64_intdigest(buffer.numpy().data), planes), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded.
 
-        Raises:
-            UnknownKey: nothing is there under ``key``.
-            CorruptData: the held bytes are not those that were written.
-            DiskError: they cannot be read.
+        Raises UnknownKey; CorruptData where the held bytes are not those that were written; DiskError.
         """
         held, extent = self._find(key)
-        buffer = self._read(extent, held.stats.held_bytes, "cpu")
-        if _digest(buffer) != held.digest:
+        flat = self._read(extent, held.stats.held_bytes, "cpu")
+        data = flat.numpy().data
+        if xxhash.xxh3_64_intdigest(data) != held.digest:
             raise CorruptData(
-                f"{key!r}: {buffer.numel()} compressed bytes on level {self.level} differ from what was written: "
+                f"{key!r}: {len(data)} compressed bytes on level {self.level} differ from what was written: "
                 "the memory or disk is failing, or something else wrote there"
             )
-        if held.stats.codec == "fp4":
-            return held.layout.value(held.layout.tensors_over(buffer.to(self._device))).dequantize()
-        flat, data, at, jobs = torch.empty(held.layout.num_bytes, dtype=torch.uint8), _memory(buffer), 0, []
-        pieces = flat.split(_piece_bytes(_itemsize(held.layout))) if held.planes else ()
-        for piece, planes in zip(pieces, held.planes, strict=True):
-            jobs.append((piece, data[at : at + sum(planes)], planes))
-            at += sum(planes)
-        list(_pool().map(lambda job: _restore(*job), jobs))
-        return held.layout.value(held.layout.tensors_over(flat.to(self._device)))
+        if held.planes:
+            flat, at, jobs = torch.empty(held.layout.num_bytes, dtype=torch.uint8), 0, []
+            for piece, sizes in zip(_pieces(flat, held.layout)[0], held.planes, strict=True):
+                jobs.append(_pool().submit(_restore, piece, data[at : at + sum(sizes)], sizes))
+                at += sum(sizes)
+            for job in jobs:
+                job.result()
+        value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
+        return value.dequantize() if held.stats.codec == "fp4" else value
 
     def stats(self) -> dict[str, KeyStats]:
         """By key: its codec, and bytes before and after."""
@@ -232,25 +193,22 @@ def _checked(codec: str) -> str:
     return codec
 
 
-def _itemsize(layout: Layout) -> int:
-    """Bytes of an element; a packed value's parts have several, and are taken as bytes."""
-    return layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
-
-
-def _piece_bytes(itemsize: int) -> int:
-    return PIECE_BYTES // itemsize * itemsize
+def _pieces(flat: torch.Tensor, layout: Layout) -> tuple[tuple[torch.Tensor, ...], int]:
+    """Flat bytes cut for the threads, and the bytes of an element (a packed value's parts are taken as bytes)."""
+    itemsize = layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
+    return flat.split(PIECE_BYTES // itemsize * itemsize), itemsize
 
 
 def _compress(piece: torch.Tensor, itemsize: int) -> list[Any]:
     """The planes of flat bytes, ``itemsize`` of them, each compressed or, where that saves little, as it is."""
     compressor, found = _compressor(itemsize > 1), []
     for plane in np.ascontiguousarray(piece.numpy().reshape(-1, itemsize).T):  # far faster than torch transposes bytes
-        small = compressor.compress(memoryview(plane))
-        found.append(small if len(small) < _SHRINKS * len(plane) else memoryview(plane))
+        small = compressor.compress(plane.data)
+        found.append(small if len(small) < (1 - MIN_SAVING) * len(plane) else plane.data)
     return found
 
 
-def _restore(piece: torch.Tensor, data: memoryview, sizes: tuple[int, ...]) -> None:
+def _restore(piece: torch.Tensor, data: memoryview, sizes: list[int]) -> None:
     """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``; a full one is not compressed."""
     planes, at = piece.numpy().reshape(-1, len(sizes)), 0
     for number, size in enumerate(sizes):
@@ -259,14 +217,6 @@ def _restore(piece: torch.Tensor, data: memoryview, sizes: tuple[int, ...]) -> N
             raw = require_zstandard().ZstdDecompressor().decompress(raw, max_output_size=len(planes))
         planes[:, number] = np.frombuffer(raw, dtype=np.uint8)
         at += size
-
-
-def _memory(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
-
-
-def _digest(flat: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(_memory(flat))
 
 
 @functools.cache
@@ -287,9 +237,8 @@ def require_zstandard() -> Any:
 
 
 def _compressor(of_planes: bool) -> Any:
-    """One for one thread. Planes of exponents hold few repetitions and much skew: a small table of long matches leaves
-    the work to zstd's entropy coder, three times as fast there and a twelfth smaller than level 1's own settings.
-    """
+    """For one thread. Planes of exponents hold few repetitions and much skew: a small table of long matches leaves the
+    work to zstd's entropy coder, three times as fast there and a twelfth smaller than level 1's own settings."""
     zstd = require_zstandard()
     if not of_planes:
         return zstd.ZstdCompressor(level=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ __all__ = ["Reservation", "VGPUStack"]
 PROMOTIONS = ("direct", "gradual")
 
 
-class VGPUStack(LevelPool):
-    """Several levels of memory as one.
+class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
+    """Several levels of memory as one; leaving its block closes it.
 
     Args:
         config: ``{'levels': [{'capacity_mb', 'device', 'speed_gbps', 'path'}, ...]}``, fastest first, or a sequence of
@@ -38,11 +38,8 @@ class VGPUStack(LevelPool):
         policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
-    Attributes:
-        levels: the `Level` objects, fastest first. level0_device: where `access` returns tensors.
-
-    Raises:
-        ConfigurationError: unknown keys or values, a GPU that is not there, capacities beyond the machine's.
+    ``levels`` are the `Level` objects, ``level0_device`` is where `access` returns tensors. Raises ConfigurationError
+    for unknown keys or values, a GPU that is not there, capacities beyond the machine's.
     """
 
     def __init__(
@@ -60,7 +57,8 @@ class VGPUStack(LevelPool):
         self.promotion = promotion
         self._placement = Placement(self.levels, self._policy, self._statistics, self._lock)
         self._entries: dict[str, Entry] = {}
-        self._prefetchers: list[Callable[[Any], bool]] = []
+        # Offered the keys and parameters that are not registered here; one returns whether it took it.
+        self.prefetchers: list[Callable[[Any], bool]] = []
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
 
@@ -75,9 +73,8 @@ class VGPUStack(LevelPool):
             owner: of the key, such as a model's name. Only the same owner may replace the key.
             take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
 
-        Raises:
-            InsufficientMemory: the stack is full; nothing moved, and what was under ``key`` still is.
-            KeyClash: another owner has the key, or it is a reservation's name.
+        Raises InsufficientMemory where the stack is full (nothing moved, and what was under ``key`` still is), KeyClash
+        where another owner has the key, or it is a reservation's name.
         """
         priority = default_priority(key) if priority is None else priority
         if not isinstance(priority, int) or not 0 <= priority <= 10:
@@ -90,7 +87,7 @@ class VGPUStack(LevelPool):
             self._admit(Entry(key, owner, priority, layout), tensors, old, take=take)
 
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
-        """Place a new entry and put it in the table, in the place of ``old``; in a turn."""
+        """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
         source = self._place_of(buffer)
         try:
@@ -114,31 +111,28 @@ class VGPUStack(LevelPool):
             entry = self._entries.get(key)
             if (entry is None or entry.owner == owner) and key not in self._reservations:
                 return entry
-        holder = f"{entry.owner!r}" if entry is not None else "a reservation"
+        holder = "a reservation" if entry is None else repr(entry.owner)
         raise KeyClash(
-            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
-            f"(name='...')"
+            f"key {key!r} is taken by {holder}, and {owner!r} wants it: give the models different names (name='...')"
         )
 
     def access(self, key: str) -> Any:
         """The value under ``key`` on level 0's device; valid while held, not to be written to.
 
-        Raises:
-            UnknownKey: nothing is registered under it.
-            DiskError, CorruptData: its bytes, or those of a key that had to sink, could not be moved.
+        Raises UnknownKey; DiskError or CorruptData where its bytes, or those of a key that had to sink, cannot be
+        moved.
         """
         return self._find(key, 0)[0]
 
     def _find(self, key: str, pins: int) -> tuple[Any, Entry]:
         with self._lock:
             entry = self._entries.get(key)
-            tensors = entry.resident if entry is not None else None
-            if entry is not None and tensors is not None and entry.error is None:
+            if entry is not None and entry.resident is not None and entry.error is None:
                 self._policy.touch(entry)
                 self._statistics.hits[0] += 1
                 entry.expected = False
                 entry.pins += pins
-                return self._hand_out(entry, tensors), entry
+                return self._hand_out(entry, entry.resident), entry
         return self._find_elsewhere(key, pins)
 
     def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -153,8 +147,8 @@ class VGPUStack(LevelPool):
         """`access` for a key that is not on level 0, or on its way somewhere."""
         start = time.perf_counter()
         with self._turn.take():
+            entry = self._lookup(key)
             with self._lock:
-                entry = self._lookup(key)
                 error, entry.error = entry.error, None
                 if error is not None:
                     raise error
@@ -166,22 +160,17 @@ class VGPUStack(LevelPool):
             with self._lock:
                 entry.pins += pins
                 value = None if entry.resident is None else self._hand_out(entry, entry.resident)
-            if value is None:
-                value = self._serve_in_place(entry)
-        with self._lock:
-            self._statistics.stall_seconds += time.perf_counter() - start
+            if value is None:  # a transient copy, the key stays where it is
+                with torch.inference_mode(False):
+                    buffer = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self.level0_device)
+                    self._placement.read(entry, buffer)
+                    value = entry.layout.value(entry.layout.tensors_over(buffer))
+        self.add_stall(time.perf_counter() - start)
         return value, entry
 
     def _target(self, entry: Entry) -> int:
         """The level that an access raises ``entry`` to."""
         return 0 if self.promotion == "direct" else max(0, entry.level - 1)
-
-    def _serve_in_place(self, entry: Entry) -> Any:
-        """A transient copy on level 0's device; the key stays where it is."""
-        with torch.inference_mode(False):
-            buffer = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self.level0_device)
-            self._placement.read(entry, buffer)
-            return entry.layout.value(entry.layout.tensors_over(buffer))
 
     @contextmanager
     def borrow(self, key: str) -> Iterator[Any]:
@@ -196,17 +185,17 @@ class VGPUStack(LevelPool):
     def prefetch(self, keys: Iterable[Any]) -> None:
         """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order.
 
-        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by that key's next
+        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by the key's next
         `access`.
         """
         self._check_open()
-        keys = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
-        for key in keys:
+        wanted: list[Any] = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
+        for key in wanted:
             entry = self._entries.get(key) if isinstance(key, str) else None
             if entry is not None:
                 if entry.resident is None:
                     self._mover.submit(self._bring_up, key)
-            elif not any(prefetcher(key) for prefetcher in self._prefetchers):
+            elif not any(prefetcher(key) for prefetcher in self.prefetchers):
                 raise self._unknown(key)
 
     def _bring_up(self, key: str) -> None:
@@ -222,29 +211,17 @@ class VGPUStack(LevelPool):
             except Exception as error:  # kept for the next access, not swallowed
                 entry.error = error
 
-    def add_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
-        """Offer keys and parameters that are not registered here to ``prefetcher``; it returns whether it took them."""
-        self._prefetchers.append(prefetcher)
-
-    def remove_prefetcher(self, prefetcher: Callable[[Any], bool]) -> None:
-        self._prefetchers.remove(prefetcher)
-
     def update(self, key: str, tensor: Any) -> None:
         """Replace the bytes of ``key`` by those of a value of the same shape and dtype.
 
-        Raises:
-            UnknownKey: nothing is registered under it.
-            ConfigurationError: another shape or dtype (register it instead).
-            InsufficientMemory: the old bytes are still held, and the new ones do not fit next to them.
+        Raises UnknownKey; ConfigurationError for another shape or dtype (register it instead); InsufficientMemory where
+        the old bytes are still held, and the new ones do not fit next to them.
         """
         layout, tensors = layout_of(tensor)
         with self._turn.take():
-            with self._lock:
-                old = self._lookup(key)
+            old = self._lookup(key)
             if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
-                raise ConfigurationError(
-                    f"update of {key!r} has another shape or dtype: register it again to replace it"
-                )
+                raise ConfigurationError(f"update of {key!r} has another shape or dtype: register it again instead")
             if not old.num_bytes:
                 return
             buffer = packed_bytes(layout, tensors)
@@ -256,22 +233,20 @@ class VGPUStack(LevelPool):
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
         with self._turn.take():
+            entry = self._lookup(key)
             with self._lock:
-                entry = self._lookup(key)
                 del self._entries[key]
             self._placement.drop(entry)
 
     def move(self, key: str, level: int) -> None:
         """Promote or demote ``key`` by hand.
 
-        Raises:
-            InsufficientMemory: it does not fit there, whatever sinks; nothing moved.
-            StaleTensor: it would leave level 0 while somebody holds its tensor.
+        Raises InsufficientMemory where it does not fit, whatever sinks (nothing moved), StaleTensor where it would
+        leave level 0 while somebody holds its tensor.
         """
         self._check_level(level)
         with self._turn.take():
-            with self._lock:
-                entry = self._lookup(key)
+            entry = self._lookup(key)
             if level != entry.level and entry.num_bytes:
                 self._placement.move(entry, level)
 
@@ -289,13 +264,11 @@ class VGPUStack(LevelPool):
         return len(self._entries)
 
     def level_of(self, key: str) -> int:
-        with self._lock:
-            return self._lookup(key).level
+        return self._lookup(key).level
 
     def _lookup(self, key: str) -> Entry:
         self._check_open()
-        entry = self._entries.get(key)
-        if entry is None:
+        if (entry := self._entries.get(key)) is None:
             raise self._unknown(key)
         return entry
 
@@ -319,17 +292,11 @@ class VGPUStack(LevelPool):
         if not self._closed:
             self._closed = True
             self._mover.shutdown(cancel_futures=True)
+            with self._turn.take(), self._lock:
+                for entry in self._entries.values():
+                    entry.resident = None
+                self._entries.clear()
             super().close()
-
-    def _drop_all(self) -> None:
-        with self._lock:
-            for entry in self._entries.values():
-                entry.hide()
-            self._entries.clear()
-        super()._drop_all()
-
-    def __enter__(self) -> VGPUStack:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -352,10 +319,8 @@ def create_vgpu_stack(
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.
         device: level 0's; by default the first GPU. ``'cpu'`` makes level 0 an arena in RAM.
-        policy, promotion: as `VGPUStack`.
 
-    Raises:
-        ConfigurationError: a size that the machine does not have, or no directory on a disk.
+    Raises ConfigurationError for a size that the machine does not have, or where no directory is on a disk.
     """
     levels = machine_levels(fast_memory, host_memory, disk_memory, disk_path, device)
     return VGPUStack(levels, policy=policy, promotion=promotion)

@@ -57,7 +57,7 @@ class SlicedLeaf(Mover):
         weights, lock = self._weights, self._room.lock
         with lock:
             self._wait_for_updates(self.group)
-        self._stack.count_miss(self._storage.range(self.group, "weight").level)
+        self._stack.count_found(self._storage.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
         loaded = [self._load(starts[0])]
         try:
