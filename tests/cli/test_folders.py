@@ -133,7 +133,7 @@ def test_what_is_wrong_with_a_folder_is_named(place, folders):
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     os.truncate(shard, len(whole) - 3)
-    refused(place, train, str(shard), "3 bytes are missing")
+    refused(place, train, str(shard), "not fully covered")
     shard.unlink()
     refused(place, train, shard.name, "index.json")
     shard.write_bytes(whole)

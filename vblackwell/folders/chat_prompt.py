@@ -7,19 +7,14 @@ model that was fine-tuned on conversations often names another end. A template i
 
 from __future__ import annotations
 
-import functools
-import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.units import MiB, format_bytes
@@ -63,9 +58,8 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
     ConfigurationError where there is none, or transformers cannot open the tokenizer."""
     opened = open_tokenizer(folder)
     try:
-        brought = None if adapter is None else adapter / CHAT_TEMPLATE
-        if brought is not None and brought.is_file():
-            return Chat(adapter or folder, opened.special_tokens_map, brought.read_text(encoding="utf-8"))
+        if adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
+            return Chat(adapter, opened.special_tokens_map, (adapter / CHAT_TEMPLATE).read_text(encoding="utf-8"))
         template = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -106,8 +100,7 @@ def render(
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of ``folder`` as transformers opens it, which knows the chat template. No code of the folder's is
-    run: one that needs it, or cannot be opened, is a ConfigurationError."""
+    """The tokenizer of ``folder`` as transformers opens it; raises ConfigurationError. No code of the folder is run."""
     from transformers import AutoTokenizer
 
     try:
@@ -132,31 +125,22 @@ def special_after(tokenizer: Tokenizer, text: str) -> int | None:
 @contextmanager
 def bounded() -> Iterator[None]:
     """Bound the process while the block runs: in memory (what it holds and `MAX_BYTES` more), and in CPU time on the
-    main thread, the only one that signals interrupt. Raises TimeoutError or MemoryError, with the bound in words.
-    """
+    main thread, the only one that signals interrupt. Raises TimeoutError or MemoryError, with the bound in words."""
 
-    def expire(number: int, frame: FrameType | None) -> None:
+    def expire(*_: object) -> None:
         raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    held = _process(os.getpid()).memory_info().data + MAX_BYTES
-    is_timed = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGPROF, expire) if is_timed else None
-    resource.setrlimit(resource.RLIMIT_DATA, (held if soft == resource.RLIM_INFINITY else min(soft, held), hard))
-    if is_timed:
-        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-    try:
-        yield
-    except MemoryError as error:
-        raise MemoryError(f"it takes more than {format_bytes(MAX_BYTES)}") from error
-    finally:
-        if is_timed:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        if is_timed:
-            signal.signal(signal.SIGPROF, handler)
-
-
-@functools.lru_cache(maxsize=1)
-def _process(pid: int) -> psutil.Process:
-    return psutil.Process(pid)
+    pages = int(Path("/proc/self/statm").read_text().split()[5])  # data and stack, as the limit counts them
+    held = pages * resource.getpagesize() + MAX_BYTES
+    with ExitStack() as undo:
+        if threading.current_thread() is threading.main_thread():
+            undo.callback(signal.signal, signal.SIGPROF, signal.signal(signal.SIGPROF, expire))
+            undo.callback(signal.setitimer, signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+        undo.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (held if soft == resource.RLIM_INFINITY else min(soft, held), hard))
+        try:
+            yield
+        except MemoryError as error:
+            raise MemoryError(f"it takes more than {format_bytes(MAX_BYTES)}") from error

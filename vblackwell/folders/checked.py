@@ -7,7 +7,7 @@ and unpickle a file. Here tables of files and a model without bytes are enough t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,15 +28,11 @@ def check_request(
     model: str, prompt: str | None = None, prompts: str | None = None, max_new_tokens: int = 0, *, weights: bool = True
 ) -> None:
     """Look at what ``vb generate`` was asked for; anything but one of ``prompt`` and ``prompts`` is for the command to
-    refuse.
+    refuse. ``weights``: look at the tables of the folder's files too; False where the caller opens it and does.
 
-    ``weights``: look at the tables of the folder's files too; False where the caller opens it and does.
-
-    Raises:
-        ConfigurationError: a prompt, alone or with what is to be added, is longer than the model's limit, with file and
-            line; the tokenizer is missing, unreadable or larger than the model's vocabulary; a wrong config.json;
-            pickled files.
-        FolderMismatch, CorruptData, Unsupported: as `FolderWeights`.
+    Raises ConfigurationError for a prompt that, alone or with what is to be added, is longer than the model's limit,
+    with file and line; for a tokenizer that is missing, unreadable or larger than the model's vocabulary; for a wrong
+    config.json; for pickled files. FolderMismatch, CorruptData, Unsupported as `FolderWeights`.
     """
     folder = Path(model)
     if not folder.exists() and is_hub_id(model):
@@ -54,9 +50,8 @@ def check_request(
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the files of ``folder`` hold the tensors of its config.json; raises as `build_on_meta` and
-    `FolderWeights`. What we wrote has hashes that are checked elsewhere, and what is quantised has other tensors:
-    neither is looked at."""
+    """Whether the files of ``folder`` hold what its config.json says; raises as `build_on_meta` and `FolderWeights`.
+    What we wrote has hashes, checked elsewhere, and what is quantised has other tensors: neither is looked at."""
     if not (folder / MANIFEST).is_file() and not read_config(folder).get("quantization_config"):
         FolderWeights(build_on_meta(folder, torch.float32), folder).__exit__(None, None, None)
 
@@ -76,21 +71,16 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
 
 
 def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None:
-    """Whether a prompt of ``length`` tokens and ``new_tokens`` more are within the limit of config.json, if it states
-    one; raises ConfigurationError with ``place``."""
+    """Whether a prompt and ``new_tokens`` more fit config.json's limit; raises ConfigurationError with ``place``."""
     config = read_config(folder)
-    found: list[Any] = [(name, config[name]) for name in LIMITS if isinstance(config.get(name), int)]
-    for name, limit in found[:1]:
-        stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
-        if length >= limit:
-            raise ConfigurationError(
-                f"{place}: the prompt has {length} tokens, {stated}: shorten it to at most {limit - 1}"
-            )
-        if length + new_tokens > limit:
-            raise ConfigurationError(
-                f"{place}: the prompt has {length} tokens, with {new_tokens} new ones {length + new_tokens}, {stated}: "
-                f"ask for at most {limit - length}"
-            )
+    name = next((name for name in LIMITS if isinstance(config.get(name), int)), None)
+    if name is None or length + max(new_tokens, 1) <= (limit := config[name]):
+        return
+    stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
+    remedy = f"{stated}: shorten it to at most {limit - 1}"
+    if length < limit:
+        remedy = f"with {new_tokens} new ones {length + new_tokens}, {stated}: ask for at most {limit - length}"
+    raise ConfigurationError(f"{place}: the prompt has {length} tokens, {remedy}")
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
@@ -99,15 +89,13 @@ def prompt_lines(path: Path) -> list[tuple[str, str]]:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end
-        lines = data.decode("utf-8").splitlines() if len(data) <= MAX_PROMPTS_BYTES else None
+        if len(data) > MAX_PROMPTS_BYTES:
+            raise ValueError(f"it has more than {format_bytes(MAX_PROMPTS_BYTES)}")
+        lines = data.decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line"
         ) from error
-    if lines is None:
-        raise ConfigurationError(
-            f"--prompts {path} has more than {format_bytes(MAX_PROMPTS_BYTES)}: give a text file with a prompt a line"
-        )
     found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigurationError(f"--prompts {path} holds no prompt: write one a line")

@@ -21,8 +21,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -35,70 +36,57 @@ FORMAT = 1
 REPLACED = ".replaced"
 WRITE_BYTES = 16 * MiB
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STEP = re.compile(r"step-\d+")
+PREFIX = "step-"
+_STEP = re.compile(rf"{PREFIX}\d+")
 
 
 class CommitFolder:
-    """``with CommitFolder(parent, name) as folder:`` write into ``folder``; leaving the block commits, an exception
-    abandons.
+    """``with CommitFolder(parent, name) as folder:`` write into it; leaving the block commits, an exception abandons.
 
     A folder that already has the name is replaced at the commit, if it is empty or was committed too, or if
-    ``own_parent`` says that no other program writes into ``parent`` (one without a manifest is then a damaged one).
-    While the block runs the work folder is locked, so that no other process takes it for a leftover. ``needed_bytes``
-    are refused at once if the disk has less.
-
-    Raises:
-        ConfigurationError: what has the name holds files and was never committed: it is somebody's own.
-        DiskError: the disk is full or failed, with needed and free bytes; the work folder is gone, older ones are as
-            before.
+    ``own_parent`` says that no other program writes into ``parent`` (one without a manifest is then a damaged one), and
+    else refused by ConfigurationError: it is somebody's own. While the block runs the work folder is locked, so that no
+    other process takes it for a leftover. Raises DiskError where the disk failed or has less than ``needed_bytes``; the
+    work folder is gone then, older ones are as before.
     """
 
-    def __init__(
-        self, parent: Path, name: str, needed_bytes: int | None = None, *, own_parent: bool = False
-    ) -> None:  # fmt: skip
-        self._own_parent = own_parent
-        final = parent / name
-        if final.is_symlink():  # the folder goes where the link points to, say to a larger disk
-            final = final.resolve()
-        self.parent, self.name, self.needed_bytes = final.parent, final.name, needed_bytes
-        self.path = final.with_name(f"{final.name}{SUFFIX}")
+    def __init__(self, parent: Path, name: str, needed_bytes: int = 0, *, own_parent: bool = False) -> None:
+        final = parent / name  # a link's folder goes where it points to, say to a larger disk
+        self._final = final.resolve() if final.is_symlink() else final
+        self._own_parent, self._needed_bytes = own_parent, needed_bytes
+        self.path = self._final.with_name(f"{self._final.name}{SUFFIX}")
         self._entries: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> CommitFolder:
+        final, parent = self._final, self._final.parent
         try:
-            self.parent.mkdir(parents=True, exist_ok=True)
+            parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise disk_error("creating", self.parent, error) from error
-        clean_leftovers(self.parent, self.name)
-        self._check_replaceable(self.parent / self.name)
-        free = shutil.disk_usage(self.parent).free
-        if self.needed_bytes is not None and self.needed_bytes > free:
-            raise DiskError(
-                f"{self.parent / self.name} needs {format_bytes(self.needed_bytes)}, {format_bytes(free)} are free on "
-                "its disk: make room, or choose another folder"
-            )
-        self._lock = make_work_folder(self.path)
-        return self
-
-    def _check_replaceable(self, final: Path) -> None:
-        if not final.exists() or (final / MANIFEST).is_file() or (self._own_parent and final.is_dir()):
-            return
-        if not final.is_dir() or any(final.iterdir()):
+            raise disk_error("creating", parent, error) from error
+        clean_leftovers(parent, final.name)
+        ours = (final / MANIFEST).is_file() or (self._own_parent and final.is_dir())
+        if final.exists() and not ours and (not final.is_dir() or any(final.iterdir())):
             raise ConfigurationError(
                 f"{final} exists and has no {MANIFEST}, so this package did not write it: choose another folder, or "
                 "move it away"
             )
+        if self._needed_bytes > (free := shutil.disk_usage(parent).free):
+            raise DiskError(
+                f"{final} needs {format_bytes(self._needed_bytes)}, {format_bytes(free)} are free on its disk: make "
+                "room, or choose another folder"
+            )
+        self._lock = make_work_folder(self.path)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        committed = False
         try:
             if kind is None:
                 self._commit()
-                return
-            shutil.rmtree(self.path, ignore_errors=True)
-        except BaseException:
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise
+                committed = True
         finally:
+            if not committed:
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
 
     @contextmanager
@@ -108,9 +96,10 @@ class CommitFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb", buffering=0) as raw:
-                file = HashedFile(path, WholeWrites(raw))  # pyright: ignore[reportArgumentType]
+                file = HashedFile(path, raw)
                 yield file
-                self._entries[name] = file.finish()
+                sync(raw.fileno(), path)
+                self._entries[name] = {"size": file.size, "xxh3": file.digest.hexdigest()}
         except BaseException as error:
             path.unlink(missing_ok=True)  # a caller that catches this must not commit half a file
             if isinstance(error, OSError) and not isinstance(error, DiskError):
@@ -129,11 +118,13 @@ class CommitFolder:
         for path in sorted(self.path.rglob("*")):
             name = path.relative_to(self.path).as_posix()
             if path.is_file() and name not in self._entries:  # written by a library straight into the folder
-                self._entries[name] = sync_and_hash(path)
+                with path.open("rb") as file:
+                    sync(file.fileno(), path)
+                self._entries[name] = hash_file(path)
         self.add_json(MANIFEST, {"format": FORMAT, "files": dict(sorted(self._entries.items()))})
         for path in (*(found for found in self.path.rglob("*") if found.is_dir()), self.path):
             sync_folder(path)
-        final, replaced = self.parent / self.name, self.parent / f"{self.name}{REPLACED}{SUFFIX}"
+        final, replaced = self._final, self._final.with_name(f"{self._final.name}{REPLACED}{SUFFIX}")
         try:
             if final.exists():
                 os.rename(final, replaced)
@@ -142,21 +133,20 @@ class CommitFolder:
             if replaced.exists() and not final.exists():
                 os.rename(replaced, final)
             raise disk_error("renaming", self.path, error) from error
-        sync_folder(self.parent)
+        sync_folder(final.parent)
         if replaced.exists():
             remove_if_abandoned(replaced)
 
 
 def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
-    """Removes work folders whose writers are dead, puts back a folder that was being replaced; returns what was
-    removed.
+    """Removes work folders whose writers are dead, puts back one that was being replaced; returns what was removed.
 
     Only those of checkpoints (``step-N``) and of ``name``: others' may end in ``.tmp`` as well.
     """
     removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):
         original = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(REPLACED))
-        if not path.is_dir() or (original.name != name and not _STEP.fullmatch(original.name)):
+        if not path.is_dir() or not (original.name == name or _STEP.fullmatch(original.name)):
             continue
         if path.name.endswith(REPLACED + SUFFIX) and not original.exists():
             os.rename(path, original)
@@ -167,60 +157,52 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
 
 
 def verify_folder(path: Path) -> None:
-    """Checks every file of a committed folder against its manifest; raises CorruptData naming the file that is missing
-    or differs, or the manifest."""
-    manifest = path / MANIFEST
+    """Checks a committed folder against its manifest; raises CorruptData with the file that is missing or differs."""
+    file = path / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = json.loads(file.read_text(encoding="utf-8"))["files"]
         expected = {name: (entry["size"], entry["xxh3"]) for name, entry in files.items()}
-    except FileNotFoundError as error:
-        raise CorruptData(f"{manifest} is missing: the folder was never committed; use another checkpoint") from error
-    except OSError as error:
-        raise CorruptData(f"{manifest} cannot be read: {error.strerror}; use another checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptData(f"{manifest} is damaged ({error}); use another checkpoint") from error
-    for name, (size, digest) in expected.items():
-        file = path / name
-        if not file.is_file():
-            raise CorruptData(f"{file} is missing; use another checkpoint")
-        if file.stat().st_size != size:
-            raise CorruptData(f"{file} has {file.stat().st_size} bytes, written were {size}; use another checkpoint")
-        try:
+        for name, (size, digest) in expected.items():
+            file = path / name
+            if not file.is_file():
+                raise _damaged(file, "is missing")
+            if file.stat().st_size != size:
+                raise _damaged(file, f"has {file.stat().st_size} bytes, written were {size}")
             found = hash_file(file)["xxh3"]
-        except OSError as error:
-            raise CorruptData(f"{file} cannot be read: {error.strerror}; use another checkpoint") from error
-        if found != digest:
-            raise CorruptData(
-                f"{file} differs from what was written (XXH3 {found}, not {digest}); use another checkpoint"
-            )
+            if found != digest:
+                raise _damaged(file, f"differs from what was written (XXH3 {found}, not {digest})")
+    except FileNotFoundError as error:
+        raise _damaged(file, "is missing: the folder was never committed") from error
+    except OSError as error:
+        raise _damaged(file, f"cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(file, f"is damaged ({error})") from error
 
 
-def newest_complete(parent: Path, prefix: str = "step-") -> list[Path]:
-    """Committed folders ``prefix`` + number under ``parent``, the newest first; not verified yet."""
-    return [path for path in _numbered(parent, prefix) if (path / MANIFEST).is_file()]
+def _damaged(file: Path, how: str) -> CorruptData:
+    return CorruptData(f"{file} {how}; use another checkpoint")
 
 
-def step_of(path: Path, prefix: str = "step-") -> int:
-    return int(path.name.removeprefix(prefix))
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
 
 
-def _numbered(parent: Path, prefix: str) -> list[Path]:
-    """Folders ``prefix`` + number under ``parent``, the newest first."""
-    found = []
-    for path in parent.glob(f"{prefix}*"):
-        number = path.name.removeprefix(prefix)
-        if number.isdecimal() and path.is_dir():
-            found.append((int(number), path))
-    return [path for _, path in sorted(found, reverse=True)]
+def numbered(parent: Path) -> list[Path]:
+    """Folders ``step-N`` under ``parent``, the newest first."""
+    found = [path for path in parent.glob(f"{PREFIX}*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (step_of(path), path), reverse=True)
 
 
-def newest_verified(parent: Path, prefix: str = "step-") -> tuple[Path | None, list[CorruptData]]:
-    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it.
+def newest_complete(parent: Path) -> list[Path]:
+    """Those that were committed; not verified yet."""
+    return [path for path in numbered(parent) if (path / MANIFEST).is_file()]
 
-    A folder without a manifest counts as damaged: folders get their names with it, so it was lost later.
-    """
+
+def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
+    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it,
+    where one without a manifest counts as damaged: folders get their names with it, so it was lost later."""
     problems = []
-    for path in _numbered(parent, prefix):
+    for path in numbered(parent):
         try:
             verify_folder(path)
         except CorruptData as error:
@@ -230,10 +212,10 @@ def newest_verified(parent: Path, prefix: str = "step-") -> tuple[Path | None, l
     return None, problems
 
 
-def prune(parent: Path, keep: int, prefix: str = "step-") -> list[Path]:
+def prune(parent: Path, keep: int) -> list[Path]:
     """Removes all but the ``keep`` newest committed folders; returns those removed."""
     assert keep >= 1
-    old = newest_complete(parent, prefix)[keep:]
+    old = newest_complete(parent)[keep:]
     for path in old:
         gone = path.with_name(path.name + SUFFIX)
         try:
@@ -248,9 +230,9 @@ def prune(parent: Path, keep: int, prefix: str = "step-") -> list[Path]:
 class HashedFile:
     """A file of a ``CommitFolder`` being written front to back; made by ``CommitFolder.open``."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self._file = path, file
-        self._digest, self.size = xxhash.xxh3_128(), 0
+    def __init__(self, path: Path, raw: FileIO) -> None:
+        self.path, self._raw = path, raw
+        self.digest, self.size = xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends ``data``; raises DiskError with offset, size and free space."""
@@ -258,10 +240,10 @@ class HashedFile:
         for start in range(0, len(view), WRITE_BYTES):
             piece = view[start : start + WRITE_BYTES]
             try:
-                self._file.write(piece)
+                write_whole(self._raw, piece)
             except OSError as error:
                 raise write_error(self.path, self.size, len(view) - start, error) from error
-            self._digest.update(piece)
+            self.digest.update(piece)
             self.size += len(piece)
 
     def reserve(self, size_bytes: int) -> None:
@@ -269,27 +251,16 @@ class HashedFile:
         if not size_bytes or not hasattr(os, "posix_fallocate"):
             return
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+            os.posix_fallocate(self._raw.fileno(), 0, size_bytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems without it
                 raise write_error(self.path, 0, size_bytes, error) from error
 
-    def finish(self) -> dict[str, Any]:
-        """Syncs the file; returns its entry of the manifest."""
-        sync(self._file.fileno(), self.path)
-        return {"size": self.size, "xxh3": self._digest.hexdigest()}
 
-
-class WholeWrites:
-    """An unbuffered file whose ``write`` goes on after a short write."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self.fileno = raw.fileno
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            data = data[self._raw.write(data) :]
+def write_whole(raw: FileIO, data: memoryview) -> None:
+    """All of ``data`` to an unbuffered file, going on after a short write."""
+    while data:
+        data = data[raw.write(data) :]
 
 
 def sync(descriptor: int, path: Path) -> None:
@@ -312,9 +283,8 @@ def sync_folder(path: Path) -> None:
 def write_error(path: Path, offset: int, size_bytes: int, error: OSError) -> DiskError:
     """A refused write as the user should read it."""
     if error.errno not in NO_ROOM:
-        return DiskError(
-            f"writing {size_bytes} bytes at offset {offset} of {path} failed: {error.strerror}; check the disk"
-        )
+        what = f"writing {size_bytes} bytes at offset {offset} of {path}"
+        return DiskError(f"{what} failed: {error.strerror}; check the disk")
     free = shutil.disk_usage(path.parent).free
     return DiskError(
         f"no room for {format_bytes(size_bytes)} at offset {offset} of {path} ({error.strerror}); {format_bytes(free)} "
@@ -330,10 +300,3 @@ def hash_file(path: Path) -> dict[str, Any]:
             digest.update(block)
             size += len(block)
     return {"size": size, "xxh3": digest.hexdigest()}
-
-
-def sync_and_hash(path: Path) -> dict[str, Any]:
-    """Syncs a file that somebody else wrote; returns its entry of the manifest."""
-    with path.open("rb") as file:
-        sync(file.fileno(), path)
-    return hash_file(path)

@@ -13,8 +13,7 @@ nf4      none; ``vblackwell``  our own four entries: no other reader knows block
 The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the
 global scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and
 up to one fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they
-are. It decodes nvfp4 and mxfp4 to bf16 whatever the model is, so the other tensors of such a folder are bf16 too
-(`runs_in`): in transformers fp32 ones would meet them.
+are. It decodes nvfp4 and mxfp4 to bf16 whatever the model is, so the other tensors of such a folder are bf16 too.
 
 A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its
 packed codes: to a reader that passes over what it does not know it is an nvfp4 linear.
@@ -36,14 +35,15 @@ from vblackwell.numerics.packed import PackedTensor
 PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
 FINE = "weight_fine"
 TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
-_KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
-_KINDS |= {"int4": "pack-quantized", "int8": "pack-quantized"}
+_KINDS = {f"{name}fp4": f"{name}fp4-pack-quantized" for name in ("nv", "mx")}
+_KINDS |= dict.fromkeys(("int4", "int8"), "pack-quantized")
+_FP4 = ("nvfp4", "mxfp4")
 OWN_METHOD = "vblackwell"
 
 
 def runs_in(form: Format, dtype: torch.dtype) -> torch.dtype:
     """The type that a folder in ``form``, made of one in ``dtype``, has to be in for transformers to run it."""
-    return torch.bfloat16 if form.name in ("nvfp4", "mxfp4") else dtype
+    return torch.bfloat16 if form.name in _FP4 else dtype
 
 
 def opens_in_transformers(form: Format) -> bool:
@@ -60,18 +60,18 @@ def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:
 
 def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
     """What ``to_entries`` will return for a weight (n, k), by local name."""
-    blocks, codes, scales = form.block_of(k), form.codes_shape(n, k), form.scales_shape(n, k)
-    assert blocks
+    codes, scales = (form.codes_shape(n, k), torch.uint8), form.scales_shape(n, k)
+    shape = ((2,), torch.int64)
     if form.name not in _KINDS:
-        table = {PACKED: (codes, torch.uint8), SCALE: (scales, form.scale_dtype), SHAPE: ((2,), torch.int64)}
+        table = {PACKED: codes, SCALE: (scales, form.scale_dtype), SHAPE: shape}
     elif form.name == "nvfp4":
-        table = {GLOBAL: ((1,), torch.float32), PACKED: (codes, torch.uint8), SCALE: (scales, torch.float8_e4m3fn)}
+        table = {GLOBAL: ((1,), torch.float32), PACKED: codes, SCALE: (scales, torch.float8_e4m3fn)}
     elif form.name == "mxfp4":
-        table = {PACKED: (codes, torch.uint8), SCALE: (scales, torch.uint8)}
+        table = {PACKED: codes, SCALE: (scales, torch.uint8)}
     else:
-        words = -(-k * form.bits // 32)
-        table = {SHAPE: ((2,), torch.int64), PACKED: ((n, words), torch.int32), SCALE: (scales, form.scale_dtype)}
-    return {name: TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in table.items()}
+        codes = ((n, -(-k * form.bits // 32)), torch.int32)
+        table = {SHAPE: shape, PACKED: codes, SCALE: (scales, form.scale_dtype)}
+    return {name: TensorSpec(name, tuple(sizes), dtype) for name, (sizes, dtype) in table.items()}
 
 
 def fine_spec(n: int, k: int) -> TensorSpec:
@@ -81,22 +81,19 @@ def fine_spec(n: int, k: int) -> TensorSpec:
 
 def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
     """The tensors that stand for a packed matrix, by local name."""
-    shape = torch.tensor([packed.n, packed.k])
+    entries = {PACKED: packed.codes, SCALE: packed.block_scales}
     if packed.format == "nvfp4":
-        return {
-            GLOBAL: packed.tensor_scale.reciprocal().reshape(1),
-            PACKED: packed.codes,
-            SCALE: packed.block_scales.view(torch.float8_e4m3fn),
-        }
-    if packed.format == "mxfp4":
-        return {PACKED: packed.codes, SCALE: packed.block_scales}
-    if packed.format == "nf4":
-        return {PACKED: packed.codes, SCALE: packed.block_scales, SHAPE: shape}
+        entries[GLOBAL] = packed.tensor_scale.reciprocal().reshape(1)
+        entries[SCALE] = packed.block_scales.view(torch.float8_e4m3fn)
+    if packed.format in _FP4:
+        return entries
     if packed.format == "int4":
-        return {PACKED: packed.codes.view(torch.int32), SCALE: packed.block_scales, SHAPE: shape}
-    codes = packed.codes.view(torch.uint8) ^ 0x80  # q + 128
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
-    return {PACKED: codes.contiguous().view(torch.int32), SCALE: packed.block_scales, SHAPE: shape}
+        entries[PACKED] = packed.codes.view(torch.int32)
+    elif packed.format == "int8":
+        codes = packed.codes.view(torch.uint8) ^ 0x80  # q + 128
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
+        entries[PACKED] = codes.contiguous().view(torch.int32)
+    return entries | {SHAPE: torch.tensor([packed.n, packed.k])}
 
 
 def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
@@ -121,11 +118,8 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
 
 
 def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
-    """The entries that a linear in ``form`` has; raises CorruptData where one is missing, or cannot be read as what it
-    is."""
-    words = form.name in ("int4", "int8")
-    wanted = {PACKED, SCALE} | ({GLOBAL} if form.name == "nvfp4" else set())
-    wanted |= {SHAPE} if words or form.name not in _KINDS else set()
+    """The entries that a linear in ``form`` has; raises CorruptData where one is missing or misshapen."""
+    wanted, words = set(entry_specs(form, 1, 1)), form.name in ("int4", "int8")
     if lacking := sorted(wanted - set(entries)):
         raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
     kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
@@ -140,28 +134,25 @@ def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> se
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
     """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine
     part."""
-    more = {TWO_PARTS: sorted(two_parts)} if two_parts else {}
     if form.name not in _KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
     weights: dict[str, Any] = {
         "num_bits": form.bits,
-        "type": "float" if form.name in ("nvfp4", "mxfp4") else "int",
+        "type": "float" if form.name in _FP4 else "int",
         "symmetric": True,
         "dynamic": False,
         "strategy": {"nvfp4": "tensor_group"}.get(form.name, "group" if form.block_size else "channel"),
         "group_size": form.block_size,
     }
-    if form.name in ("nvfp4", "mxfp4"):
-        weights["scale_dtype"] = "torch.float8_e4m3fn" if form.name == "nvfp4" else "torch.uint8"
-        weights["zp_dtype"] = weights["scale_dtype"]
-    group = {"targets": ["Linear"], "weights": weights, "format": _KINDS[form.name]}
+    if form.name in _FP4:
+        weights |= dict.fromkeys(("scale_dtype", "zp_dtype"), str(entry_specs(form, 1, 1)[SCALE].dtype))
     return {
         "quant_method": "compressed-tensors",
         "format": _KINDS[form.name],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": _KINDS[form.name]}},
         "ignore": sorted(ignore),
-        **more,
+        **({TWO_PARTS: sorted(two_parts)} if two_parts else {}),
     }
 
 
@@ -177,17 +168,16 @@ def format_of_config(config: Mapping[str, Any]) -> Format:
     if len(groups) != 1 or groups[0].get("input_activations") or groups[0].get("output_activations"):
         raise Unsupported("only one group of weight-only quantised linears is read here: open the folder with vLLM")
     weights = groups[0].get("weights") or {}
-    named = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
-    key = (kind, *named, weights.get("symmetric", True))
+    bits, strategy, size = (weights.get(name) for name in ("num_bits", "strategy", "group_size"))
     known = {
-        ("nvfp4-pack-quantized", 4, "tensor_group", 16, True): ("nvfp4", 16),
-        ("mxfp4-pack-quantized", 4, "group", 32, True): ("mxfp4", 32),
-        ("pack-quantized", 4, "group", 32, True): ("int4", 32),
-        ("pack-quantized", 4, "group", 128, True): ("int4", 128),
-        ("pack-quantized", 8, "channel", None, True): ("int8", None),
+        ("nvfp4-pack-quantized", 4, "tensor_group", 16): "nvfp4",
+        ("mxfp4-pack-quantized", 4, "group", 32): "mxfp4",
+        ("pack-quantized", 4, "group", 32): "int4",
+        ("pack-quantized", 4, "group", 128): "int4",
+        ("pack-quantized", 8, "channel", None): "int8",
     }
-    if key in known:
-        return format_named(*known[key])
-    if kind == "pack-quantized" and weights.get("num_bits") == 8 and weights.get("strategy") == "group":
-        return format_named("int8", weights.get("group_size"))
+    if weights.get("symmetric", True) is True and (name := known.get((kind, bits, strategy, size))):
+        return format_named(name, size)
+    if (kind, bits, strategy) == ("pack-quantized", 8, "group"):
+        return format_named("int8", size)
     raise Unsupported(f"compressed-tensors {kind} with {dict(weights)} is not read here: open the folder with vLLM")

@@ -1,27 +1,26 @@
 """Hugging Face folders: found by path or hub id, written, and their JSON, tokenizers and tables read.
 
-Written are config, generation config, the tokenizer's files and safetensors under the model's own names, so that
-``transformers`` opens the folder with its Auto classes. Files of pickled objects (``.bin``, ``.pt``) are refused:
-opening them runs their code. Hub ids go through ``huggingface_hub``: its cache first, then a download of configuration,
-tokenizer and safetensors alone: no pickled weights, and no code.
+What is written opens with the Auto classes of ``transformers``. Files of pickled objects (``.bin``, ``.pt``) are
+refused, because opening them runs their code; of a hub's repository, only configuration, tokenizer and safetensors are
+fetched.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
+from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, open_safetensors
 from vblackwell.units import GiB
 
 if TYPE_CHECKING:
@@ -46,14 +45,10 @@ def save_model(
     *,
     generation: bool = True,
 ) -> None:
-    """Writes a Hugging Face folder.
+    """Writes a Hugging Face folder, with files that ``AutoTokenizer`` opens for ``tokenizer``.
 
-    Args:
-        config: what ``config.json`` says.
-        specs: every tensor that will be written.
-        tensors: the tensors by name, or an iterator over all of them in the order of ``SafetensorsShards.names``.
-        tokenizer: written as files that ``AutoTokenizer`` opens.
-        generation: write a generation_config.json from ``config`` too.
+    ``config`` is what config.json says, and with ``generation`` generation_config.json; ``specs`` are all tensors,
+    which come by name, or from an iterator in the order of ``SafetensorsShards.names``.
     """
     specs = list(specs)
     kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
@@ -67,14 +62,8 @@ def save_model(
         save_tokenizer(folder, tokenizer, end, config.get("max_position_embeddings"))
     with SafetensorsShards(folder, "model", specs, max_shard_bytes) as shards:
         for name in shards.names:
-            tensor = tensors[name] if isinstance(tensors, dict) else _expect(name, tensors)
-            shards.write(name, tensor)
-
-
-def _expect(name: str, tensors: Iterator[tuple[str, Tensor]]) -> Tensor:
-    found, tensor = next(tensors)
-    assert found == name, f"expected {name}, got {found}"
-    return tensor
+            found, tensor = (name, tensors[name]) if isinstance(tensors, dict) else next(tensors)
+            shards.write(found, tensor)  # which checks the name
 
 
 def save_tokenizer(
@@ -91,8 +80,7 @@ def save_tokenizer(
 
 
 def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
-    """Adds the tokenizer's files of the model folder ``source``, as they are; raises ConfigurationError where there are
-    none."""
+    """Adds the tokenizer's files of the folder ``source`` as they are; raises ConfigurationError for none."""
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise ConfigurationError(
@@ -112,20 +100,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ConfigurationError(f"tokenizer {path}: there is no file {file}; {hint}")
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"tokenizer {file} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
-        raise ConfigurationError(
-            f"tokenizer {file} is not one that `tokenizers` reads ({error}); write it again"
-        ) from error
+        said = f"is not one that `tokenizers` reads ({error}); write it again"
+        said = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else said
+        raise ConfigurationError(f"tokenizer {file} {said}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; raises ConfigurationError where the file is missing, CorruptData where it is
-    none."""
+    """A JSON object from a model folder; raises ConfigurationError for no file, CorruptData for none."""
     if path.exists() and not path.is_file():  # a device may never end
         raise ConfigurationError(f"{path} is no file; give a folder that holds a model")
     try:
@@ -169,11 +154,8 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
     if outside:
         raise CorruptData(f"{index} names {outside[0]!r}, which is not a file of the folder; fetch the folder again")
     files = [folder / name for name in sorted(set(places.values()))]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise CorruptData(
-            f"{folder} lacks {some_names(missing)}, named in {index.name}; fetch or write the folder again"
-        )
+    if missing := [path.name for path in files if not path.is_file()]:
+        raise CorruptData(f"{folder} lacks {some_names(missing)}, named in {index.name}; fetch the folder again")
     return files
 
 
@@ -181,14 +163,9 @@ def load_specs(folder: Path, prefix: str = "model") -> dict[str, TensorSpec]:
     """Name, shape and type of every tensor of ``prefix``, from the files' tables alone."""
     specs = {}
     for path in tensor_files(folder, prefix):
-        with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                table = file.get_slice(name)
-                if table.get_dtype() not in DTYPES:
-                    raise Unsupported(
-                        f"{path}: {name} is {table.get_dtype()}, which this version cannot read; convert it"
-                    )
-                specs[name] = TensorSpec(name, tuple(table.get_shape()), DTYPES[table.get_dtype()])
+        with TensorFile(path) as file:
+            for name, found in sorted(file.tensors.items()):
+                specs[name] = TensorSpec(name, found.shape, found.dtype)
     return specs
 
 
@@ -199,19 +176,10 @@ def load_state(
     such files, CorruptData for one that cannot be read."""
     wanted = None if names is None else set(names)
     for path in tensor_files(folder, prefix):
-        with _opened(path, device) as file:
+        with open_safetensors(path, device=device) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 if wanted is None or name in wanted:
                     yield name, file.get_tensor(name)
-
-
-def _opened(path: Path, device: torch.device | str = "cpu") -> Any:
-    try:
-        return safe_open(path, framework="pt", device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise CorruptData(
-            f"{path} is not a readable safetensors file ({error}); fetch or write the folder again"
-        ) from error
 
 
 def some_names(names: list[str]) -> str:
@@ -229,8 +197,7 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     """The folder that ``model`` means: one of that name, or a hub id ``owner/name``.
 
     ``revision`` is a branch, tag or commit of a hub id; by default the main branch (as it was when it was cached).
-    Raises ConfigurationError where it is neither, or not in the cache and not to be downloaded, with what to do about
-    it.
+    Raises ConfigurationError where it is neither, or not in the cache and not to be downloaded, with a remedy.
     """
     path = Path(model)
     if path.is_dir():
@@ -241,34 +208,22 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
             "owner/name"
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    # Not in the cache: to be downloaded, as what is there in part. An id that cannot be one is told of there.
-    with suppress(LocalEntryNotFoundError, HFValidationError):
-        cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        if _lack(cached) is None:
-            return cached
-    try:
-        found = Path(snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT))
-        lack = _lack(found)  # without a network, what is in the cache may come back as it is
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise _not_to_be_had(model, error) from error
-    if lack is not None:
-        raise _not_to_be_had(model, lack)
-    return found
+    def fetched(**options: Any) -> Path:
+        found = Path(snapshot_download(model, revision=revision, **options))
+        if not (found / "config.json").is_file():  # a cache may hold any part of a repository
+            raise ConfigurationError("no config.json")
+        tensor_files(found)
+        return found
+
+    return _cached_or_fetched(model, fetched, allow_patterns=PATTERNS, ignore_patterns=LEFT_OUT)
 
 
-def find_config(model: str, revision: str | None = None) -> Path:
+def find_config(model: str) -> Path:
     """The config.json of a hub id; no weights are fetched for it. Raises ConfigurationError as `find_folder`."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    with suppress(LocalEntryNotFoundError, HFValidationError):
-        return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
-    try:
-        return Path(hf_hub_download(model, "config.json", revision=revision))
-    except (HfHubHTTPError, EntryNotFoundError, OSError, ValueError) as error:
-        raise _not_to_be_had(model, error) from error
+    return Path(_cached_or_fetched(model, partial(hf_hub_download, model, "config.json")))
 
 
 def is_hub_id(model: str) -> bool:
@@ -276,21 +231,19 @@ def is_hub_id(model: str) -> bool:
     return _ID.fullmatch(model) is not None
 
 
-def _not_to_be_had(model: str, why: object) -> ConfigurationError:
-    reason = (str(why).strip() or type(why).__name__).splitlines()[0]
-    return ConfigurationError(
-        f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). Where "
-        f"there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; or check "
-        "the id"
-    )
+def _cached_or_fetched(model: str, fetch: Callable[..., Any], **options: Any) -> Any:
+    """What ``fetch`` finds in the cache, or downloads."""
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
-
-def _lack(folder: Path) -> str | None:
-    """What is missing of a model, a cache may hold any part of a repository; None if nothing is."""
-    if not (folder / "config.json").is_file():
-        return "no config.json"
+    # What is not in the cache, or in part, is downloaded; an id that cannot be one is told of there.
+    with suppress(EntryNotFoundError, HFValidationError, ConfigurationError, CorruptData):
+        return fetch(local_files_only=True)
     try:
-        tensor_files(folder)
-    except (ConfigurationError, CorruptData) as error:
-        return str(error)
-    return None
+        return fetch(**options)
+    except (EntryNotFoundError, OSError, ValueError, CorruptData) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigurationError(
+            f"{model}: no such folder, not whole in huggingface_hub's cache, and not to be downloaded ({reason}). "
+            f"Where there is a network run `hf download {model} --local-dir DIR`, bring DIR here and give it instead; "
+            "or check the id"
+        ) from error

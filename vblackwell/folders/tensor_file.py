@@ -1,10 +1,10 @@
 """safetensors files, written as a stream of tensors and read straight into memory that exists already.
 
-The format is a table (eight bytes of length, then JSON: names, types, shapes, offsets) in front of the data
-(https://huggingface.co/docs/safetensors). Written, the caller first declares what will come; then the table is written,
-the file's size reserved, and each tensor goes to its place, wider types first, so that all are aligned (the library's
-``save_file`` wants all tensors in memory and renames without ``fsync``). Read, the whole table is checked on opening,
-and the data comes by ``pread``: a mapping would count as this process' memory in addition to the weights themselves.
+The format is a table (eight bytes of length, then JSON: names, types, shapes, offsets) in front of the data, without
+holes (https://huggingface.co/docs/safetensors). Written, the caller first declares what will come; then the table is
+written, the file's size reserved, and each tensor goes to its place, wider types first, so that all are aligned (the
+library's ``save_file`` wants all tensors in memory and renames without ``fsync``). Read, the library checks the whole
+table on opening, and the data comes by ``pread``: a mapping would count as this process' memory too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
@@ -54,21 +56,18 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 def plan_shards(specs: Iterable[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Tensors by file: wider elements first, otherwise as given; a file ends before it would exceed
     ``max_shard_bytes``. Raises ConfigurationError for a name twice, or a type that safetensors does not know."""
-    ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    names = [spec.name for spec in ordered]
-    if len(set(names)) < len(names):
-        raise ConfigurationError(
-            f"tensor {next(n for n in names if names.count(n) > 1)!r} is declared twice: names must differ"
-        )
     shards: list[list[TensorSpec]] = [[]]
-    held = 0
-    for spec in ordered:
+    names, held = set[str](), 0
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        if spec.name in names:
+            raise ConfigurationError(f"tensor {spec.name!r} is declared twice: names must differ")
         if spec.dtype not in NAMES:
             raise ConfigurationError(f"tensor {spec.name!r} is {spec.dtype}, which safetensors cannot hold: cast it")
         if shards[-1] and held + spec.size_bytes > max_shard_bytes:
             shards.append([])
             held = 0
         shards[-1].append(spec)
+        names.add(spec.name)
         held += spec.size_bytes
     return shards
 
@@ -86,35 +85,29 @@ def header(specs: list[TensorSpec], metadata: Mapping[str, str] | None = None) -
     return len(text).to_bytes(8, "little") + text
 
 
-class SafetensorsShards:
+class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
     """Writes declared tensors into ``prefix.safetensors``, or, if they need several files, numbered ones with an index.
 
-    ``with SafetensorsShards(folder, 'model', specs) as shards: for name in shards.names: shards.write(name,
-    tensor)``
+    ``with SafetensorsShards(folder, 'model', specs) as shards: for name in shards.names: shards.write(name, tensor)``
 
-    Args:
-        folder: the commit that the files belong to.
-        specs: every tensor that will come.
-        max_shard_bytes: of one file, unless a single tensor is larger.
-        metadata: strings to keep in each file with the tensors.
-
-    Attributes:
-        names: the order in which ``write`` wants the tensors. total_bytes: of all files together, tables included.
+    ``metadata`` are strings to keep in each file; ``names`` is the order in which `write` wants the tensors, and
+    ``total_bytes`` the size of all files together.
     """
 
     def __init__(
-        self, folder: CommitFolder, prefix: str, specs: Iterable[TensorSpec], max_shard_bytes: int = 5 * GiB,
+        self,
+        folder: CommitFolder,
+        prefix: str,
+        specs: Iterable[TensorSpec],
+        max_shard_bytes: int = 5 * GiB,
         metadata: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder, self._prefix, self._metadata = folder, prefix, metadata
         self._shards = plan_shards(specs, max_shard_bytes)
         self._coming = self._files()
         self.names = [spec.name for shard in self._shards for spec in shard]
         heads = (len(header(shard, metadata)) for shard in self._shards)
         self.total_bytes = sum(heads) + sum(spec.size_bytes for shard in self._shards for spec in shard)
-
-    def __enter__(self) -> SafetensorsShards:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -123,7 +116,10 @@ class SafetensorsShards:
         missing = next(self._coming, None)
         assert missing is None, f"{missing[0].name} was declared but not written"
         if len(self._shards) > 1:
-            self._write_index()
+            placed = [(spec, self._file_name(number)) for number, specs in enumerate(self._shards, 1) for spec in specs]
+            size = sum(spec.size_bytes for spec, _ in placed)
+            index = {"metadata": {"total_size": size}, "weight_map": {spec.name: file for spec, file in placed}}
+            self._folder.add_json(f"{self._prefix}.safetensors.index.json", index)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Appends the next tensor of ``names``; any device, any strides. Raises DiskError."""
@@ -149,61 +145,48 @@ class SafetensorsShards:
         part = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
         return f"{self._prefix}{part}.safetensors"
 
-    def _write_index(self) -> None:
-        places = {spec.name: self._file_name(number) for number, specs in enumerate(self._shards, 1) for spec in specs}
-        size = sum(spec.size_bytes for specs in self._shards for spec in specs)
-        index = {"metadata": {"total_size": size}, "weight_map": places}
-        self._folder.add_json(f"{self._prefix}.safetensors.index.json", index)
 
-
-MAX_TABLE_BYTES = 100_000_000  # what the reference implementation takes
 CONVERSION_BYTES = 8 << 20  # of one piece on its way to another type
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(TensorSpec):
     """A tensor in a file; ``begin`` is the offset of its first byte there."""
 
-    name: str
     file: TensorFile
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     begin: int
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
     @torch.no_grad()
     def read_into(self, out: Tensor) -> None:
         """Fill ``out`` (this shape, on the CPU, any strides and type) with the file's values, cast to its type; raises
         DiskError, or CorruptData where the file became shorter."""
         assert tuple(out.shape) == self.shape and out.device.type == "cpu"
-        if out.is_contiguous() and out.dtype == self.dtype:
+        if not out.is_contiguous():
+            flat = torch.empty(self.shape, dtype=out.dtype)
+            self.read_into(flat)
+            out.copy_(flat)
+            return
+        if out.dtype == self.dtype:
             self.file.read(_bytes_of(out), self.begin)
             return
-        whole = out.is_contiguous()
-        flat = out.view(-1) if whole else torch.empty(out.numel(), dtype=out.dtype)
-        step = CONVERSION_BYTES // self.dtype.itemsize
+        begin, step = self.begin, CONVERSION_BYTES // self.dtype.itemsize
         buffer = torch.empty(min(step, out.numel()), dtype=self.dtype)
-        for start in range(0, out.numel(), step):
-            piece = buffer[: min(step, out.numel() - start)]
-            self.file.read(_bytes_of(piece), self.begin + start * self.dtype.itemsize)
-            flat[start : start + piece.numel()].copy_(piece)
-        if not whole:
-            out.copy_(flat.view(out.shape))
+        for part in out.view(-1).split(step):
+            piece = buffer[: part.numel()]
+            self.file.read(_bytes_of(piece), begin)
+            part.copy_(piece)
+            begin += piece.nbytes
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether type, shape and every byte are the same."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        one, two = bytearray(min(self.size_bytes, CONVERSION_BYTES)), bytearray(min(self.size_bytes, CONVERSION_BYTES))
         for start in range(0, self.size_bytes, CONVERSION_BYTES):
-            count = min(CONVERSION_BYTES, self.size_bytes - start)
-            self.file.read(memoryview(one)[:count], self.begin + start)
-            other.file.read(memoryview(two)[:count], other.begin + start)
-            if one[:count] != two[:count]:
+            one, two = (bytearray(min(CONVERSION_BYTES, self.size_bytes - start)) for _ in range(2))
+            self.file.read(memoryview(one), self.begin + start)
+            other.file.read(memoryview(two), other.begin + start)
+            if one != two:
                 return False
         return True
 
@@ -215,8 +198,7 @@ class StoredTensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or inf. A sum, at the speed of memory, unless that is not finite itself: large values
-    may overflow it."""
+    """Whether no element is NaN or inf. A sum, at the speed of memory, unless large values overflow that."""
     if tensor.dtype not in _COMPARED or tensor.numel() == 0 or bool(tensor.sum().isfinite()):
         return True
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
@@ -237,109 +219,64 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-class TensorFile:
+def open_safetensors(path: Path, framework: str = "pt", device: torch.device | str = "cpu") -> Any:
+    """``path`` as the library opens it, its table checked; raises CorruptData."""
+    try:
+        return safe_open(path, framework=framework, device=str(device))
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CorruptData(
+            f"{path} is not a whole safetensors file ({reason}); fetch or write the folder again"
+        ) from error
+
+
+class TensorFile(AbstractContextManager["TensorFile"]):
     """An open safetensors file; a context manager. ``metadata``: strings that its writer left with the ``tensors``.
 
-    Raises:
-        CorruptData: the file is cut short, or its table is none.
-        Unsupported: a tensor has a type that torch has not.
-        DiskError: the file cannot be opened or read.
+    Raises CorruptData where it is cut short or its table is none, Unsupported for a type that torch has not, DiskError
+    where it cannot be opened or read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata: dict[str, str] = {}
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DiskError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            self.tensors = self._read_table()
+            self.tensors: dict[str, StoredTensor] = {}
+            self._read_table()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the descriptor back; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
 
     def read(self, into: memoryview, begin: int) -> None:
         """Fill ``into`` from the file's byte ``begin`` on; raises DiskError, or CorruptData where the file ends
         before."""
-        done = 0
-        while done < len(into):
+        while into:
             try:
-                count = os.preadv(self._descriptor, [into[done : done + (1 << 30)]], begin + done)
+                count = os.preadv(self._descriptor, [into[: 1 << 30]], begin)
             except OSError as error:
-                raise DiskError(f"reading {self.path} at byte {begin + done}: {error.strerror}") from error
+                raise DiskError(f"reading {self.path} at byte {begin}: {error.strerror}") from error
             if count == 0:
-                raise self._broken(f"it ends at byte {begin + done}, {len(into) - done} bytes before a tensor's end")
-            done += count
+                short = f"ends at byte {begin}, {len(into)} bytes before a tensor's end"
+                raise CorruptData(f"{self.path} {short}; fetch or write the folder again")
+            into, begin = into[count:], begin + count
 
-    def _broken(self, reason: str) -> CorruptData:
-        return CorruptData(f"{self.path} is not a whole safetensors file: {reason}; fetch or write the folder again")
-
-    def _read_table(self) -> dict[str, StoredTensor]:
-        size = os.fstat(self._descriptor).st_size
-        if size < 8:
-            raise self._broken(f"it has {size} bytes, fewer than the length of its table")
-        head = bytearray(8)
-        self.read(memoryview(head), 0)
-        length = int.from_bytes(head, "little")
-        if length > MAX_TABLE_BYTES:
-            raise self._broken(f"its first eight bytes announce a table of {length} bytes, more than any has")
-        if 8 + length > size:
-            raise self._broken(f"it has {size} bytes, its table alone ends at {8 + length}")
-        raw = bytearray(length)
-        self.read(memoryview(raw), 8)
-        try:
-            table = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise self._broken(f"its table is not JSON ({error})") from error
-        if not isinstance(table, dict):
-            raise self._broken("its table is no JSON object")
-        metadata = table.pop("__metadata__", None)
-        if isinstance(metadata, dict):
-            self.metadata = {key: value for key, value in metadata.items() if isinstance(value, str)}
-        found = {name: self._entry(name, entry, 8 + length) for name, entry in table.items()}
-        self._check_extents(found, 8 + length, size)
-        return found
-
-    def _entry(self, name: str, entry: Any, data_begin: int) -> StoredTensor:
-        try:
-            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            sound = isinstance(kind, str) and all(
-                type(number) is int and number >= 0 for number in (*shape, begin, end)
-            )
-        except (KeyError, TypeError, ValueError):
-            sound, kind, shape, begin, end = False, None, (), 0, 0
-        if not sound:
-            raise self._broken(f"its table's entry of {name} has not type, shape and offsets")
-        if kind not in DTYPES:
-            raise Unsupported(f"{self.path}: {name} is {kind}, which this version cannot read; convert it")
-        tensor = StoredTensor(name, self, DTYPES[kind], shape, data_begin + begin)
-        if end - begin != tensor.size_bytes:
-            raise self._broken(
-                f"{name} {shape} of {kind} takes {tensor.size_bytes} bytes, its table gives it {end - begin}"
-            )
-        return tensor
-
-    def _check_extents(self, found: dict[str, StoredTensor], begin: int, size: int) -> None:
-        position = begin
-        for tensor in sorted(found.values(), key=lambda tensor: (tensor.begin, tensor.size_bytes)):
-            if tensor.begin != position:
-                raise self._broken(
-                    f"{tensor.name} begins at byte {tensor.begin}, what lies before it ends at {position}"
-                )
-            position += tensor.size_bytes
-        if position != size:
-            short = f"{position - size} bytes are missing" if size < position else f"{size - position} are too many"
-            raise self._broken(f"it has {size} bytes, its table describes {position}: {short}")
+    def _read_table(self) -> None:
+        with open_safetensors(self.path, "numpy") as table:
+            self.metadata: dict[str, str] = table.metadata() or {}
+            length = bytearray(8)
+            self.read(memoryview(length), 0)
+            begin = 8 + int.from_bytes(length, "little")
+            for name in table.offset_keys():  # in the order of the data, which has no holes
+                entry = table.get_slice(name)
+                kind = entry.get_dtype()
+                if kind not in DTYPES:
+                    raise Unsupported(f"{self.path}: {name} is {kind}, which this version cannot read; convert it")
+                stored = StoredTensor(name, tuple(entry.get_shape()), DTYPES[kind], self, begin)
+                self.tensors[name] = stored
+                begin += stored.size_bytes

@@ -1,21 +1,17 @@
 """A folder as a model: built on the meta device from ``config.json``, and its files matched with it before any is read.
 
-`transformers` writes the model's code; nothing of the folder is run. Parameters go to the meta device as each is
-registered; buffers that no file holds are what the constructors compute on the CPU, with the bits of a model built
-there.
-
-Files name and cut tensors as their publishers did: Mixtral's hold a tensor for each expert's matrix, transformers'
-model one for all; a folder may lack the head. transformers knows how the two correspond (its conversion mapping), and
-is asked with tensors that have shapes and no bytes. Experts are read straight to their places in the parameter; rarer
-conversions are computed from loaded tensors, one parameter at a time.
+Files name and cut tensors as their publishers did (Mixtral's hold a tensor for each expert's matrix, transformers'
+model one for all; a folder may lack the head). transformers knows how the two correspond, and is asked with tensors
+that have shapes and no bytes. Experts are read straight to their places in the parameter; rarer conversions are
+computed from loaded tensors, one parameter at a time.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,22 +28,25 @@ from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite,
 
 
 def build_on_meta(
-    folder: Path, dtype: torch.dtype | None, *, attention: str | None = None, trust_remote_code: bool = False,
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
     quantized: bool = False,
-) -> nn.Module:  # fmt: skip
-    """The model that ``folder``/config.json describes; no weight file is looked at.
+) -> nn.Module:
+    """The model that ``folder``/config.json describes; no weight file is looked at, and no code of the folder is run.
+    Buffers that no file holds are what the constructors compute on the CPU, with the bits of a model built there.
 
     Args:
         dtype: of its parameters; None: what config.json says.
         attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in
             the file, which compiles for every length.
-        trust_remote_code: let transformers run code that lies in the folder, where the architecture is not its own.
+        trust_remote_code: do run the folder's code, where the architecture is not transformers' own.
         quantized: take a folder of quantised weights too; the model is the one that they were made of.
 
-    Raises:
-        ConfigurationError: the file is missing, or describes no causal model that can be built.
-        CorruptData: it is not JSON.
-        Unsupported: its weights are quantised, or the architecture is not transformers' and its code is not trusted.
+    Raises ConfigurationError where the file is missing, or describes no causal model that can be built, CorruptData
+    where it is not JSON, Unsupported for quantised weights, or an architecture that is not known and not trusted.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -58,15 +57,9 @@ def build_on_meta(
     if raw.get("quantization_config") and not quantized:
         raise Unsupported(f"{file}: the weights are quantised; training starts from the folder they were made of")
     if kind not in CONFIG_MAPPING and not trust_remote_code:
-        remote = "auto_map" in raw
-        raise Unsupported(
-            f"{file}: transformers has no architecture {kind!r}; "
-            + (
-                "the folder brings code for it, which is run with trust_remote_code alone"
-                if remote
-                else "update transformers"
-            )
-        )
+        brought = "the folder brings code for it, which is run with trust_remote_code alone"
+        remedy = brought if "auto_map" in raw else "update transformers"
+        raise Unsupported(f"{file}: transformers has no architecture {kind!r}; {remedy}")
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -105,8 +98,7 @@ def _generation_config(folder: Path) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While this lasts, parameters of modules that this thread builds go to the meta device; tensors and buffers stay
-    real."""
+    """Meanwhile, parameters of modules that this thread builds go to the meta device; buffers stay real."""
     thread, moved = threading.get_ident(), WeakIdKeyDictionary()
 
     def send(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -130,20 +122,16 @@ _COMPUTED = r"rotary_emb\.inv_freq$"  # older folders hold it; every model compu
 
 @dataclass
 class Recipe:
-    """What one parameter, or several that are cut from the same tensors, are filled from.
+    """What one parameter, or several that are cut from the same tensors, are filled from."""
 
-    ``target`` is the first of them; ``converter`` of transformers, None if one tensor is taken as it is; ``sources``
-    the tensors by the converter's pattern ('' without one), in the order in which they are joined.
-    """
-
-    target: str
-    converter: Any = None
+    target: str  # the first of them
+    converter: Any  # of transformers; None if one tensor is taken as it is
+    # By the converter's pattern ('' without one), in the order in which they are joined.
     sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[StoredTensor]:
-        """All of ``sources``."""
-        for stored in self.sources.values():
-            yield from stored
+    @property
+    def tensors(self) -> list[StoredTensor]:
+        return [stored for tensors in self.sources.values() for stored in tensors]
 
     def convert(self, model: Any, *, meta: bool) -> dict[str, Tensor]:
         """The model's tensors by name; with ``meta`` their shapes alone."""
@@ -155,46 +143,43 @@ class Recipe:
         made = converter.convert(self.target, model=model, config=model.config)
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
-    def joined_along(self) -> int | None:
-        """0 or 1 if tensors are stacked along a new first dimension and then joined along this one; else None."""
-        operations = [
-            (type(operation).__name__, getattr(operation, "dim", None)) for operation in self.converter.operations
-        ]
+    def read_in_place(self, out: Tensor) -> bool:
+        """Fill ``out`` without a copy if tensors are stacked along its first dimension, and then maybe joined along the
+        next; whether they are."""
+        operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
+        joins = operations[1:] == [("Concatenate", 1)]
         if operations[:1] != [("MergeModulelist", 0)] or len(self.converter.target_patterns) != 1:
-            return None
-        if operations[1:] == [("Concatenate", 1)]:
-            return 1
-        return 0 if not operations[1:] and len(self.sources) == 1 else None
+            return False
+        if not joins and (operations[1:] or len(self.sources) != 1):
+            return False
+        begin = 0
+        for pattern in self.converter.source_patterns:
+            tensors = self.sources.get(pattern, [])
+            rows = tensors[0].shape[0] if tensors else 0
+            for index, stored in enumerate(tensors):
+                stored.read_into(out[index, begin : begin + rows] if joins else out[index])
+            begin += rows
+        return True
 
 
-class FolderWeights:
-    """The open weight files of a folder, matched with a model on the meta device; a context manager.
+class FolderWeights(AbstractContextManager["FolderWeights"]):
+    """The open weight files of a folder, matched with a model on the meta device; a context manager, and the
+    ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it fills it.
 
-    It is the ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor,
-    it fills it.
-
-    Args:
-        model: one of transformers' (`build_on_meta`), or any module whose names are the files'.
-        only: names of tensors; the others of the folder are not looked at, nor what else the model wants.
-
-    Raises:
-        FolderMismatch: tensors are missing, too many, or of another shape or kind; all are named.
-        ConfigurationError: the folder holds no safetensors.
-        CorruptData: a file is missing or cut short, or its table is none; or tied parameters have different values.
+    ``model`` is one of transformers', or any module whose names are the files'; of ``only`` some tensors, the others of
+    the folder are not looked at, nor what else the model wants. Raises FolderMismatch where tensors are missing, too
+    many, or of another shape or kind (all are named), ConfigurationError where the folder holds no safetensors,
+    CorruptData where a file is missing or cut short, its table is none, or tied parameters have different values.
     """
 
     def __init__(self, model: nn.Module, folder: Path, only: Collection[str] | None = None) -> None:
-        self.folder = folder
-        self._model, self._whole = model, only is None
-        self._ready: dict[str, Tensor] = {}
+        self.folder, self._model, self._whole = folder, model, only is None
+        self._ready: dict[str, Tensor] = {}  # converted and not asked for yet
+        self._targets = dict(model.state_dict(keep_vars=True))
+        self._recipes: dict[str, Recipe] = {}
         with ExitStack() as opened:
-            stored = _open_tables(folder, opened)
-            self._files = stored
-            self._stored = stored if only is None else {name: stored[name] for name in only}
-            self._targets = dict(model.state_dict(keep_vars=True))
-            self._recipes: dict[str, Recipe] = {}
-            extra, misshapen = self._match()
-            self._check(extra, misshapen)
+            self._files = _open_tables(folder, opened)
+            self._check(*self._match(self._files if only is None else only))
             self._check_tied()
             self._opened = opened.pop_all()
 
@@ -204,24 +189,20 @@ class FolderWeights:
         return list(self._recipes)
 
     def name_in_files(self, name: str) -> str:
-        """The files' name for the model's tensor ``name``; its own where it is computed, of several tensors or a part
-        of one."""
+        """The files' name for the tensor ``name``; its own where it is not one whole tensor of theirs."""
         recipe = self._recipes[name]
-        return name if recipe.converter is not None else next(recipe.tensors()).name
+        return name if recipe.converter is not None else recipe.tensors[0].name
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._targets[name].shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type in which the files hold what the tensor ``name`` is filled from."""
-        return next(self._recipes[name].tensors()).dtype
+        return self._recipes[name].tensors[0].dtype
 
     def load(self, name: str) -> Tensor:
         """The folder's tensor ``name``, matched or not, as it is stored; raises DiskError."""
         return self._files[name].load()
-
-    def __enter__(self) -> FolderWeights:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
@@ -230,29 +211,23 @@ class FolderWeights:
     def __call__(self, name: str, out: Tensor) -> None:
         """Fill ``out`` with the parameter ``name``, cast to ``out``'s type; raises ConfigurationError, with the file,
         where it holds NaN or inf, or DiskError."""
-        if name not in self._recipes:
-            name = next(alias for alias in self._aliases(name) if alias in self._recipes)
+        if name not in self._recipes:  # a tied parameter, which the files have under another name
+            target = self._targets[name]
+            name = next(alias for alias in self._recipes if self._targets[alias] is target)
         recipe = self._recipes[name]
-        self._read(name, recipe, out)
+        if recipe.converter is None:
+            (stored,) = recipe.tensors
+            stored.read_into(out)
+        elif not recipe.read_in_place(out):
+            if name not in self._ready:
+                self._ready |= recipe.convert(self._model, meta=False)
+            out.copy_(self._ready.pop(name))
         if isinstance(self._targets[name], nn.Parameter) and not all_finite(out):  # masks, which are buffers, hold -inf
-            for stored in recipe.tensors():
+            for stored in recipe.tensors:
                 refuse_not_finite(stored.load(), stored.name, stored.file.path)
             raise ConfigurationError(
                 f"{self.folder}: {name} has values beyond {out.dtype}: choose a wider type for the weights"
             )
-
-    def _read(self, name: str, recipe: Recipe, out: Tensor) -> None:
-        if recipe.converter is None:
-            ((stored,),) = recipe.sources.values()
-            stored.read_into(out)
-            return
-        dim = recipe.joined_along()
-        if dim is not None:
-            _join(recipe, out, dim)
-            return
-        if name not in self._ready:
-            self._ready |= recipe.convert(self._model, meta=False)
-        out.copy_(self._ready.pop(name))
 
     @torch.no_grad()
     def load_buffers(self) -> None:
@@ -261,15 +236,23 @@ class FolderWeights:
             if not isinstance(target, nn.Parameter):
                 self(name, target)
 
-    def _match(self) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
+    def _match(self, names: Iterable[str]) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
         """Recipes for the model's tensors; what nothing wants, and (name, why) of what cannot be used."""
-        model: Any = self._model
         extra, groups = list[StoredTensor](), dict[str, Recipe]()
+        for name, target, converter, pattern in self._pairs(names):
+            if target in self._targets:
+                recipe = groups.setdefault(target, Recipe(target, converter))
+                recipe.sources.setdefault(pattern, []).append(self._files[name])
+            else:
+                extra.append(self._files[name])
+        return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
+
+    def _pairs(self, names: Iterable[str]) -> Iterator[tuple[str, str, Any, str]]:
+        """Each name in the files with the model's for it, and the converter and its pattern if it needs one."""
+        model: Any = self._model
         if not hasattr(model, "base_model_prefix"):  # its names are the files', and transformers is not imported for it
-            extra = [stored for name, stored in self._stored.items() if name not in self._targets]
-            known = sorted(self._targets.keys() & self._stored.keys(), key=_by_parts)
-            groups = {name: Recipe(name, None, {"": [self._stored[name]]}) for name in known}
-            return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
+            yield from ((name, name, None, "") for name in sorted(names, key=_by_parts))
+            return
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -277,40 +260,30 @@ class FolderWeights:
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        for name in sorted(self._stored, key=dot_natural_key):
+        for name in sorted(names, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, self._targets)
             if target not in self._targets and name in self._targets:
                 target, pattern = rename_source_key(name, [], [], prefix, self._targets)
-            if target not in self._targets:
-                extra.append(self._stored[name])
-                continue
-            recipe = groups.setdefault(target, Recipe(target, None if pattern is None else by_pattern[pattern]))
-            recipe.sources.setdefault(pattern or "", []).append(self._stored[name])
+            yield name, target, None if pattern is None else by_pattern[pattern], pattern or ""
         model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # saving reverts what loading did
-        return extra, [wrong for recipe in groups.values() for wrong in self._check_recipe(recipe)]
 
     def _check_recipe(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """Enter the recipe for what it makes; yield (name, why) of what does not fit."""
         target = recipe.target
-        where = some_names(sorted({stored.file.path.name for stored in recipe.tensors()}))
+        found = recipe.tensors
+        where = some_names(sorted({stored.file.path.name for stored in found}))
+        if recipe.converter is None and len(found) > 1:
+            yield target, f"is there {len(found)} times (as {some_names([stored.name for stored in found])})"
         try:
-            if recipe.converter is None:
-                stored, *more = recipe.tensors()
-                if more:
-                    yield (
-                        target,
-                        f"is there {1 + len(more)} times (as {some_names([stored.name] + [one.name for one in more])})",
-                    )
-                made = {target: torch.empty(stored.shape, dtype=stored.dtype, device="meta")}
-            else:
+            made = {target: torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")}
+            if recipe.converter is not None:
                 made = recipe.convert(self._model, meta=True)
         except Exception as error:  # the library's operations raise what torch raises
             self._recipes[target] = recipe
             yield target, f"cannot be put together from {where} ({' '.join(str(error).split())})"
             return
         for name, value in made.items():
-            wanted = self._targets.get(name)
-            if wanted is None:
+            if (wanted := self._targets.get(name)) is None:
                 continue
             self._recipes[name] = recipe
             if value.shape != wanted.shape:
@@ -321,11 +294,6 @@ class FolderWeights:
     def _wants(self, name: str) -> bool:
         """Whether the files must fill the model's tensor ``name``."""
         return self._whole
-
-    def _aliases(self, name: str) -> list[str]:
-        """The names of what ``name`` names: several where parameters are tied."""
-        target = self._targets[name]
-        return [alias for alias, other in self._targets.items() if other is target]
 
     def _check(self, extra: list[StoredTensor], misshapen: list[tuple[str, str]]) -> None:
         model: Any = self._model
@@ -353,55 +321,38 @@ class FolderWeights:
     def _check_tied(self) -> None:
         """Where the files hold a tied parameter under several names, the values must be one."""
         held: dict[int, list[str]] = {}
-        for name in (name for name in self._targets if name in self._recipes):
-            held.setdefault(id(self._targets[name]), []).append(name)
-        for first, *others in held.values():
-            for other in others:
-                one, two = next(self._recipes[first].tensors()), next(self._recipes[other].tensors())
-                if not one.equals(two):
-                    raise CorruptData(
-                        f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and "
-                        f"{two.file.path.name} hold different values for them: set tie_word_embeddings to false there, "
-                        "or fetch the folder again"
-                    )
+        for name, target in self._targets.items():
+            if name in self._recipes:
+                held.setdefault(id(target), []).append(name)
+        for first, other in ((first, other) for first, *others in held.values() for other in others):
+            one, two = self._recipes[first].tensors[0], self._recipes[other].tensors[0]
+            if not one.equals(two):
+                raise CorruptData(
+                    f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and "
+                    f"{two.file.path.name} hold different values for them: set tie_word_embeddings to false there, or "
+                    "fetch the folder again"
+                )
 
 
-@torch.no_grad()
 def _by_parts(name: str) -> list[tuple[int, int, str]]:
     """Sorts layer 10 after layer 9, as transformers sorts names: what is written keeps this order."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
-def _join(recipe: Recipe, out: Tensor, dim: int) -> None:
-    """Read what is stacked along ``out``'s first dimension, and joined along its dimension 1 where ``dim`` says so."""
-    begin = 0
-    for pattern in recipe.converter.source_patterns:
-        tensors = recipe.sources.get(pattern, [])
-        rows = tensors[0].shape[0] if dim == 1 and tensors else None
-        for index, stored in enumerate(tensors):
-            stored.read_into(out[index] if rows is None else out[index, begin : begin + rows])
-        begin += rows or 0
-
-
 def _open_tables(folder: Path, opened: ExitStack) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by name, its file open; raises CorruptData where a name is in two files, or not in the
-    one that the index says."""
+    """Every tensor of the folder by name, its file open; raises CorruptData for one in two files, or in another."""
     stored: dict[str, StoredTensor] = {}
     for path in tensor_files(folder):
         file = opened.enter_context(TensorFile(path))
         for name, tensor in file.tensors.items():
-            if name in stored:
-                raise CorruptData(
-                    f"{name} is in {stored[name].file.path} and in {path.name}: fetch or write the folder again"
-                )
-            stored[name] = tensor
+            if stored.setdefault(name, tensor) is not tensor:
+                place = stored[name].file.path
+                raise CorruptData(f"{name} is in {place} and in {path.name}: fetch or write the folder again")
     index = folder / "model.safetensors.index.json"
     if len({tensor.file.path for tensor in stored.values()}) > 1:
-        wrong = [
-            f"{name} into {place}"
-            for name, place in read_json(index)["weight_map"].items()
-            if name not in stored or stored[name].file.path.name != place
-        ]
+        there = {name: tensor.file.path.name for name, tensor in stored.items()}
+        places = read_json(index)["weight_map"].items()
+        wrong = [f"{name} into {place}" for name, place in places if there.get(name) != place]
         if wrong:
             raise CorruptData(f"{index} puts {some_names(wrong)}, where it is not: fetch or write the folder again")
     if not stored:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vblackwell.errors import CorruptData, DiskError
-from vblackwell.folders.commit import WholeWrites
+from vblackwell.folders.commit import write_whole
 from vblackwell.units import format_bytes
 
 METRICS_NAME = "metrics.jsonl"
@@ -121,7 +121,7 @@ class _Appended:
 
     def write(self, data: bytes) -> None:
         with _writing(self._path):
-            WholeWrites(self._raw).write(memoryview(data))
+            write_whole(self._raw, memoryview(data))
 
 
 class _Events:

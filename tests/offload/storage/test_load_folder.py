@@ -175,29 +175,25 @@ def test_truncated_and_damaged_shards_are_named(written, tmp_path):  # noqa: F81
     def first(entries):
         return entries[next(name for name in entries if name != "__metadata__")]
 
-    damaged = {
-        "7 bytes": whole[:7],
-        "bytes are missing": whole[:-5],
-        "are too many": whole + b"xx",
-        "its table alone ends": whole[: 8 + length // 2],
-        "more than any has": b"\xff" * 8 + whole[8:],
-        "not JSON": whole[:8] + b"\x00" * length + whole[8 + length :],
-        "no JSON object": (2).to_bytes(8, "little") + b"[]",
-        "its table gives it": table(lambda entries: first(entries).update(shape=[1])),
-        "has not type, shape and offsets": table(lambda entries: first(entries).update(shape=[-1])),
-        "begins at byte": table(
-            lambda entries: first(entries).update(
-                data_offsets=[number + 4 for number in first(entries)["data_offsets"]]
-            )
-        ),
-    }
-    for reason, data in damaged.items():
+    damaged = [
+        (whole[:7], "header too small"),
+        (whole[:-5], "not fully covered"),
+        (whole + b"xx", "not fully covered"),
+        (whole[: 8 + length // 2], "invalid header length"),
+        (b"\xff" * 8 + whole[8:], "header too large"),
+        (whole[:8] + b"\x00" * length + whole[8 + length :], "invalid JSON"),
+        ((2).to_bytes(8, "little") + b"[]", "invalid JSON"),
+        (table(lambda entries: first(entries).update(shape=[1])), "invalid shape"),
+        (table(lambda entries: first(entries).update(shape=[-1])), "invalid JSON"),
+        (table(lambda entries: first(entries).update(data_offsets=[4, 8])), "invalid offset"),
+    ]
+    for data, reason in damaged:
         path.write_bytes(data)
         with pytest.raises(CorruptData) as caught:
             open_weights(folder)
         assert str(path) in str(caught.value) and reason in str(caught.value)
-    path.write_bytes(table(lambda entries: first(entries).update(dtype="F4")))
-    with pytest.raises(Unsupported, match=f"{path.name}: .* is F4"):
+    save_file({"x": torch.zeros(8, dtype=torch.float8_e8m0fnu)}, path)
+    with pytest.raises(Unsupported, match=f"{path.name}: x is F8_E8M0"):
         open_weights(folder)
     path.unlink()
     with pytest.raises(CorruptData, match=path.name):
@@ -360,7 +356,7 @@ def test_every_opener_ends_texts_where_the_folder_says(written):  # noqa: F811
 def test_nested_tables_and_devices_are_refused(written):  # noqa: F811
     folder, nested = written("llama"), b"[" * 100_000  # Python 3.12 reads lists 10,000 deep
     shards(folder)[0].write_bytes(len(nested).to_bytes(8, "little") + nested)
-    with pytest.raises(CorruptData, match="its table is not JSON .*recursion"):
+    with pytest.raises(CorruptData, match="invalid JSON"):
         open_weights(folder)
     index, config = folder / "model.safetensors.index.json", folder / "config.json"
     index.write_bytes(nested)
