@@ -44,19 +44,7 @@ _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from vblackwell.errors import (
-        ConfigurationError,
-        CorruptData,
-        DiskError,
-        FolderMismatch,
-        InsufficientMemory,
-        KeyClash,
-        StaleTensor,
-        StepAbandoned,
-        UnknownKey,
-        Unsupported,
-        VBError,
-    )
+    from vblackwell.errors import *  # noqa: F403 (all of its classes)
     from vblackwell.generate.adapters import save_adapter
     from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
     from vblackwell.machine.facts import HardwareDetector

@@ -73,10 +73,7 @@ def _nobody_reads() -> bool:
     """Whether what read stdout has gone (`vb estimate ... | head`); what is still to be written is then dropped."""
     stdout = select.poll()
     stdout.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in stdout.poll(0)):
-        return False
-    _drop_stdout()
-    return True
+    return any(event & select.POLLERR for _, event in stdout.poll(0)) and _drop_stdout()
 
 
 def _stdout_is_full() -> bool:
@@ -85,13 +82,13 @@ def _stdout_is_full() -> bool:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # where nothing is buffered, nothing is left to fail
     except OSError:
-        _drop_stdout()
-        return True
+        return _drop_stdout()
     return False
 
 
-def _drop_stdout() -> None:
+def _drop_stdout() -> bool:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -102,24 +99,21 @@ def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+    first = words[0] if words else "help"
+    if first in ("-h", "--help", "help"):
+        lines = "\n".join(f"  {name:<9} {command.summary}" for name, command in COMMANDS.items())
+        print(f"usage: vb COMMAND [--debug] ...\n\n{lines}\n\nvb COMMAND --help lists a command's flags.")
         return 0
-    if words[0] == "--version":
+    if first == "--version":
         from vblackwell import __version__
 
         print(__version__)
         return 0
-    if words[0] not in COMMANDS:
+    if first not in COMMANDS:
         raise ConfigurationError(
-            f"{words[0]!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(words[0], COMMANDS)}"
+            f"{first!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
         )
-    return COMMANDS[words[0]].run(_parse(make_parser(words[0]), words[1:]))
-
-
-def _overview() -> str:
-    lines = [f"  {name:<9} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: vb COMMAND [--debug] ...", "", *lines, "", "vb COMMAND --help lists a command's flags."])
+    return COMMANDS[first].run(_parse(make_parser(first), words[1:]))
 
 
 # -- parsing -----------------------------------------------------------------------------------------------------------
@@ -152,9 +146,8 @@ def make_parser(name: str) -> Any:
 def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     """The flags that were given, by field name. Raises ConfigurationError."""
     known = {flag for action in parser._actions for flag in action.option_strings}
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and flag != "--" and flag not in known:
+    for flag in (word.partition("=")[0] for word in words):
+        if flag.startswith("--") and flag not in ("--", *known):
             raise ConfigurationError(
                 f"{parser.prog} has no flag {flag}: see {parser.prog} --help{nearest(flag, known)}"
             )
@@ -167,16 +160,13 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-_KINDS = {"int": "a whole number", "float": "a number"}
-
-
 def _said_plainly(error: Exception) -> str:
     """The parser's words, but for a value of the wrong kind, where it names Python's type and its own key."""
     text = " ".join(str(error).split())
-    wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(\w+)'>\. Got value: (.*)", text)
-    if wrong is None or wrong[2] not in _KINDS:
+    wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(int|float)'>\. Got value: (.*)", text)
+    if wrong is None:
         return text
-    return f"--{wrong[1].replace('_', '-')} {wrong[3]}: {_KINDS[wrong[2]]} is needed"
+    return f"--{wrong[1].replace('_', '-')} {wrong[3]}: a {'whole ' if wrong[2] == 'int' else ''}number is needed"
 
 
 def _joined(words: list[str]) -> list[str]:
@@ -210,10 +200,10 @@ DEVICE = "auto, cpu or cuda."
 def _train_flags(parser: Any) -> None:
     from vblackwell.train.config import TrainConfig, field_help, flag_of
 
-    help_texts = field_help()
+    texts = field_help()
     presets = "Preset (tiny, small, medium, large, xl, 7b) or a YAML file of settings."
     for field in fields(TrainConfig):
-        flag, text = flag_of(field.name), help_texts[field.name]
+        flag, text = flag_of(field.name), texts[field.name]
         if field.name == "preset":
             parser.add_argument(flag, type=str, help=presets)
         elif isinstance(field.default, bool):
@@ -263,8 +253,7 @@ def _generate(given: dict[str, Any]) -> int:
     from vblackwell.machine.device import cap_process, choose_device
 
     device = given["device"] = choose_device(given.pop("device", "auto"), _note)
-    names = [field.name for field in fields(Places)]
-    places = Places(**{name: given.pop(name) for name in names if name in given})
+    places = Places(**{field.name: given.pop(field.name) for field in fields(Places) if field.name in given})
     if device.type == "cuda" and places.fast_memory is not None:
         cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
     asked = {name: given.get(name) for name in ("prompt", "prompts")}
@@ -338,10 +327,7 @@ def _estimate_flags(parser: Any) -> None:
 def _estimate(given: dict[str, Any]) -> int:
     if "model" not in given:
         return _what_fits(given)
-    options: dict[str, Any] = dict.fromkeys(("gpu", "gpu_memory", "host_memory", "disk_memory", "gpus", "html"))
-    options |= {"batch_size": 8, "seq_length": 1024, "optimizer": "adamw", "precision": "fp32", "topology": "ring"}
-    options |= {"gradient_checkpointing": False, "expandable_segments": False} | given
-    as_json = options.pop("json", False)
+    given["as_json"] = given.pop("json", False)
     gc.disable()  # what is imported stays, and looking for garbage among it takes a tenth of the time
     try:
         from vblackwell.planner.estimate.command import estimate_command
@@ -349,20 +335,20 @@ def _estimate(given: dict[str, Any]) -> int:
         gc.enable()
     # Else the interpreter looks through the libraries once more when it ends, for a second and more.
     atexit.register(gc.freeze)
-    return estimate_command(as_json=as_json, **options)
+    return estimate_command(**given)
 
 
 def _what_fits(given: dict[str, Any]) -> int:
-    for name in given:
-        if name not in ("gpu", "host_memory", "disk_memory", "json"):
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram "
-                "and --disk"
-            )
+    known = ("gpu", "host_memory", "disk_memory", "json")
+    for name in (name for name in given if name not in known):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigurationError(
+            f"{flag} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram and --disk"
+        )
     from vblackwell.tools.what_fits import what_fits_command
 
-    values = (given.get(name) for name in ("gpu", "host_memory", "disk_memory"))
-    return what_fits_command(*values, as_json=given.get("json", False))
+    *values, as_json = map(given.get, known)
+    return what_fits_command(*values, as_json=bool(as_json))
 
 
 def _bench_flags(parser: Any) -> None:
@@ -385,21 +371,18 @@ def _bench(given: dict[str, Any]) -> int:
     from vblackwell.tools.bench import bench_command
 
     given["device"] = choose_device(given.pop("device", "auto"), _note)
-    json_file = given.pop("json", None)
-    return bench_command(**given, json_file=json_file)
+    return bench_command(json_file=given.pop("json", None), **given)
 
 
+DOCTOR = "Look at this machine: what it has, how fast it is, what is missing for what."
+BENCH = "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."
 COMMANDS = {
     "train": Command("Train a model that may be larger than its fast memory.", _train_flags, _train),
     "generate": Command("Continue a prompt with a trained model.", _generate_flags, _generate),
-    "doctor": Command(
-        "Look at this machine: what it has, how fast it is, what is missing for what.", _doctor_flags, _doctor
-    ),
+    "doctor": Command(DOCTOR, _doctor_flags, _doctor),
     "estimate": Command(
         "Predict the GPU memory that training a model takes, before a run.", _estimate_flags, _estimate
     ),
     "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, _quantize),
-    "bench": Command(
-        "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine.", _bench_flags, _bench
-    ),
+    "bench": Command(BENCH, _bench_flags, _bench),
 }

@@ -24,11 +24,8 @@ class ConfigurationError(VBError, ValueError):
 class FolderMismatch(ConfigurationError):
     """The tensors in a model's folder are not those of its config.json; nothing was loaded.
 
-    Args:
-        message: some of each kind, with their files.
-        missing: names that the model wants and no file has.
-        extra: names that a file has and the model does not want.
-        misshapen: names whose shape or kind of type is another.
+    ``missing``: names that the model wants and no file has; ``extra``: that a file has and the model does not want;
+    ``misshapen``: whose shape or kind of type is another. The message has some of each kind, with their files.
     """
 
     def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
@@ -37,13 +34,7 @@ class FolderMismatch(ConfigurationError):
 
 
 class InsufficientMemory(VBError):
-    """A level, or the stack as a whole, lacks room. Nothing was moved or changed when this is raised.
-
-    Args:
-        message: what was asked for, where, and what to do.
-        needed_bytes: bytes that the request needs.
-        available_bytes: bytes that could have been given.
-    """
+    """A level, or the stack as a whole, lacks room for ``needed_bytes``; nothing was moved or changed."""
 
     def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
         super().__init__(message)

@@ -1,7 +1,6 @@
 """Bytes in and out of text: ``'8GiB'`` <-> 8589934592, and lengths of time.
 
-Capacities are powers of 1024, also when written KB, MB, GB, TB: the commands print what they understood. Rates are
-decimal (GB/s), as vendors quote them.
+Capacities are powers of 1024, also when written KB, MB, GB, TB; rates are decimal (GB/s), as vendors quote them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", re.IGNORECAS
 
 
 def parse_bytes(text: str | int | float, name: str = "size") -> int:
-    """Bytes meant by ``text``: a number of bytes, or a number with a unit such as ``'16MiB'`` or ``'1.5GiB'``.
-
-    Raises:
-        ConfigurationError: not a size, negative, or not finite.
-    """
+    """Bytes meant by ``text``: a number of bytes, or a number with a unit such as ``'16MiB'`` or ``'1.5GiB'``. Raises
+    ConfigurationError for no size, a negative one, or one that is not finite."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not math.isfinite(text) or text < 0:
             raise ConfigurationError(f"{name} {text!r} is not a size: give a number of bytes >= 0, or e.g. '8GiB'")
