@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,12 @@ PARTS = 4  # tensors of a weight in two parts
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """What ``fp4_mma`` normalises the rows of x by, on the way: RMSNorm, or with ``gain_sums`` LayerNorm.
+class Norm(NamedTuple):
+    """What ``fp4_mma`` normalises the rows of x by, on the way: RMSNorm, or with ``gain_sums`` LayerNorm."""
 
-    Attributes:
-        gain: (K,) of the type of x; K is a multiple of 8.
-        gain_sums: (N,) fp32, W times the gain; LayerNorm's own bias times W belongs into the linear's bias.
-    """
-
-    gain: Tensor
+    gain: Tensor  # (K,) of the type of x; K is a multiple of 8
     eps: float
-    gain_sums: Tensor | None = None
+    gain_sums: Tensor | None = None  # (N,) fp32, W times the gain; the norm's own bias times W is part of the linear's
 
     @property
     def kind(self) -> int:
@@ -65,8 +59,8 @@ def run_mma(
     out_dtype: torch.dtype | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows and no ``norm``, which comes before the product;
-    ``out_dtype`` may be fp32, else the type of x.
+    """One launch of ``fp4_mma`` after the ``norm``, or of ``two_part_mma`` with bf16 rows and none; ``out_dtype`` may
+    be fp32, else the type of x.
 
     Raises:
         ConfigurationError: a LayerNorm by a plan with bulk copies of x; a norm by a plan without them that gives a row
@@ -104,7 +98,8 @@ def run_wgmma(
 ) -> Tensor:
     """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = aligned(x_MK)
-    m, device, windows, blocks = x_MK.shape[0], x_MK.device, ceil_div(k, 64), ceil_div(x_MK.shape[0], plan.tokens)
+    (m, _), device, windows = x_MK.shape, x_MK.device, ceil_div(k, 64)
+    blocks = ceil_div(m, plan.tokens)
     y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
     fp16, out32 = x_MK.dtype == torch.float16, y_MN.dtype == torch.float32
     x_swizzled = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=device)

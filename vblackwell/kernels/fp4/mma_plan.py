@@ -40,6 +40,10 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def round_up(a: int, unit: int) -> int:
+    return ceil_div(a, unit) * unit
+
+
 def has_clusters(capability: tuple[int, int]) -> bool:
     """Clusters of blocks and 227 KB of shared memory a block: Hopper and data-centre Blackwell, not sm_120."""
     return capability[0] in (9, 10)
@@ -57,39 +61,28 @@ def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
 
 @dataclass(frozen=True)
 class MmaPlan:
-    """How ``fp4_mma`` covers a shape.
-
-    Attributes:
-        tokens: rows of x a block takes, a power of two.
-        row_warps: warps of 32 weight rows each.
-        k_warps, splits: warps of a block, and blocks of a cluster, that split K (1 where there are no clusters).
-        prefetch: windows a warp has in flight.
-        min_blocks: blocks the compiler must fit on a multiprocessor.
-        x_bytes: of x that a block may hold; more than one chunk takes half of it each.
-        chunk: windows of x a bulk copy brings (sm_90, K a multiple of 64), a multiple of ``k_warps * prefetch``, in
-            ``x_stages`` stages; 0: x comes by smaller copies.
-    """
+    """How ``fp4_mma`` covers a shape."""
 
     files: ClassVar[tuple[str, ...]] = MMA_FILES
     entry: ClassVar[str] = "fp4_mma"
-    tokens: int
-    row_warps: int
-    k_warps: int
-    splits: int
-    prefetch: int
-    min_blocks: int = 1
-    x_bytes: int = _X_BYTES
-    chunk: int = 0
-    x_stages: int = 2
+    tokens: int  # rows of x a block takes, a power of two
+    row_warps: int  # warps of 32 weight rows each
+    k_warps: int  # warps of a block,
+    splits: int  # and blocks of a cluster, that split K (1 where there are no clusters)
+    prefetch: int  # windows a warp has in flight
+    min_blocks: int = 1  # that the compiler must fit on a multiprocessor
+    x_bytes: int = _X_BYTES  # of x that a block may hold; more than one chunk takes half of it each
+    chunk: int = 0  # windows of x a bulk copy brings (sm_90, K a multiple of 64); 0: x comes by smaller copies
+    x_stages: int = 2  # of such chunks
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings, or the blocks
         of a cluster would not share the outputs evenly.
         """
-        if self.chunk % (self.k_warps * self.prefetch):
+        if self.chunk % (turn := self.k_warps * self.prefetch):
             raise ConfigurationError(
                 f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each:"
-                f" take a multiple of {self.k_warps * self.prefetch} windows"
+                f" take a multiple of {turn} windows"
             )
         if self.splits > 1 and (self.tokens > 16 or 8 * self.row_warps % self.splits):
             raise ConfigurationError(
@@ -97,7 +90,7 @@ class MmaPlan:
                 f" splits that divide {8 * self.row_warps}, a token's outputs by fours"
             )
 
-    def macros(self, fp16: bool, out32: bool = False, norm: int = 0) -> dict[str, int]:
+    def macros(self, fp16: bool = False, out32: bool = False, norm: int = 0) -> dict[str, int]:
         macros = {
             "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
             "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
@@ -118,26 +111,23 @@ class MmaPlan:
         """(windows a chunk of x, chunks a block): equal chunks that fit the staging memory, without bulk copies."""
         share = ceil_div(ceil_div(k, 64), self.splits)
         most = max(1, self.x_bytes // (self.tokens * 128))
-        if ceil_div(share, self.k_warps) * self.k_warps <= most:
-            return ceil_div(share, self.k_warps) * self.k_warps, 1
+        if (windows := round_up(share, self.k_warps)) <= most:
+            return windows, 1
         unit = self.k_warps * self.prefetch
-        windows = max(1, most // 2 // unit) * unit
-        count = ceil_div(share, windows)
-        return ceil_div(ceil_div(share, count), unit) * unit, count
+        count = ceil_div(share, max(1, most // 2 // unit) * unit)
+        return round_up(ceil_div(share, count), unit), count
 
     def shared_bytes(self, k: int, norm: int = 0) -> int:
         windows, count = self.chunks(k)
         x_bytes = windows * self.tokens * 128 * min(2, count)
-        if self.chunk:
-            rows = self.tokens + (1 if norm else 0)  # its gain is one more
-            # two barriers a stage, one of the first round
-            x_bytes = self.x_stages * (rows * (self.chunk * 128 + 16) + 16) + 16
-        staged = x_bytes + self.threads * self.prefetch * 36
+        if self.chunk:  # a norm's gain is one more row; two barriers a stage, one of the first round
+            x_bytes = self.x_stages * ((self.tokens + bool(norm)) * (self.chunk * 128 + 16) + 16) + 16
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
         share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
-        mail = ceil_div(16 + (self.splits - 1) * share * 16, 128) * 128 if self.splits > 1 else 0
-        return max(staged, sums) + mail + (STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0)
+        mail = round_up(16 + (self.splits - 1) * share * 16, 128) if self.splits > 1 else 0
+        statistics = STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0
+        return max(x_bytes + self.threads * self.prefetch * 36, sums) + mail + statistics
 
 
 def fits_with_norm(plan: MmaPlan, k: int) -> bool:
@@ -152,48 +142,38 @@ def takes_bulk(k: int) -> bool:
 
 def _row_warps(n: int) -> int:
     """Row warps that cover N in about one block a multiprocessor, at most 8."""
-    row_warps = 1
-    while row_warps < 8 and ceil_div(n, 32 * row_warps) > MULTIPROCESSORS:
-        row_warps *= 2
-    return row_warps
-
-
-def _bulk_shape(tokens: int, n: int, k: int) -> tuple[int, int]:
-    """(row warps, splits) of blocks that take x in bulk copies: one wave in which a multiprocessor has least to do; of
-    equals those that split K, which halves what a block stages of x, but for one row.
-    """
-    choices = [
-        (row_warps, splits)
-        for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
-        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
-    ]
-    preferred = 2 if tokens > 1 else 1
-
-    def rank(shape: tuple[int, int]) -> tuple[int, bool, int]:
-        row_warps, splits = shape
-        return row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps
-
-    return min(choices, key=rank, default=(8, 1))
+    return next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= MULTIPROCESSORS), 8)
 
 
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
     """``plan`` with all of a block's x staged at once where it fits, else 24 windows or a round of rings at a time."""
     turn = plan.k_warps * plan.prefetch
-    whole = replace(plan, chunk=ceil_div(ceil_div(ceil_div(k, 64), plan.splits), turn) * turn, x_stages=1)
+    whole = replace(plan, chunk=round_up(ceil_div(ceil_div(k, 64), plan.splits), turn), x_stages=1)
     parts = [replace(plan, chunk=max(1, 24 // turn) * turn, x_stages=stages) for stages in (3, 2, 1)]
     return next(fitting for fitting in (whole, *parts) if fits_with_norm(fitting, k))
 
 
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
-    """x in bulk copies, for up to 16 rows: a block of up to 16 warps, each with eight windows or more if there are so
-    many.
+    """x in bulk copies, for up to 16 rows: blocks of up to 16 warps, each with eight windows or more if there are so
+    many, in one wave in which a multiprocessor has least to do; of equals those that split K, which halves what a block
+    stages of x, but for one row.
 
     Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % slower without
     (docs/journal/fp4.md).
     """
-    row_warps, splits = _bulk_shape(tokens, n, k)
+    if timed := _TIMED.get((tokens, n, k)):
+        return _with_x(MmaPlan(tokens, *timed, 4), k)
+    preferred = 2 if tokens > 1 else 1
+    _, _, row_warps, splits = min(
+        (
+            (row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
+            for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
+            if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
+        ),
+        default=(0, False, 8, 1),
+    )
     share = ceil_div(k, 64) // splits
-    # A round of more K warps takes the room that the next chunk of x needs.
+    # A round of more K warps takes the memory that the next chunk of x needs.
     most = 8 if tokens > 8 and share > 64 else 16
     k_warps = min(max(8 // row_warps, min(16 // row_warps, share // 8)), most)
     return _with_x(MmaPlan(tokens, row_warps, k_warps, splits, 4), k)
@@ -208,22 +188,18 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
     to fit 99 KB of shared memory.
     """
-    tokens = 1
-    while tokens < min(m, 16 if clusters else 32):
-        tokens *= 2
-    windows = ceil_div(k, 64)
+    tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
+    windows, tall = ceil_div(k, 64), _row_warps(n)
     if clusters and bulk and takes_bulk(k):
-        if blocks := _TIMED.get((tokens, n, k)):
-            return _with_x(MmaPlan(tokens, *blocks, 4), k)
         return _plan_bulk(tokens, n, k)
     if not clusters:
-        row_warps = {1: 1, 2: 1, 4: 2, 8: 4, 16: 4, 32: 4}[tokens]
+        row_warps = {1: 1, 2: 1, 4: 2}.get(tokens, 4)
         plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)
     elif tokens <= 2:
-        plan = MmaPlan(tokens, _row_warps(n), 16 // _row_warps(n), 1, 4)
+        plan = MmaPlan(tokens, tall, 16 // tall, 1, 4)
     elif tokens <= 8:
-        row_warps = min(8, 2 * _row_warps(n))
-        plan = MmaPlan(tokens, row_warps, 16 // row_warps, row_warps // _row_warps(n), 4)
+        row_warps = min(8, 2 * tall)
+        plan = MmaPlan(tokens, row_warps, 16 // row_warps, row_warps // tall, 4)
     else:
         plan = MmaPlan(tokens, 8, 2, 4, 4)
     while plan.k_warps > 1 and plan.k_warps * plan.splits > windows:

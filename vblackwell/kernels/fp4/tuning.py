@@ -28,16 +28,12 @@ _KEY_NAMES = {"windows_per_step": "together"}
 
 def entry_name(plan: MmaPlan | WgmmaPlan, dtype: torch.dtype, m: int, n: int, k: int) -> str:
     """The key of a shape bucket; the plan's fixed fields are part of it, so that an entry never changes an order."""
-    fields = {_KEY_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
-    fixed = {name: value for name, value in fields.items() if name not in TUNABLE[type(plan)]}
+    fields, tunable = dataclasses.asdict(plan), TUNABLE[type(plan)]
+    fixed = {_KEY_NAMES.get(name, name): value for name, value in fields.items() if name not in tunable}
     if isinstance(plan, WgmmaPlan):
         fixed["helped"] = 0  # of plans that are gone
     shape = "x".join(str(value) for value in (bucket(m), n, k))
     return f"{type(plan).__name__}|{dtype_name(dtype)}|{shape}|{sorted(fixed.items())}"
-
-
-def apply(plan: Plan, fields: dict[str, int]) -> Plan:
-    return dataclasses.replace(plan, **{name: fields[name] for name in TUNABLE[type(plan)] if name in fields})
 
 
 def tuned(plan: Plan, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> Plan:
@@ -48,10 +44,9 @@ def tuned(plan: Plan, device: torch.device, dtype: torch.dtype, m: int, n: int, 
 @functools.lru_cache(4096)  # every call of a layer asks, and making an entry's name takes longer than a launch
 def _tuned(plan: Plan, device: torch.device, dtype: torch.dtype, rows: int, n: int, k: int) -> Plan:
     entries = tuning.entries(KIND, device)
-    if not entries:
-        return plan
+    fields = entries.get(entry_name(plan, dtype, rows, n, k), {}) if entries else {}
     try:
-        found = apply(plan, entries.get(entry_name(plan, dtype, rows, n, k), {}))
+        found = dataclasses.replace(plan, **{name: fields[name] for name in TUNABLE[type(plan)] if name in fields})
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
     return found if _fits(found, k) else plan  # kept by one that needed less memory for them
@@ -75,7 +70,8 @@ def variants(plan: Plan) -> list[Plan]:
     else:
         turn = plan.k_groups, plan.windows_per_step
         choices = [{"stages": count} for count in (3, 4, 6, 8, 12) if goes_round(count, *turn)]
-    return [plan, *(other for choice in choices if (other := apply(plan, choice)) != plan and _fits(other, 64))]
+    others = [dataclasses.replace(plan, **choice) for choice in choices]
+    return [plan, *(other for other in others if other != plan and _fits(other, 64))]
 
 
 def tune(

@@ -3,10 +3,10 @@
 How long a plan takes is arithmetic about an H200. For a window a warpgroup issues its decode and waits for its
 products; alone on a multiprocessor it also waits for its own latencies, several take turns. The issue of one warpgroup
 adds whole to the tensor cores' time of the others, so work a multiprocessor and rounds of blocks count. The constants
-are those of a regression that ranks plans (a product of 64 rows by 64 columns takes the tensor cores 2 cycles a token,
-not `_TENSOR`) over 329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): the plan of least predicted time
-is on average 1.9 %, at most 11.4 %, slower than the fastest of its cell; cells where it is 2 % or more slower are in
-`_TIMED`. It tells too little of a cluster in grids of many rounds, so `many_rows_us` compares plans for more rows.
+are of a regression that ranks plans (not times: a product of 64 rows by 64 columns takes the tensor cores 2 cycles a
+token) over 329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): its plan is on average 1.9 %, at most
+11.4 %, slower than the fastest of a cell; cells where it is 2 % or more slower are in `_TIMED`. It tells too little of
+a cluster in grids of many rounds, so `many_rows_us` compares plans for more rows.
 
 ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, SHARED_BYTES, ceil_div
@@ -69,38 +70,23 @@ _FUSED = {(4096, 28672, 8192)}
 
 
 def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
-    """Whether each stage belongs to one of ``k_groups`` that take turns at ``windows_per_step`` windows, two turns
-    each.
-    """
-    return k_groups * windows_per_step == 1 or (
-        stages % (k_groups * windows_per_step) == 0 and stages >= 2 * k_groups * windows_per_step
-    )
+    """Whether each stage belongs to one of ``k_groups`` that take turns, with two turns each."""
+    turn = k_groups * windows_per_step
+    return turn == 1 or (stages % turn == 0 and stages >= 2 * turn)
 
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """How ``fp4_wgmma`` covers a shape.
+    """How ``fp4_wgmma`` covers a shape."""
 
-    Attributes:
-        tokens: rows of x a block takes (wgmma's n).
-        groups: warpgroups, 64 weight rows each.
-        splits: blocks of a cluster that split K, and share the tokens by eights.
-        stages: windows of x in shared memory, as `goes_round` asks.
-        prefetch: windows of weights a warp has in flight, an even number.
-        min_blocks: blocks for which the compiler leaves registers on a multiprocessor. 2 was faster than 1 for some
-            plans of two K groups even in a grid of one wave.
-        k_groups: sets of ``groups`` warpgroups that take turns at the windows.
-        windows_per_step: windows that a warpgroup multiplies at a time, 1 or 2.
-    """
-
-    tokens: int
-    groups: int
-    splits: int
-    stages: int
-    prefetch: int = 4
-    min_blocks: int = 1
-    k_groups: int = 1
-    windows_per_step: int = 1
+    tokens: int  # rows of x a block takes (wgmma's n)
+    groups: int  # warpgroups, 64 weight rows each
+    splits: int  # blocks of a cluster that split K, and share the tokens by eights
+    stages: int  # windows of x in shared memory, as `goes_round` asks
+    prefetch: int = 4  # windows of weights a warp has in flight, an even number
+    min_blocks: int = 1  # of a multiprocessor, to leave registers for; 2 may be faster in a grid of one wave, too
+    k_groups: int = 1  # sets of ``groups`` warpgroups that take turns at the windows
+    windows_per_step: int = 1  # that a warpgroup multiplies at a time, 1 or 2
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for
@@ -114,10 +100,9 @@ class WgmmaPlan:
                 f"{self.k_groups} K groups take turns at stages of x, {self.windows_per_step} at a time: {self.stages}"
                 f" do not go round, {2 * self.windows_per_step} or more for each"
             )
-        if self.tokens % (8 * self.splits):
+        if self.tokens % (unit := 8 * self.splits):
             raise ConfigurationError(
-                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {8 * self.splits} tokens, or fewer"
-                " splits"
+                f"tokens {self.tokens}, splits {self.splits}: take a multiple of {unit} tokens, or fewer splits"
             )
         if self.prefetch % 2:
             raise ConfigurationError(f"{self.prefetch} windows in flight: wgmma's ring takes an even number")
@@ -128,26 +113,21 @@ class WgmmaPlan:
 
     @property
     def fragments(self) -> int:
-        """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds.
-
-        One is enough where others multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens (times:
-        docs/journal/fp4.md).
+        """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds. One is enough where others
+        multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens (docs/journal/fp4.md).
         """
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
     @property
     def launch_registers(self) -> int:
-        """Registers of every thread of a block when it starts.
-
-        A quarter of a multiprocessor has 16384; 1024 stay for a block of the next product's ``swizzle_x``.
+        """Registers of every thread of a block when it starts: of a quarter of a multiprocessor's 16384, without 1024
+        for a block of the next product's ``swizzle_x``.
         """
         return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
 
     @property
     def registers(self) -> int:
-        """Of a consumer thread, when the copying warpgroup keeps its own; asking for more than the block has would wait
-        for ever.
-        """
+        """Of a consumer thread, next to the copying warpgroup's; more than the block has would be waited for for ever."""
         return min(240, (self.launch_registers * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
@@ -180,18 +160,15 @@ class WgmmaPlan:
 def _wgmma_candidates(most_tokens: int) -> tuple[WgmmaPlan, ...]:
     """Plans that fit registers and shared memory, with the deepest ring of x up to 6 stages."""
     found = []
-    for tokens, groups, k_groups, splits, most in itertools.product(
-        (16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2)
-    ):
-        if tokens > most_tokens or tokens < min(64, most_tokens) or groups * k_groups > 4:
-            continue
-        plan = WgmmaPlan(tokens, groups, splits, 12, min_blocks=most, k_groups=k_groups)
-        fitting = (
-            ring
-            for stages in ((8,) if k_groups == 4 else (6, 5, 4))
-            if goes_round(stages, k_groups) and (ring := replace(plan, stages=stages)).fits()
-        )
-        found += itertools.islice(fitting, 1)
+    shapes = itertools.product((16, 32, 64, 128, 256), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2))
+    for tokens, groups, k_groups, splits, blocks in shapes:
+        if min(64, most_tokens) <= tokens <= most_tokens and groups * k_groups <= 4:
+            plans = (
+                WgmmaPlan(tokens, groups, splits, stages, min_blocks=blocks, k_groups=k_groups)
+                for stages in ((8,) if k_groups == 4 else (6, 5, 4))
+                if goes_round(stages, k_groups)
+            )
+            found += itertools.islice((plan for plan in plans if plan.fits()), 1)
     return tuple(found)
 
 
@@ -200,10 +177,10 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
     windows = ceil_div(ceil_div(k, 64), plan.splits)
     blocks = ceil_div(n, 64 * plan.groups) * plan.splits * ceil_div(m, plan.tokens)
     rounds, rest = divmod(blocks, MULTIPROCESSORS * plan.min_blocks)
+    tensor = _TENSOR * plan.tokens
 
     def block_cycles(at_once: int) -> float:
         warpgroups = plan.consumers * at_once
-        tensor = _TENSOR * plan.tokens
         step = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
         window = max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups)
         return window * ceil_div(windows, plan.k_groups)
@@ -221,14 +198,11 @@ def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> f
     """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not
     split K, with a last round of blocks of half the height where `launches` makes one.
     """
-    m, n, k = shape
-    tokens, groups, k_groups = blocks
-    columns, windows = ceil_div(m, tokens), ceil_div(k, 64)
-    rows = ceil_div(n, 64 * groups)
-    last_us = 0.0
+    (m, n, k), (tokens, groups, k_groups) = shape, blocks
+    columns, rows, last_us = ceil_div(m, tokens), ceil_div(n, 64 * groups), 0.0
     if (groups, k_groups) == (2, 1) and (whole := rows_in_whole_rounds(rows, columns)) < rows:
         rows, last_us = whole, _MANY_ROWS_US[tokens, 1, 2]
-    return windows * (ceil_div(rows * columns, MULTIPROCESSORS) * _MANY_ROWS_US[blocks] + last_us) + 3.0
+    return ceil_div(k, 64) * (ceil_div(rows * columns, MULTIPROCESSORS) * _MANY_ROWS_US[blocks] + last_us) + 3.0
 
 
 def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
@@ -244,16 +218,15 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     """The plan of ``fp4_wgmma`` for a shape: as it was timed, or what is expected to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
+    found = {(plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks): plan for plan in fitting}
     if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
         *blocks, windows_per_step = timed
-        plan = next(plan for plan in fitting if _blocks(plan) == tuple(blocks))
-        return _in_pairs(plan) if windows_per_step == 2 else plan
+        return _in_pairs(found[tuple(blocks)]) if windows_per_step == 2 else found[tuple(blocks)]
     if fills_with_many_rows(m, n):
-        tokens, groups, k_groups = min(_MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
-        whole = (tokens, groups, k_groups, 1, 1)
-        plan = next((plan for plan in fitting if _blocks(plan) == whole), WgmmaPlan(256, 2, 1, 6))
+        blocks = min(_MANY_ROWS_US, key=lambda blocks: many_rows_us((m, n, k), blocks))
+        plan = found.get((*blocks, 1, 1), WgmmaPlan(256, 2, 1, 6))
         # 6 stages take up to 0.8 % longer: what shared memory leaves of a multiprocessor's is L1 (docs/journal/fp4.md)
-        return replace(plan, stages=4) if whole == (256, 2, 1, 1, 1) else plan
+        return replace(plan, stages=4) if blocks == (256, 2, 1) else plan
     plan = min(fitting, key=lambda plan: predicted_us(plan, m, n, k))
     return _in_pairs(plan) if plan.k_groups == 2 and plan.tokens <= 32 else plan
 
@@ -263,8 +236,7 @@ def _in_pairs(plan: WgmmaPlan) -> WgmmaPlan:
     return replace(plan, windows_per_step=2, stages=max(8, 4 * plan.k_groups))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Blocks of ``plan`` above each other, from block ``first`` on, that one launch does."""
 
     plan: WgmmaPlan
@@ -280,18 +252,13 @@ def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS)
     many blocks of half the height, whose sums two K groups share. Tuned fields have no say, since this decides the
     order of additions.
     """
-    rows, columns = ceil_div(n, 64 * plan.groups), ceil_div(m, plan.tokens)
-    if (plan.tokens, plan.groups, plan.k_groups, plan.splits) != (256, 2, 1, 1):
-        return (Rows(plan, 0, rows),)
-    whole = rows_in_whole_rounds(rows, columns, processors)
+    rows = whole = ceil_div(n, 64 * plan.groups)
+    if (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (256, 2, 1, 1):
+        whole = rows_in_whole_rounds(rows, ceil_div(m, plan.tokens), processors)
     if whole == rows:
         return (Rows(plan, 0, rows),)
     half = replace(plan, groups=1, k_groups=2, stages=6)
     return Rows(plan, 0, whole), Rows(half, 2 * whole, ceil_div(n, 64) - 2 * whole)
-
-
-def _blocks(plan: WgmmaPlan) -> tuple[int, int, int, int, int]:
-    return plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks
 
 
 def fills_with_many_rows(m: int, n: int) -> bool:
