@@ -153,7 +153,7 @@ def systems(
         fused = [functools.partial(run, x, gain, None, 1e-5, *w, None) for w in packed]
         yield "fp4_norm_linear nvfp4", "rms_norm, fp4_linear nvfp4", fused
     if m >= 1024:
-        tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+        tops = [w4a8.row_tops(w[1], n, k) for w in packed]
         run = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
         calls = [functools.partial(run, x, *w, top, None) for w, top in zip(packed, tops, strict=True)]
         yield "fp4_linear_w4a8 mxfp4", "cublas bf16", calls

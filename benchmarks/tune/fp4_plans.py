@@ -71,7 +71,7 @@ def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[
         return {}
     op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
     found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
-    tops = [w4a8.row_tops_for_w4a8(w[1], n, k) for w in packed]
+    tops = [w4a8.row_tops(w[1], n, k) for w in packed]
     each = list(zip(packed, tops, strict=True))
     op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
     found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]

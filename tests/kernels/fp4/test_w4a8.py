@@ -59,7 +59,7 @@ def assert_right(y_MN: Tensor, x_MK: Tensor, tiled: Tiled, bias: Tensor | None, 
     rounding adds half a unit of y's type.
     """
     k = x_MK.shape[1]
-    top = w4a8.row_tops_for_w4a8(tiled[1], n, k)
+    top = w4a8.row_tops(tiled[1], n, k)
     args = (None if bias is None else bias.float(), activation, n, k)
     exact = w4a8._reference(x_MK.float(), (*tiled, top), *args)
     q_MK, scale_M1 = w4a8.quantize_rows(x_MK)

@@ -15,6 +15,7 @@ The backward ignores the rounding of the activations (straight through): dX = dY
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,27 +115,9 @@ def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
         )
 
 
-def row_tops_for_w4a8(block_scales: Tensor, n: int, k: int) -> Tensor:
-    """(N,) bytes that ``fp4_linear_w4a8`` needs in addition to the tiled weight. Waits for the device.
-
-    Raises:
-        Unsupported: a row's block exponents span more than 14, so E4M3 would not hold its weights exactly.
-    """
-    bands, windows = layout.tiles(n, k)
-    field = block_scales.view(bands, windows, 8, 4, 4) >> 3
-    low = torch.where(field == 0, 255, field).amin((1, 3)).to(torch.int32)
-    top = field.amax((1, 3)).to(torch.int32)
-    span = int(torch.where(top == 0, 0, top - low).max())
-    if span > MAX_SPAN:
-        raise Unsupported(
-            f"block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: run this layer without w4a8 (fp4_linear)"
-        )
-    return row_tops(block_scales, n, k)
-
-
 def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
-    """(N,) E5M3 bytes: the largest scale of each row of a tiled weight."""
-    bands, windows = ceil_div(n, 32), ceil_div(k, 64)
+    """(N,) E5M3 bytes: the largest scale of each row of a tiled weight that `check_packed` takes."""
+    bands, windows = layout.tiles(n, k)
     return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
 
 
@@ -143,19 +126,12 @@ def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class W4A8Plan:
-    """How ``w4a8`` cuts a product.
+    """How ``w4a8`` cuts a product."""
 
-    Attributes:
-        features: of a tile, which has 128 tokens; a multiple of 32.
-        stages: of 128 columns of both operands in shared memory.
-        head_steps: steps of the first tiles' weights that ``w4a8_head`` decodes.
-        head_rows: of x, that it rounds; a multiple of 128.
-    """
-
-    features: int
-    stages: int
-    head_steps: int = 8
-    head_rows: int = HEAD_ROWS
+    features: int  # of a tile, which has 128 tokens; a multiple of 32
+    stages: int  # of 128 columns of both operands in shared memory
+    head_steps: int = 8  # steps of the first tiles' weights that ``w4a8_head`` decodes
+    head_rows: int = HEAD_ROWS  # of x, that it rounds; a multiple of 128
 
     def shared_bytes(self) -> int:
         outputs, units = 8 * 16 * 144, 2 * (self.features // 2 * 16 + 128 * 4)  # of eight warps; of two tiles
@@ -187,36 +163,30 @@ def plan_w4a8(m: int, n: int, k: int, multiprocessors: int) -> W4A8Plan:
     return replace(of_width(width), head_rows=HEAD_ROWS * min(fours, ceil_div(m, HEAD_ROWS)))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Sizes of a product (M, N, K): pairs of token tiles, columns of tiles, steps of K, ``chunk`` columns that the
-    clusters are at work on at a time (whose weights are decoded first), and blocks of ``w4a8_head``.
-    """
+class Cut(NamedTuple):
+    """Sizes of a product (M, N, K)."""
 
-    pairs: int
-    columns: int
-    steps: int
-    chunk: int
-    head_blocks: int
-
-    @property
-    def counters(self) -> int:
-        """32-bit counters: the queue, what is made of each tile of the weight, and of each tile of x."""
-        return FIRST_COUNTER + self.columns * self.steps + self.pairs * CLUSTER
+    pairs: int  # of token tiles
+    columns: int  # of tiles
+    steps: int  # of K
+    chunk: int  # columns that the clusters are at work on at a time, whose weights are decoded first
+    head_blocks: int  # of ``w4a8_head``
+    counters: int  # of 32 bits: the queue, what is made of each tile of the weight, and of each tile of x
 
 
 def cut(plan: W4A8Plan, m: int, n: int, k: int, clusters: int) -> Cut:
     pairs, columns, steps = ceil_div(m, 128 * CLUSTER), ceil_div(n, plan.features), ceil_div(k, 128)
     chunk = min(columns, ceil_div(clusters, min(4, pairs)))
     items = min(plan.head_steps, steps) * min(chunk * plan.features // 32, ceil_div(n, 32))
-    return Cut(pairs, columns, steps, chunk, ceil_div(min(m, plan.head_rows), 2) + ceil_div(items, 8))
+    head_blocks = ceil_div(min(m, plan.head_rows), 2) + ceil_div(items, 8)
+    return Cut(pairs, columns, steps, chunk, head_blocks, FIRST_COUNTER + columns * steps + pairs * CLUSTER)
 
 
 def run_w4a8(
     plan: W4A8Plan, x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int
 ) -> Tensor:
     """``activation(x W^T + bias)`` (M, N) in bf16 or fp16; N and K are multiples of 16, ``weight`` ends with
-    `row_tops_for_w4a8`.
+    `row_tops`.
     """
     codes, block_scales, tensor_scale, row_top = weight
     m, device = x_MK.shape[0], x_MK.device
@@ -268,13 +238,16 @@ def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tens
 # -- backends and op ---------------------------------------------------------------------------------------------------
 
 
+def _multiple_reasons(request: Request, taker: str) -> list[str]:
+    odd = request.n % MULTIPLE or request.k % MULTIPLE
+    return [f"{request.n} x {request.k}: {taker} takes multiples of {MULTIPLE}"] if odd else []
+
+
 def _fp8_reasons(request: Request) -> list[str]:
     reasons = linear_reasons(request)
     if request.device.type == "cuda" and request.capability < FP8_CAPABILITY:
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
-    if request.n % MULTIPLE or request.k % MULTIPLE:
-        reasons.append(f"{request.n} x {request.k}: PyTorch's FP8 matmul takes multiples of {MULTIPLE}")
-    return reasons
+    return reasons + _multiple_reasons(request, "PyTorch's FP8 matmul")
 
 
 def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor) -> Tensor:
@@ -283,20 +256,15 @@ def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor
 
 
 def _fused_reasons(request: Request) -> list[str]:
-    reasons = linear_reasons(request) + hopper_reasons(request)
-    if request.n % MULTIPLE or request.k % MULTIPLE:
-        reasons.append(f"{request.n} x {request.k}: the kernel takes multiples of {MULTIPLE}")
-    return reasons
+    return linear_reasons(request) + hopper_reasons(request) + _multiple_reasons(request, "the kernel")
 
 
 def _fused_slower(request: Request) -> list[str]:
     if request.m < MIN_ROWS:
         return [f"{request.m} rows are fewer than {MIN_ROWS}, from which on it was timed"]
     if request.m > MAX_ROWS and request.n * request.k > LARGEST_WEIGHT:
-        return [
-            f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of"
-            f" {request.n} x {request.k}"
-        ]
+        shape = f"{request.n} x {request.k}"
+        return [f"above {MAX_ROWS} rows PyTorch's FP8 matmul is as fast or faster with a weight of {shape}"]
     return []
 
 
@@ -321,9 +289,8 @@ def _reference(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: st
 
 
 def _reference_reasons(request: Request) -> list[str]:
-    if request.device.type != "cuda":
-        return []
-    return [f"the tensors are on {request.device}: FP8 is asked for to be fast, and this would be slow"]
+    slow = f"the tensors are on {request.device}: FP8 is asked for to be fast, and this would be slow"
+    return [slow] * (request.device.type == "cuda")
 
 
 W4A8 = (
@@ -354,7 +321,7 @@ def fp4_linear_w4a8(
     Args:
         x_MK: (..., K) bf16 or fp16 (fp32 on the CPU's reference path).
         codes, block_scales, tensor_scale: of an 'mxfp4-tiled' weight.
-        row_top: from ``row_tops_for_w4a8``.
+        row_top: from ``row_tops``.
         bias, activation: as for ``fp4_linear``.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
-from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops_for_w4a8
+from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
 from vblackwell.nn.linear.packed_linear import PackedLinear, place
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
@@ -151,7 +151,7 @@ class FusedFP4Linear(PackedLinear):
         self.form, self._dtype = packed.form, packed.dtype
         placed = place(packed, tiles=self.w4a8)
         shape = (self.out_features, self.in_features)
-        self.weight_row_top = row_tops_for_w4a8(placed.scales, *shape) if self.w4a8 else None
+        self.weight_row_top = row_tops(placed.scales, *shape) if self.w4a8 else None
         self.hold(placed)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedFP4Linear:

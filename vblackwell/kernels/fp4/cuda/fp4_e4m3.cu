@@ -1,5 +1,5 @@
 // Both operands of an FP8 matmul in one launch: a tiled mxfp4 weight as row-major E4M3, each row relative to its
-// largest scale, exact where the row spans no more than 2^14 (others are refused before: `row_tops_for_w4a8`), and rows
+// largest scale, exact where the row spans no more than 2^14 (others are refused before: `check_packed`), and rows
 // of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
 //
 // A lane's 16 columns of a row are one vector of 16 bytes, and the four lanes of a quad are neighbours: results leave
