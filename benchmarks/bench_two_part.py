@@ -81,9 +81,9 @@ def start_rows(rows: Rows, device: str) -> None:
 
 def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
     """Random parts in tiles: any coarse codes, fine ones that fit them."""
-    codes_shape, fine_shape, scales_shape = layout.parts_shapes(layout.TILED_PARTS, n, k)
+    codes_shape, scales_shape = layout.shapes(layout.TILED_PARTS, n, k)
     codes = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device=device)
-    fine = torch.randint(0, 256, fine_shape, dtype=torch.uint8, device=device) | 0x22  # speed does not depend on values
+    fine = torch.randint(0, 256, codes_shape, dtype=torch.uint8, device=device) | 0x22
     scales = torch.randint(96, 144, scales_shape, dtype=torch.uint8, device=device)
     return codes, fine, scales, torch.tensor(2.0**-7, device=device)
 

@@ -16,13 +16,14 @@ def test_decode_of_a_word_finds_all_eight_codes():
     """The eight operations of cuda/decode.cuh in Python, on every code in every place and on random words."""
     codes = torch.stack([torch.full((8,), code) for code in range(16)]).to(torch.uint8)
     codes = torch.cat([codes, torch.randint(0, 16, (1000, 8), dtype=torch.uint8)])
-    words = layout._pack_words(codes).to(torch.int64) & 0xFFFFFFFF
+    words = layout.pack_words(codes, layout.WORD_FIELDS).to(torch.int64) & 0xFFFFFFFF
     pairs = [((words << by) | (words >> (32 - by))) & 0xFFFFFFFF & MASK for by in layout.PAIR_ROTATIONS]
     pairs.append(((words & 0x001B001B) * layout.PAIR_3_MULTIPLIER) & MASK)
     for code in range(8):
         half = (pairs[code // 2] >> (16 * (code % 2))) & 0xFFFF
         assert torch.equal(((half >> 6) & 7) | ((half >> 15) << 3), codes[:, code].to(torch.int64))
-    assert torch.equal(layout._unpack_words(layout._pack_words(codes)), codes)
+    for fields in (layout.WORD_FIELDS, layout.FINE_FIELDS):
+        assert torch.equal(layout.unpack_words(layout.pack_words(codes, fields), fields), codes)
 
 
 @settings(max_examples=25, deadline=None)

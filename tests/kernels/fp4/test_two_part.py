@@ -90,8 +90,8 @@ def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
 def test_tiles_are_turned_back(shape, monkeypatch):
     monkeypatch.setattr(layout, "_BAND_ELEMENTS", 2 * 32 * 64)  # the last one in two bands
     w_NK, parts = random_parts(*shape)
-    tiled = layout.parts_to_tiled(*parts, *shape)
-    assert [tuple(tensor.shape) for tensor in tiled[:3]] == list(layout.parts_shapes("nvfp4-tiled", *shape))
+    tiled, (codes, scales) = layout.parts_to_tiled(*parts, *shape), layout.shapes("nvfp4-tiled", *shape)
+    assert [tuple(tensor.shape) for tensor in tiled[:3]] == [codes, codes, scales]
     assert torch.equal(dequantize(*layout.parts_from_tiled(*tiled, *shape), *shape, torch.float32), w_NK)
 
 
@@ -283,24 +283,21 @@ def test_renewal_source_is_the_oracle(factor, k):
 
 
 @pytest.mark.parametrize(("k", "whole"), [(96, 1), (77, 0)])
-def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatch):
+def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
     queued = []
     monkeypatch.setattr(two_part_round, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
+    monkeypatch.setattr(two_part_round, "_rounding", two_part_round._rounding.__wrapped__)
     monkeypatch.setattr(two_part_round, "_stream", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     first, second = wide_weight(60, k, torch.bfloat16), wide_weight(60, k, torch.bfloat16)
-    rounder = two_part_round.Rounder(first, torch.float32)
     for w_NK in (first, second):
         scales = separation.training_scales(w_NK)
-        assert rounder.takes(w_NK, torch.float32)
-        out = rounder(w_NK, scales.block, scales.tensor)
+        out = two_part_round.round_to_parts(w_NK, scales.block, scales.tensor, torch.float32)
         assert out.shape == (60, k) and out.dtype == torch.float32
         at = (w_NK.data_ptr(), scales.block.data_ptr(), scales.tensor.data_ptr(), out.data_ptr())
         assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
-    for other, dtype in ((first, torch.bfloat16), (first.float(), torch.float32), (first.contiguous(), torch.float32)):
-        assert not rounder.takes(other, dtype)
     with pytest.raises(Unsupported, match="no memory"):
-        rounder(TwoTensor(first, first), scales.block, scales.tensor)
+        two_part_round.round_to_parts(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
     assert two_part_round._cuda(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
     assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
@@ -309,16 +306,14 @@ def test_what_is_kept_of_a_rounding_fits_such_weights_alone(k, whole, monkeypatc
 
 
 @pytest.mark.gpu
-def test_a_weight_that_is_rounded_again_on_the_gpu():
+def test_weights_are_rounded_on_the_gpu_whatever_came_before():
     w_NK, other = wide_weight(70, 96, torch.bfloat16), wide_weight(70, 96, torch.bfloat16) * 3
-    rounder = None
     for weight, dtype in (
         (w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32), (w_NK, torch.float64),
     ):  # fmt: skip
         scales = separation.training_scales(weight)
-        found = two_part_round.rounded_again(rounder, weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
-        rounder = found[0]
-        assert torch.equal(found[1].cpu(), separation.round_to_parts(weight, scales, dtype))
+        found = two_part_round.rounded(weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
+        assert torch.equal(found.cpu(), separation.round_to_parts(weight, scales, dtype))
 
 
 @pytest.mark.gpu

@@ -312,7 +312,6 @@ def test_adapter(switches):
 def test_an_adapter_is_copied_without_what_belongs_to_its_weights():
     adapter, weight, x = vb.create_virtual_blackwell(), torch.randn(16, 32, requires_grad=True), torch.randn(3, 32)
     trained = adapter.compress(weight, x, "w")
-    adapter._caches["w"].again = threading.Lock()  # launches hold one
     for other in (copy.deepcopy(adapter), pickle.loads(pickle.dumps(copy.copy(adapter)))):
         assert torch.equal(other.compress(weight, x, "w"), trained)
 

@@ -23,7 +23,9 @@ from vblackwell.kernels.runtime.registry import on_device
 BLOCKS = 32  # of a program: with 64 it spills
 TILE_BLOCK = 1024  # words or bytes that a program writes
 # Where bit i of a word comes from, in eight codes as they lie in memory.
-_SOURCES = tl.constexpr(tuple(4 * code + code_bit for _, code, code_bit in sorted(layout.WORD_BITS)))
+_SOURCES = tl.constexpr(
+    tuple(4 * code + at + i for _, code, at, width in sorted(layout.WORD_FIELDS) for i in range(width))
+)
 # Wider than the error of a sum in fp32, division and all: what is nearer than this is decided in fp64.
 _CLOSE = tl.constexpr(2e-5)
 

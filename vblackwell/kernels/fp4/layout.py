@@ -43,8 +43,6 @@ CODE_BYTES, SCALE_BYTES = TILE_N * TILE_K // 2, TILE_N * TILE_K // 16
 PAIR_MASK = 0x81C081C0
 PAIR_ROTATIONS = (0, 10, 13)  # left; pair 3 is gathered by PAIR_3_MULTIPLIER
 PAIR_3_MULTIPLIER = (1 << 2) + (1 << 7) + (1 << 12)
-_TARGET_BITS = (6, 7, 8, 15)  # of the low half: mantissa, exponent, exponent, sign
-_PAIR_3_BITS = {6: 4, 7: 0, 8: 1, 15: 3}  # target bit of the low half -> where pair 3 keeps it
 _E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
 _SUFFIX = "-tiled"
 _BAND_BYTES = 1 << 20
@@ -52,6 +50,7 @@ _BAND_ELEMENTS = 1 << 20
 TILED_PARTS = "nvfp4-tiled"  # the tiled layout of a weight in two parts
 PARTS_LAYOUTS = ("nvfp4", TILED_PARTS)
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, fine codes, block scales, tensor scale
+Fields = tuple[tuple[int, int, int, int], ...]
 
 
 def is_tiled(format: str) -> bool:
@@ -79,42 +78,77 @@ def tiles(n: int, k: int) -> tuple[int, int]:
 def shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the code and scale tensors of an (n, k) weight in ``format``, tiled or canonical."""
     if is_tiled(format):
-        bands, steps = tiles(n, k)
-        return (bands, steps, CODE_BYTES), (bands, steps, SCALE_BYTES)
+        return (*tiles(n, k), CODE_BYTES), (*tiles(n, k), SCALE_BYTES)
     form = FORMATS[format]
     return form.codes_shape(n, k), form.scales_shape(n, k)
 
 
-def _word_bits() -> list[tuple[int, int, int]]:
-    """(bit of the word, code 0..7, bit of the code) for all 32 bits; codes 2p and 2p+1 are pair p's halves."""
-    moves = []
-    for pair in range(4):
-        for half in range(2):
-            for code_bit, target in enumerate(_TARGET_BITS):
-                start = target + 16 * half - PAIR_ROTATIONS[pair] if pair < 3 else _PAIR_3_BITS[target] + 16 * half
-                bit = start % 32
-                moves.append((bit, 2 * pair + half, code_bit))
-    assert sorted(bit for bit, _, _ in moves) == list(range(32))
-    return moves
+def check_shapes(format: str, n: int, k: int, codes: Tensor, block_scales: Tensor, fine: Tensor | None = None) -> None:
+    """Raises ConfigurationError where the tensors are not those of an (n, k) weight in ``format``."""
+    expected = shapes(format, n, k)
+    if (codes.shape, block_scales.shape) != expected or (fine is not None and fine.shape != codes.shape):
+        middle = "" if fine is None else f", fine codes {tuple(fine.shape)}"
+        raise ConfigurationError(
+            f"{format} codes {tuple(codes.shape)}{middle} and scales {tuple(block_scales.shape)} do not belong to a"
+            f" weight of {n} x {k}: expected {expected[0]} and {expected[1]}"
+        )
 
 
-WORD_BITS = _word_bits()
+# -- words of eight codes ----------------------------------------------------------------------------------------------
 
 
-def _pack_words(codes_X8: Tensor) -> Tensor:
+def _word_fields(pair: int, half: int) -> Fields:
+    """(lowest bit in the word, code 0..7, lowest bit in the code, width) of what is contiguous in a code's place."""
+    code, at = 2 * pair + half, 16 * half
+    if pair == 3:
+        return (at + 4, code, 0, 1), (at, code, 1, 2), (at + 3, code, 3, 1)
+    at -= PAIR_ROTATIONS[pair]
+    return ((at + 6) % 32, code, 0, 3), ((at + 15) % 32, code, 3, 1)
+
+
+WORD_FIELDS: Fields = tuple(field for code in range(8) for field in _word_fields(*divmod(code, 2)))
+# The fine code of column 7 wraps around.
+FINE_FIELDS: Fields = (
+    *((4 * (code // 2) + 16 * (code % 2) + 2, code, 0, 4) for code in range(7)),
+    *((30, 7, 0, 2), (0, 7, 2, 2)),
+)
+
+
+def pack_words(codes_X8: Tensor, fields: Fields) -> Tensor:
     """Codes (..., 8) as uint8 -> words (...) as int32 in the bit order of the kernels."""
     word = torch.zeros(codes_X8.shape[:-1], dtype=torch.int64, device=codes_X8.device)
-    for bit, code, code_bit in WORD_BITS:
-        word |= ((codes_X8[..., code] >> code_bit) & 1).to(torch.int64) << bit
+    for bit, code, code_bit, width in fields:
+        word |= ((codes_X8[..., code] >> code_bit) & ((1 << width) - 1)).to(torch.int64) << bit
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
-def _unpack_words(words: Tensor) -> Tensor:
-    """The inverse of ``_pack_words``."""
+def unpack_words(words: Tensor, fields: Fields) -> Tensor:
+    """The inverse of ``pack_words``."""
     codes = torch.zeros((*words.shape, 8), dtype=torch.uint8, device=words.device)
-    for bit, code, code_bit in WORD_BITS:
-        codes[..., code] |= ((words >> bit) & 1).to(torch.uint8) << code_bit
+    for bit, code, code_bit, width in fields:
+        codes[..., code] |= ((words >> bit) & ((1 << width) - 1)).to(torch.uint8) << code_bit
     return codes
+
+
+def _to_words(codes_NK: Tensor, fields: Fields, n: int, k: int, padding: int) -> Tensor:
+    """Tiles (bands, steps, CODE_BYTES) of unpacked codes, a byte each, filled up with ``padding``."""
+    bands, steps = tiles(n, k)
+    pad = (0, steps * TILE_K - codes_NK.shape[1], 0, bands * TILE_N - n)
+    codes_NK = torch.nn.functional.pad(codes_NK, pad, value=padding)
+    # rows 32 = (h 2, r 2, g 8); columns 64 = (t 4, i 2, code 8) -> [band, step, h, g, t, r, i]
+    words = pack_words(codes_NK.view(bands, 2, 2, 8, steps, 4, 2, 8), fields).permute(0, 4, 1, 3, 5, 2, 6)
+    return words.contiguous().view(torch.uint8).view(bands, steps, CODE_BYTES)
+
+
+def _from_words(codes: Tensor, fields: Fields, n: int, columns: int) -> Tensor:
+    """The inverse of `_to_words`, two codes a byte: (n, columns / 2)."""
+    bands, steps, _ = codes.shape
+    words = codes.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    unpacked = unpack_words(words.contiguous(), fields).view(bands * TILE_N, steps * TILE_K)[:n, :columns]
+    return (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous()
+
+
+# -- codes and scales --------------------------------------------------------------------------------------------------
 
 
 def _e5m3(block_scales: Tensor, format: str, top: int) -> tuple[Tensor, int]:
@@ -168,36 +202,21 @@ def to_tiled(
         Unsupported: NaN or negative scales, or mxfp4 exponents that span more than 2^17 among non-zero blocks.
     """
     tiled_name(format)
-    if (tuple(codes.shape), tuple(block_scales.shape)) != shapes(format, n, k):
-        raise ConfigurationError(
-            f"{format} codes {tuple(codes.shape)} and scales {tuple(block_scales.shape)} do not belong to a weight of"
-            f" {n} x {k}: expected {shapes(format, n, k)}"
-        )
+    check_shapes(format, n, k, codes, block_scales)
     bands, steps = tiles(n, k)
-    per_scale = FORMATS[format].block_of(k) // 16
-    unpacked = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(n, -1)
     if format == "mxfp4" and top is None:
         top = live_exponents(codes, block_scales)[1]
     scales, exponent = _e5m3(block_scales, format, top or 0)
     if format == "mxfp4":
         scales = torch.where(live_blocks(codes, block_scales), scales, 0)
-    scales = scales.repeat_interleave(per_scale, dim=1)
-    pad_k = steps * TILE_K - unpacked.shape[1]
-    pad_n = bands * TILE_N - n
+    scales = scales.repeat_interleave(FORMATS[format].block_of(k) // 16, dim=1)
     dead = (scales >> 3) < _E5M3_BOTTOM  # zero scales of nvfp4, empty blocks of mxfp4
-    scales = torch.where(dead, 0, scales)
-    unpacked = torch.where(dead.repeat_interleave(16, dim=1), 0, unpacked)
-    unpacked = torch.nn.functional.pad(unpacked, (0, pad_k, 0, pad_n))
-    scales = torch.nn.functional.pad(scales, (0, pad_k // 16, 0, pad_n))
-    # rows 32 = (h 2, r 2, g 8); columns 64 = (t 4, i 2, code 8) -> [band, step, h, g, t, r, i]
-    words = _pack_words(unpacked.view(bands, 2, 2, 8, steps, 4, 2, 8))
-    words = words.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    unpacked = torch.where(dead.repeat_interleave(16, dim=1), 0, unpack_nibbles(codes))
+    pad = (0, steps * 4 - scales.shape[1], 0, bands * TILE_N - n)
+    scales = torch.nn.functional.pad(torch.where(dead, 0, scales), pad)
     scales = scales.view(bands, 4, 8, steps, 4).permute(0, 3, 2, 4, 1).contiguous()
-    return (
-        words.view(torch.uint8).view(bands, steps, CODE_BYTES),
-        scales.view(bands, steps, SCALE_BYTES),
-        (tensor_scale.to(torch.float32) * (2.0**exponent)).reshape(()),
-    )
+    tensor_scale = (tensor_scale.to(torch.float32) * (2.0**exponent)).reshape(())
+    return _to_words(unpacked, WORD_FIELDS, n, k, 0), scales.view(bands, steps, SCALE_BYTES), tensor_scale
 
 
 def from_tiled(
@@ -206,15 +225,12 @@ def from_tiled(
     """The inverse of ``to_tiled``; blocks of value zero become plain zeros. mxfp4 gets the exponents that make its
     tensor scale 1, which waits for the device.
     """
-    name = canonical_name(format)
+    form = FORMATS[canonical_name(format)]
     bands, steps = tiles(n, k)
-    form = FORMATS[name]
-    words = codes.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
-    unpacked = _unpack_words(words.contiguous()).view(bands * TILE_N, steps * TILE_K)[:n, : form.padded(k)]
-    packed = (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous()
+    packed = _from_words(codes, WORD_FIELDS, n, form.padded(k))
     scales = block_scales.view(bands, steps, 8, 4, 4).permute(0, 4, 2, 1, 3).reshape(bands * TILE_N, steps * 4)
     scales = scales[:n, : form.padded(k) // 16]
-    if name == "nvfp4":
+    if form.name == "nvfp4":
         exact = (scales.to(torch.int16) << 7).view(torch.float16).to(torch.float32)
         return packed, exact.to(torch.float8_e4m3fn).view(torch.uint8), tensor_scale
     scales = scales[:, ::2].to(torch.int32)
@@ -223,26 +239,7 @@ def from_tiled(
     return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
 
 
-# -- fine codes of weights in two parts --------------------------------------------------------------------------------
-
-
-def _starts() -> list[int]:
-    """Lowest bit of the fine code of each of a word's eight columns."""
-    return [(4 * (column // 2) + 16 * (column % 2) + 2) % 32 for column in range(8)]
-
-
-def _pack_fine(codes_X8: Tensor) -> Tensor:
-    word = torch.zeros(codes_X8.shape[:-1], dtype=torch.int64, device=codes_X8.device)
-    for column, start in enumerate(_starts()):
-        shifted = codes_X8[..., column].to(torch.int64) << start
-        word |= (shifted | (shifted >> 32)) & 0xFFFFFFFF
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-
-
-def _unpack_fine(words: Tensor) -> Tensor:
-    wide = words.to(torch.int64) & 0xFFFFFFFF
-    twice = wide | (wide << 32)
-    return torch.stack([(twice >> start) & 0xF for start in _starts()], dim=-1).to(torch.uint8)
+# -- weights in two parts ----------------------------------------------------------------------------------------------
 
 
 def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
@@ -254,20 +251,18 @@ def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_sca
         CorruptData: a fine code that leaves its coarse code's cell through zero.
         Unsupported: NaN or negative scales.
     """
-    if (tuple(codes.shape), tuple(fine.shape), tuple(block_scales.shape)) != parts_shapes(FORM.name, n, k):
-        raise ConfigurationError(
-            f"codes {tuple(codes.shape)}, fine codes {tuple(fine.shape)} and scales {tuple(block_scales.shape)} do not"
-            f" belong to a weight of {n} x {k}: expected {parts_shapes(FORM.name, n, k)}"
-        )
-    out = [torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in parts_shapes(TILED_PARTS, n, k)]
+    check_shapes(FORM.name, n, k, codes, block_scales, fine)
+    code_shape, scale_shape = shapes(TILED_PARTS, n, k)
+    out = [
+        torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in (code_shape, code_shape, scale_shape)
+    ]
     rows = TILE_N * max(1, _BAND_ELEMENTS // (TILE_N * k))
     for row in range(0, n, rows):
-        stop = min(n, row + rows)
-        bands = slice(row // TILE_N, -(-stop // TILE_N))
-        coarse = to_tiled(codes[row:stop], block_scales[row:stop], tensor_scale, FORM.name, stop - row, k)
-        words = _fine_words(codes[row:stop], fine[row:stop], block_scales[row:stop], stop - row, k)
-        for whole, part in zip(out, (coarse[0], words, coarse[1]), strict=True):
-            whole[bands] = part
+        part, count = slice(row, row + rows), min(rows, n - row)
+        words, scales, _ = to_tiled(codes[part], block_scales[part], tensor_scale, FORM.name, count, k)
+        bands = slice(row // TILE_N, row // TILE_N + len(words))
+        fine_words = _fine_words(codes[part], fine[part], block_scales[part], count, k)
+        out[0][bands], out[1][bands], out[2][bands] = words, fine_words, scales
     return out[0], out[1], out[2], tensor_scale.to(torch.float32).reshape(())
 
 
@@ -278,25 +273,10 @@ def _fine_words(codes: Tensor, fine: Tensor, block_scales: Tensor, n: int, k: in
             "a fine code lies below zero in the cell of zero: the fine part belongs to another coarse part"
         )
     dead = (block_scales == 0).repeat_interleave(16, dim=1)
-    unpacked = torch.where(dead, FINE_ZERO, unpacked)
-    bands, steps = tiles(n, k)
-    padding = (0, steps * TILE_K - unpacked.shape[1], 0, bands * TILE_N - n)
-    unpacked = torch.nn.functional.pad(unpacked, padding, value=FINE_ZERO)
-    words = _pack_fine(unpacked.view(bands, 2, 2, 8, steps, 4, 2, 8)).permute(0, 4, 1, 3, 5, 2, 6).contiguous()
-    return words.view(torch.uint8).view(bands, steps, CODE_BYTES)
+    return _to_words(torch.where(dead, FINE_ZERO, unpacked), FINE_FIELDS, n, k, FINE_ZERO)
 
 
 def parts_from_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
     """The inverse of ``parts_to_tiled``; blocks of value zero come back as plain zeros."""
-    coarse = from_tiled(codes, block_scales, tensor_scale, TILED_PARTS, n, k)
-    bands, steps = tiles(n, k)
-    words = fine.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
-    unpacked = _unpack_fine(words.contiguous()).view(bands * TILE_N, steps * TILE_K)
-    unpacked = unpacked[:n, : FORM.padded(k)]
-    return coarse[0], (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous(), coarse[1], coarse[2]
-
-
-def parts_shapes(format: str, n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shapes of coarse codes, fine codes and block scales of an (n, k) weight, tiled or canonical."""
-    codes, scales = shapes(format, n, k)
-    return codes, codes, scales
+    packed, scales, tensor_scale = from_tiled(codes, block_scales, tensor_scale, TILED_PARTS, n, k)
+    return packed, _from_words(fine, FINE_FIELDS, n, FORM.padded(k)), scales, tensor_scale

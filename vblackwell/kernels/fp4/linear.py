@@ -20,23 +20,11 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
 from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
-from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate, activation_backward
+from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
 from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
-from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime.registry import (
-    DTYPES,
-    Backend,
-    Request,
-    accept,
-    capability,
-    choose,
-    cuda_reasons,
-    device_reasons,
-    dtype_reasons,
-    register_op,
-    request_of,
-)
+from vblackwell.kernels.runtime import nvrtc, registry
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op, request_of
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -66,6 +54,11 @@ def fake_rows(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], rest[-2]))
 
 
+def fake_gradient(dy: Tensor, *rest: Any) -> Tensor:
+    """(..., K), of the same."""
+    return dy.new_empty((*dy.shape[:-1], rest[-1]))
+
+
 def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
     """Make the decorated function an op with gradients in its input and bias.
 
@@ -83,8 +76,7 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
         x, *weight, bias = ctx.saved_tensors
         *format, activation, n, k = ctx.static
         if activation != "none":
-            z = op(x, *weight, bias, *format, "none", n, k)
-            dy = activation_backward(dy, z, activation)
+            dy = activation_backward(dy, op(x, *weight, bias, *format, "none", n, k), activation)
         dx = input_gradient(dy, *weight, *format, n, k) if ctx.needs_input_grad[0] else None
         dbias = None
         if bias is not None and ctx.needs_input_grad[1 + weight_tensors]:
@@ -111,12 +103,7 @@ def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form
         raise ConfigurationError(f"a weight of {n} x {k} has no elements: both dimensions must be positive")
     if layout.is_tiled(format):
         layout.tiled_name(format)
-        expected = layout.shapes(format, n, k)
-        if (tuple(codes.shape), tuple(block_scales.shape)) != expected:
-            raise ConfigurationError(
-                f"{format} codes {tuple(codes.shape)} and scales {tuple(block_scales.shape)} do not belong to a weight"
-                f" of {n} x {k}: expected {expected[0]} and {expected[1]}"
-            )
+        layout.check_shapes(format, n, k, codes, block_scales)
     if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
         raise ConfigurationError(
             f"tensor_scale must be one fp32 value, got {tuple(tensor_scale.shape)} {tensor_scale.dtype}"
@@ -130,12 +117,11 @@ def check_arguments(
     check_weight(codes, block_scales, tensor_scale, format, n, k)
     if x.shape[-1] != k:
         raise ConfigurationError(f"the input has {x.shape[-1]} features, the weight takes {k}")
-    if x.dtype not in DTYPES:
+    if x.dtype not in registry.DTYPES:
         raise ConfigurationError(f"the input is {x.dtype}: use bfloat16, float16 or float32")
     if x.device != codes.device:
         raise ConfigurationError(f"the input is on {x.device} and the weight on {codes.device}: move one of them")
-    if activation not in ACTIVATIONS:
-        raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation)
 
 
 def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
@@ -147,7 +133,7 @@ def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
 
 def tiled_reasons(request: Request) -> list[str]:
     """Why no kernel that is compiled here and reads tiles can take ``request``, whatever its activations."""
-    reasons = device_reasons(request) or [*nvrtc.why_not()]
+    reasons = registry.device_reasons(request) or [*nvrtc.why_not()]
     if not layout.is_tiled(request.format):
         reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.layout.to_tiled")
     return reasons
@@ -157,7 +143,7 @@ def linear_reasons(request: Request) -> list[str]:
     """Why no fused kernel that reads tiles can take ``request``."""
     reasons = tiled_reasons(request)
     if request.dtype not in HALVES:
-        reasons += dtype_reasons(request.dtype, HALVES, "activations are")
+        reasons += registry.dtype_reasons(request.dtype, HALVES, "activations are")
     return reasons
 
 
@@ -168,11 +154,9 @@ def hopper_reasons(request: Request) -> list[str]:
 
 
 def _mma_reasons(request: Request) -> list[str]:
-    reasons = linear_reasons(request)
     most = max_mma_rows(request.capability, request.n, request.k)
-    if request.m > most:
-        reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
-    return reasons
+    slower = f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU"
+    return linear_reasons(request) + [slower] * (request.m > most)
 
 
 def _wgmma_reasons(request: Request) -> list[str]:
@@ -184,7 +168,7 @@ def _wgmma_reasons(request: Request) -> list[str]:
 
 def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
     m, device = x_MK.shape[0], x_MK.device
-    plan = tuned(plan_mma(m, n, k, has_clusters(capability(device))), device, x_MK.dtype, m, n, k)
+    plan = tuned(plan_mma(m, n, k, has_clusters(registry.capability(device))), device, x_MK.dtype, m, n, k)
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
@@ -200,37 +184,42 @@ def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> T
     return choose("fp4_dequantize", DEQUANTIZE, request).run(weight, format, n, k, like.dtype)
 
 
+def input_gradient(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -> Tensor:
+    """``dY W``, (..., K)."""
+    w_NK = whole_weight(weight, format, n, k, dy_MN)
+    return (dy_MN.reshape(-1, n).contiguous() @ w_NK).view(*dy_MN.shape[:-1], k)
+
+
 def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
     w_NK = whole_weight(weight, format, n, k, x_MK)
     return activate(torch.nn.functional.linear(x_MK, w_NK, like(bias, x_MK)), activation)
 
 
-def _reference(
-    x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int
-) -> Tensor:
+def _reference(x_MK, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
     return reference.linear(x_MK, reference.weight_of(weight, format, n, k), bias, activation)
 
 
-BY_WHOLE_WEIGHT = (Backend("dequantize", cuda_reasons, _whole), Backend("reference", accept, _reference))
+def _write_reference(weight: Weight, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    return reference.weight_of(weight, format, n, k).to(dtype)
+
+
+BY_WHOLE_WEIGHT = (Backend("dequantize", registry.cuda_reasons, _whole), Backend("reference", accept, _reference))
 LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
 DEQUANTIZE = (
     Backend("cuda", tiled_reasons, lambda weight, format, n, k, dtype: run_dequantize(weight, n, k, dtype)),
-    Backend(
-        "reference", accept, lambda weight, format, n, k, dtype: reference.weight_of(weight, format, n, k).to(dtype)
-    ),
+    Backend("reference", accept, _write_reference),
 )
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
 
-@register_op(lambda dy, *rest: dy.new_empty((*dy.shape[:-1], rest[-1])), autocast="keep")
+@register_op(fake_gradient, autocast="keep")
 def fp4_linear_dx(
     dy_MN: Tensor, codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``fp4_linear`` (without activation) in its input."""
     check_weight(codes, block_scales, tensor_scale, format, n, k)
-    w_NK = whole_weight((codes, block_scales, tensor_scale), format, n, k, dy_MN)
-    return (dy_MN.reshape(-1, n).contiguous() @ w_NK).view(*dy_MN.shape[:-1], k)
+    return input_gradient(dy_MN, (codes, block_scales, tensor_scale), format, n, k)
 
 
 @packed_linear(3, fp4_linear_dx)

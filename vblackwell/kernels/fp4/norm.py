@@ -3,8 +3,7 @@
 A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
 stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is
 rounded once, as the normalised rows would be; in float16 it may overflow where normalised rows do not, so fp16 and fp32
-take two kernels. LayerNorm's own bias, times W, is a bias of the linear. There is no backward: with gradients norm and
-linear are called apart.
+take two kernels. LayerNorm's own bias, times W, is a bias of the linear. There is no backward.
 """
 
 from __future__ import annotations
@@ -52,29 +51,23 @@ def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = Fal
 
 def _slower(request: Request, layer_norm: bool) -> list[str]:
     most = max_rows(request.capability, request.n, request.k, layer_norm)
-    if request.m <= most:
-        return []
-    return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
+    slower = f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"
+    return [slower] * (request.m > most)
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
     m, device = x_MK.shape[0], x_MK.device
     plan = plan_mma(m, n, k, has_clusters(capability(device)), bulk=gain_sums_N is None)
     plan = tuned(plan, device, x_MK.dtype, m, n, k)
-    norm = Norm(_aligned(gain_K), eps, gain_sums_N)
+    gain_K = gain_K.contiguous()
+    norm = Norm(gain_K.clone() if gain_K.data_ptr() % 16 else gain_K, eps, gain_sums_N)
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, norm=norm)
 
 
-def _aligned(vector: Tensor) -> Tensor:
-    vector = vector.contiguous()
-    return vector.clone() if vector.data_ptr() % 16 else vector
-
-
 def _separate(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    rms, shape = gain_sums_N is None, (k,)
-    rows_MK = (
-        functional.rms_norm(x_MK, shape, gain_K, eps) if rms else functional.layer_norm(x_MK, shape, gain_K, None, eps)
-    )
+    layer_norm = functools.partial(functional.layer_norm, bias=None)
+    normalise = functional.rms_norm if gain_sums_N is None else layer_norm
+    rows_MK = normalise(x_MK, (k,), gain_K, eps=eps)
     return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, weight, bias, format, activation, n, k)
 
 

@@ -1,11 +1,10 @@
 """Decoding packed weights in pure torch: the oracle of the kernels, and the backend that runs anywhere.
 
-``N`` out features, ``K`` in features, ``P`` stored row length (K padded to the block), ``B`` blocks a row.
+``M`` rows, ``N`` out features, ``K`` in features.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,14 +14,8 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout
 from vblackwell.numerics import packed
 from vblackwell.numerics.formats import FORMATS
-from vblackwell.numerics.rounding import decode_scales
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
-
-
-@functools.lru_cache
-def _code_book(name: str, device: torch.device) -> Tensor:
-    return torch.tensor(FORMATS[name].values, dtype=torch.float32, device=device)
 
 
 def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
@@ -39,37 +32,25 @@ def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format
     if layout.is_tiled(format):
         codes, block_scales, tensor_scale = layout.from_tiled(codes, block_scales, tensor_scale, format, n, k)
         format = layout.canonical_name(format)
-    form = FORMATS[format]
-    if form.bits == 8:
-        values_NP = codes.to(torch.float32)
-    else:
-        low_high = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-        values_NP = _code_book(format, codes.device)[low_high.to(torch.int64)]
-    scales_NB = decode_scales(block_scales, form)
-    blocks_NBE = values_NP.view(n, scales_NB.shape[1], -1) * scales_NB[..., None]
-    return (blocks_NBE * tensor_scale.to(torch.float32)).view(n, -1)[:, :k]
+    return packed.dequantize(codes, block_scales, tensor_scale, FORMATS[format], n, k, torch.float32)
+
+
+def check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
 
 
 def activate(z: Tensor, activation: str) -> Tensor:
     """``z`` through 'none', 'relu', 'gelu' (exact, with erf) or 'silu'."""
-    if activation == "none":
-        return z
-    if activation == "relu":
-        return torch.relu(z)
-    if activation == "gelu":
-        return torch.nn.functional.gelu(z)
-    if activation == "silu":
-        return torch.nn.functional.silu(z)
-    raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation)
+    return z if activation == "none" else getattr(torch.nn.functional, activation)(z)
 
 
 def activation_backward(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     """The gradient in ``z`` of ``activate(z, activation)``, which is not 'none'."""
     if activation == "relu":
         return torch.ops.aten.threshold_backward(dy, z, 0)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_backward(dy, z)
-    return torch.ops.aten.silu_backward(dy, z)
+    return (torch.ops.aten.gelu_backward if activation == "gelu" else torch.ops.aten.silu_backward)(dy, z)
 
 
 def linear(x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, activation: str) -> Tensor:

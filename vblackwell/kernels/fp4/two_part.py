@@ -18,18 +18,9 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4 import layout
+from vblackwell.kernels.fp4 import layout, linear, mma_plan
 from vblackwell.kernels.fp4.launch import Weight, run_mma
-from vblackwell.kernels.fp4.linear import (
-    BY_WHOLE_WEIGHT,
-    check_arguments,
-    like,
-    linear_reasons,
-    packed_linear,
-    run_rows,
-    whole_weight,
-)
-from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, has_clusters, plan_mma, takes_bulk
+from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, round_up, takes_bulk
 from vblackwell.kernels.runtime.registry import Backend, Request, capability, register_op
 
 OP = "two_part_linear"
@@ -58,14 +49,6 @@ class TwoPartPlan(MmaPlan):
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: int = 0) -> dict[str, int]:
-        """What the source is compiled with; bf16 without a norm is all that it takes."""
-        macros = {
-            "FP16": 0, "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
-            "SPLITS": self.splits, "PREFETCH": self.prefetch, "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
-        }  # fmt: skip
-        return macros | ({"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages} if self.chunk else {})
-
     def shared_bytes(self, k: int, norm: int = 0) -> int:
         windows, count = self.chunks(k)
         staged = windows * self.tokens * 128 * min(2, count)
@@ -91,10 +74,8 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
             best, row_warps, splits = merit, rows, its_splits
     warps = 16 if (splits == 2) == (tokens <= 8) or (tokens, n, k) == (16, 4096, 14336) else 12  # the last as timed
     k_warps = min(max(2, warps // row_warps), windows // splits)
-    chunk = ceil_div(min(16, windows // splits), k_warps) * k_warps
-    return TwoPartPlan(
-        tokens, row_warps, k_warps, splits, _PREFETCH[True], x_bytes=_X_BYTES[True], chunk=chunk, x_stages=3
-    )
+    how = {"x_bytes": _X_BYTES[True], "chunk": round_up(min(16, windows // splits), k_warps), "x_stages": 3}
+    return TwoPartPlan(tokens, row_warps, k_warps, splits, _PREFETCH[True], **how)
 
 
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
@@ -113,18 +94,13 @@ def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
         ]
         if fitting:
             _, rows, splits = max(fitting)
-            return replace(
-                base, row_warps=rows, k_warps=8 // rows, splits=splits, prefetch=4, min_blocks=2, chunk=8, x_stages=3
-            )
+            how = {"prefetch": 4, "min_blocks": 2, "chunk": 8, "x_stages": 3}
+            return replace(base, row_warps=rows, k_warps=8 // rows, splits=splits, **how)
     k_warps = max(1, 16 // base.row_warps)
-    chunk = ceil_div(16, k_warps) * k_warps
-    whole = ceil_div(ceil_div(windows, base.splits), chunk)
-    kind = replace(base, k_warps=k_warps, chunk=chunk)
-    if base.splits > 1 and whole <= 4:
-        found = replace(kind, x_stages=whole, prefetch=2)
-        if found.fits(64 * windows):
-            return found
-    return replace(kind, x_stages=3, prefetch=3)
+    kind = replace(base, k_warps=k_warps, chunk=round_up(16, k_warps), x_stages=3, prefetch=3)
+    whole = ceil_div(ceil_div(windows, base.splits), kind.chunk)
+    at_once = replace(kind, x_stages=whole, prefetch=2)
+    return at_once if base.splits > 1 and whole <= 4 and at_once.fits(64 * windows) else kind
 
 
 def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
@@ -132,11 +108,9 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     if clusters and m > 2 and takes_bulk(k):
         found = _with_bulk_copies(m, n, k)
     else:
-        base = plan_mma(m, n, k, clusters, bulk=False)
-        prefetch = min(_PREFETCH[clusters], base.prefetch)
-        found = TwoPartPlan(
-            base.tokens, base.row_warps, base.k_warps, base.splits, prefetch, x_bytes=_X_BYTES[clusters]
-        )
+        base = mma_plan.plan_mma(m, n, k, clusters, bulk=False)
+        shape = (base.tokens, base.row_warps, base.k_warps, base.splits)
+        found = TwoPartPlan(*shape, min(_PREFETCH[clusters], base.prefetch), x_bytes=_X_BYTES[clusters])
     if clusters and n * k >= _LARGE and takes_bulk(k):
         large = _of_large_weights(n, k // 64, found)
         if large.fits(k):
@@ -150,7 +124,7 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
 
 
 def _mma_reasons(request: Request) -> list[str]:
-    reasons = linear_reasons(request)
+    reasons = linear.linear_reasons(request)
     if request.dtype != torch.bfloat16:
         reasons.append(f"activations are {request.dtype}: it takes bfloat16")
     if request.m > MAX_ROWS:
@@ -159,11 +133,11 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    plan = plan_two_part(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
-    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
+    plan = plan_two_part(x_MK.shape[0], n, k, mma_plan.has_clusters(capability(x_MK.device)))
+    return run_mma(plan, x_MK, weight, linear.like(bias, x_MK), activation, n)
 
 
-LINEAR = (Backend("mma", _mma_reasons, _mma), *BY_WHOLE_WEIGHT)
+LINEAR = (Backend("mma", _mma_reasons, _mma), *linear.BY_WHOLE_WEIGHT)
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 
@@ -178,17 +152,16 @@ def _check(codes: Tensor, fine: Tensor, format: str) -> None:
         )
 
 
-@register_op(lambda dy, *rest: dy.new_empty((*dy.shape[:-1], rest[-1])), autocast="keep")
+@register_op(linear.fake_gradient, autocast="keep")
 def two_part_linear_dx(
     dy_MN: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int
 ) -> Tensor:
     """``dY W``: (..., N) -> (..., K), the gradient of ``two_part_linear`` (without activation) in its input."""
     _check(codes, fine, format)
-    w_NK = whole_weight((codes, fine, block_scales, tensor_scale), format, n, k, dy_MN)
-    return (dy_MN.reshape(-1, n) @ w_NK).view(*dy_MN.shape[:-1], k)
+    return linear.input_gradient(dy_MN, (codes, fine, block_scales, tensor_scale), format, n, k)
 
 
-@packed_linear(4, two_part_linear_dx)
+@linear.packed_linear(4, two_part_linear_dx)
 def two_part_linear(
     x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, bias: Tensor | None,
     format: str, activation: str, n: int, k: int,
@@ -202,6 +175,6 @@ def two_part_linear(
         Unsupported: a backend asked for by name refuses.
     """
     _check(codes, fine, format)
-    check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
+    linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
-    return run_rows(OP, LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
+    return linear.run_rows(OP, LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)

@@ -14,22 +14,9 @@ from torch import Tensor
 
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.fp4.launch import OUT_TYPES
-from vblackwell.kernels.runtime import nvrtc
+from vblackwell.kernels.runtime import nvrtc, registry
 from vblackwell.kernels.runtime.launch import Launcher, float_bits, kernel
-from vblackwell.kernels.runtime.registry import (
-    DTYPES,
-    Backend,
-    Request,
-    accept,
-    capability,
-    choose,
-    chosen,
-    computes_at_once,
-    device_reasons,
-    dtype_reasons,
-    refuse_forward_mode,
-    register_op,
-)
+from vblackwell.kernels.runtime.registry import DTYPES, Backend, Request, accept, choose, register_op
 from vblackwell.numerics import separation
 from vblackwell.numerics.separation import Scales
 
@@ -63,55 +50,40 @@ def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
     return w_NK.shape[1] % 16 == 0 and unaligned % 16 == 0
 
 
-class Rounder:
-    """`separation.round_to_parts` for weights of one shape, strides, type and device, bit for bit but for the sign of
-    zeros.
-
-    What a launch needs in addition to addresses is looked up once; nothing of ``w_NK`` is kept.
-    """
-
-    def __init__(self, w_NK: Tensor, dtype: torch.dtype) -> None:
-        (n, k), self._stride = w_NK.shape, w_NK.stride()
-        self._shape, self._source, self._dtype, self._device = (n, k), w_NK.dtype, dtype, w_NK.device
-        self._blocks = -(-n * -(-k // 16) // THREADS)
-        self._whole = k % 16 == 0 and self._stride[0] * w_NK.itemsize % 16 == 0
-        self._launch = _launcher("two_part_round", w_NK.dtype, dtype, 8, w_NK.device) if n and k else None
-
-    def takes(self, w_NK: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``w_NK`` is such a weight; its shape is the caller's to know."""
-        return (
-            w_NK.stride() == self._stride
-            and dtype is self._dtype
-            and w_NK.dtype is self._source
-            and w_NK.device == self._device
-        )
-
-    def __call__(self, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """The rounded weight, on the current stream.
-
-        Raises:
-            Unsupported: the weight has no address: a DTensor, or one whose memory is elsewhere.
-        """
-        if self._stride[1] != 1 and self._shape[1] != 1:  # ``contiguous`` leaves a single column as it is
-            return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, self._dtype)
-        device = self._device
-        if torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
-                return self(w_NK, block_scales, tensor_scale)
-        out = torch.empty(self._shape, dtype=self._dtype, device=device)
-        if self._launch is not None:
-            source, target = w_NK.data_ptr(), out.data_ptr()
-            if not source:  # the GPU would fault, and with it all that the process has there
-                raise Unsupported(f"a {type(w_NK).__name__} of {self._shape} has no memory to be rounded from")
-            at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
-            words = (*self._shape, self._stride[0], int(self._whole and (source | target) % 16 == 0))
-            self._launch((self._blocks, 1, 1), (*at, *words), _stream(device))
-        return out
+@functools.lru_cache(4096)  # a step rounds hundreds of weights
+def _rounding(
+    n: int, k: int, stride: int, source: torch.dtype, target: torch.dtype, device: torch.device
+) -> tuple[Launcher, tuple[int, int, int], bool]:
+    """(launcher, grid, whether blocks of 16 columns are whole and rows 16 bytes apart)."""
+    grid = (-(-n * -(-k // 16) // THREADS), 1, 1)
+    return (
+        _launcher("two_part_round", source, target, 8, device),
+        grid,
+        k % 16 == 0 and stride * source.itemsize % 16 == 0,
+    )
 
 
 def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a new `Rounder`."""
-    return Rounder(w_NK, dtype)(w_NK, block_scales, tensor_scale)
+    """`separation.round_to_parts`, bit for bit but for the sign of zeros, on the current stream.
+
+    Raises:
+        Unsupported: the weight has no address: a DTensor, or one whose memory is elsewhere.
+    """
+    (n, k), (stride, step), device = w_NK.shape, w_NK.stride(), w_NK.device
+    if step != 1 and k != 1:  # ``contiguous`` leaves a single column as it is
+        return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, dtype)
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+    out = torch.empty((n, k), dtype=dtype, device=device)
+    if n and k:
+        launch, grid, whole = _rounding(n, k, stride, w_NK.dtype, dtype, device)
+        source, target = w_NK.data_ptr(), out.data_ptr()
+        if not source:  # the GPU would fault, and with it all that the process has there
+            raise Unsupported(f"a {type(w_NK).__name__} of {(n, k)} has no memory to be rounded from")
+        at = (source, block_scales.data_ptr(), tensor_scale.data_ptr(), target)
+        launch(grid, (*at, n, k, stride, int(whole and (source | target) % 16 == 0)), _stream(device))
+    return out
 
 
 def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
@@ -149,11 +121,12 @@ def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> t
 
 @functools.cache
 def _request(op: str, device: torch.device, dtype: torch.dtype) -> Request:
-    return Request(device, capability(device), dtype, op, 0, 0, 0)
+    return Request(device, registry.capability(device), dtype, op, 0, 0, 0)
 
 
 def _cuda_reasons(request: Request) -> list[str]:
-    return [*device_reasons(request), *dtype_reasons(request.dtype, DTYPES, "the weight is"), *nvrtc.why_not()]
+    types = registry.dtype_reasons(request.dtype, DTYPES, "the weight is")
+    return [*registry.device_reasons(request), *types, *nvrtc.why_not()]
 
 
 def _cuda(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,29 +135,39 @@ def _cuda(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch
 
 
 def _torch(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return separation.round_to_parts(w_NK, separation.Scales(block_scales, tensor_scale), dtype)
+    return separation.round_to_parts(w_NK, Scales(block_scales, tensor_scale), dtype)
 
 
-_CUDA = Backend("cuda", _cuda_reasons, _cuda)
-_TORCH = Backend("torch", accept, _torch)
-_ROUNDING = (_CUDA, _TORCH)
-
-
-def _torch_renewed(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
+def _torch_renewed(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
     if kept is None:
         return separation.training_scales(w_NK), torch.zeros((), device=w_NK.device)
     return separation.renewed_scales(w_NK, kept, threshold)
 
 
+_ROUNDING = (Backend("cuda", _cuda_reasons, _cuda), Backend("torch", accept, _torch))
 _RENEWALS = (Backend("cuda", _cuda_reasons, run_renewed_scales), Backend("torch", accept, _torch_renewed))
 
 
-def renewed_scales(w_NK: Tensor, kept: separation.Scales | None, threshold: float) -> tuple[separation.Scales, Tensor]:
+def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
     """`run_renewed_scales`, or its oracle where the kernel cannot run. No gradients, nothing waits."""
     # In a trace, or a DTensor: torch has its rules for them, or its own error.
-    if not computes_at_once() or not w_NK.data_ptr():
+    if not registry.computes_at_once() or not w_NK.data_ptr():
         return _torch_renewed(w_NK, kept, threshold)
     return choose(RENEWAL, _RENEWALS, _request(RENEWAL, w_NK.device, w_NK.dtype)).run(w_NK, kept, threshold)
+
+
+@functools.cache
+def _takes(device: torch.device, source: torch.dtype) -> bool:
+    return not _cuda_reasons(_request(OP, device, source))
+
+
+def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the op, without gradients and without what calling an op costs the host."""
+    asked = registry.chosen(OP) is not None or registry.differentiating_forward()
+    if w_NK.is_cuda and not asked and dtype in DTYPES and _takes(w_NK.device, w_NK.dtype):
+        return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+    request = _request(OP, w_NK.device, w_NK.dtype)
+    return choose(OP, _ROUNDING, request).run(w_NK, block_scales, tensor_scale, dtype)
 
 
 # -- the op ------------------------------------------------------------------------------------------------------------
@@ -207,24 +190,5 @@ def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor
     """``w_NK`` (N, K), float32, bfloat16 or float16, rounded to both parts of `separation.Scales` and back, as
     ``dtype``; the gradient passes unchanged.
     """
-    refuse_forward_mode("two_part_round_trip")
+    registry.refuse_forward_mode("two_part_round_trip")
     return rounded(w_NK, block_scales, tensor_scale, dtype)
-
-
-def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the op, without gradients and without what calling an op costs the host."""
-    request = _request(OP, w_NK.device, w_NK.dtype)
-    return choose(OP, _ROUNDING, request).run(w_NK, block_scales, tensor_scale, dtype)
-
-
-def rounded_again(
-    rounder: Rounder | None, w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype
-) -> tuple[Rounder | None, Tensor]:
-    """`rounded` for a weight that is rounded at every step: (rounder to pass the next time, the rounded weight)."""
-    if not w_NK.is_cuda or chosen(OP) is not None or dtype not in DTYPES:
-        return None, rounded(w_NK, block_scales, tensor_scale, dtype)
-    if rounder is None or not rounder.takes(w_NK, dtype):
-        if choose(OP, _ROUNDING, _request(OP, w_NK.device, w_NK.dtype)) is not _CUDA:
-            return None, rounded(w_NK, block_scales, tensor_scale, dtype)
-        rounder = Rounder(w_NK, dtype)
-    return rounder, rounder(w_NK, block_scales, tensor_scale)

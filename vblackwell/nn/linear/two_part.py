@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
 from vblackwell.kernels.fp4.reference import activate
-from vblackwell.kernels.fp4.two_part_round import Rounder, renewed_scales, rounded_again, two_part_round_trip
+from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linear
@@ -110,7 +110,6 @@ class _Cache:
     renewals: int | Tensor = 0
     packings: int = 0
     drift: Tensor | None = field(default=None, repr=False)
-    again: Rounder | None = field(default=None, repr=False)  # of addresses, it keeps nothing alive
 
     def product(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None, activation: str = "none") -> Tensor:
         """``activation(x W^T + bias)`` with ``weight`` rounded to the precision."""
@@ -135,7 +134,7 @@ class _Cache:
                 value = fp4_round_trip(weight, self.settings.precision, dtype)
         else:
             scales = self._current_scales(weight)
-            self.again, value = rounded_again(self.again, weight, scales.block, scales.tensor, dtype)
+            value = rounded(weight, scales.block, scales.tensor, dtype)
         return Rounded(weight, value, self.count_step)
 
     @torch.compiler.disable
@@ -194,7 +193,7 @@ class _Cache:
         return {"shape": self.shape, **counts, "drift": drift, "cached_bytes": sum(tensor.nbytes for tensor in held)}
 
     def __getstate__(self) -> dict[str, Any]:  # of copies and files, for which addresses and references are nothing
-        return self.__dict__ | {"owner": None, "again": None}
+        return self.__dict__ | {"owner": None}
 
 
 class VirtualBlackwellAdapter:
