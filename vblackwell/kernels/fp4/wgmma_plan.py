@@ -127,7 +127,7 @@ class WgmmaPlan:
 
     @property
     def registers(self) -> int:
-        """Of a consumer thread, next to the copying warpgroup's; more than the block has would be waited for for ever."""
+        """Of a consumer thread, next to the copying warpgroup's; more than a block has would be waited for forever."""
         return min(240, (self.launch_registers * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
