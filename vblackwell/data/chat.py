@@ -81,11 +81,9 @@ def chat_kind(source: TextFiles) -> str | None:
     if path.suffix.lower() not in LINES:
         return None
     try:
-        with path.open(encoding="utf-8") as file:
-            first = json.loads(next((line for line in file if line.strip()), "null"))
-    except (OSError, ValueError, RecursionError):
+        return next((_kind_of(record) for _, record in json_lines(path)), None)
+    except ConfigurationError:
         return None  # reading it all says what is wrong
-    return _kind_of(first)
 
 
 def _kind_of(record: Any) -> str | None:
@@ -109,13 +107,12 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
     if unread := [name for name in _UNREAD if record.get(name)]:
         raise ConfigurationError(
-            f"{place} has {unread[0]!r}, which is not read: write it into the messages, or remove it"
+            f"{place} has {unread[0]!r}, which is not read: write it into the messages or remove it"
         )
     if kind == "messages":
         return _listed(record, "messages", "role", "content", place)
-    messages = (
-        _of_alpaca(record, place) if kind == "alpaca" else _listed(record, "conversations", "from", "value", place)
-    )
+    keys = ("conversations", "from", "value")
+    messages = _of_alpaca(record, place) if kind == "alpaca" else _listed(record, *keys, place)
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -128,9 +125,7 @@ def _listed(record: dict[str, Any], key: str, role_key: str, text_key: str, plac
         raise ConfigurationError(f"{place}: {key!r} is no list of messages; write [{{{role_key!r}: ...}}, ...]")
     messages = [_message(item, role_key, text_key, f"{place}, message {index}") for index, item in enumerate(listed, 1)]
     if not any(message["role"] == ANSWER for message in messages):
-        raise ConfigurationError(
-            f"{place} has no message of the {ANSWER}: there is nothing to learn from it; remove it"
-        )
+        raise ConfigurationError(f"{place} has no message of the {ANSWER}: there is nothing to learn; remove it")
     return messages
 
 
@@ -146,9 +141,7 @@ def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
     # null is what writers of tables put where other lines have a weight.
     off = [name for name in _WEIGHTS if item.get(name) is not None and not item[name]]
     if off and role == ANSWER:
-        raise ConfigurationError(
-            f"{place} has {off[0]} {item[off[0]]!r}, and every answer is learnt here: leave it out"
-        )
+        raise ConfigurationError(f"{place} has {off[0]} {item[off[0]]!r}, and every answer is learnt: leave it out")
     if not isinstance(item.get(text_key), str):
         raise ConfigurationError(f"{place} has no text under {text_key!r}: images, tools and lists are not read")
     return {"role": role, "content": item[text_key]}
@@ -158,14 +151,10 @@ def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
     more = record.get("input") or ""
     for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
         if not isinstance(value, str):
-            raise ConfigurationError(
-                f"{place} has no text under {key!r}: write instruction, input (may be '') and output"
-            )
+            raise ConfigurationError(f"{place} has no text under {key!r}: write instruction, input and output")
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 
-
-# -- templates ---------------------------------------------------------------------------------------------------------
 
 DEFAULT = """{{ bos_token }}{% for message in messages %}\
 {% if message['role'] == 'assistant' %}### Assistant:
@@ -196,10 +185,8 @@ class ChatTemplate:
         return _GENERATION.search(self.source) is not None
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The text, and the spans (from, to) of characters in it that are answers.
-
-        Raises:
-            ConfigurationError: the template refuses the conversation, or does not show its answers as they are.
+        """The text, and the spans (from, to) of its answers in characters; ConfigurationError where it does not show
+        them.
         """
         messages, place = conversation
         if self.marks_answers:
@@ -211,10 +198,8 @@ class ChatTemplate:
         spans = [(match.start() - 2 * index, match.end() - 2 * index - 2) for index, match in found]
         torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
         if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
-            raise ConfigurationError(
-                f"{place}: {self.origin} changes the answers, so what is to be learnt cannot be told from "
-                "the rest: write {% generation %} around it in the template, or change the line"
-            )
+            remedy = "write {% generation %} around what is to be learnt in the template, or change the line"
+            raise ConfigurationError(f"{place}: {self.origin} changes the answers: {remedy}")
         return text, spans
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
@@ -249,9 +234,7 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
             found = opened.get_chat_template() if opened.chat_template else None
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigurationError(
-                f"the chat template of {path} cannot be read ({reason}); write it again"
-            ) from error
+            raise ConfigurationError(f"the chat template of {path} cannot be read ({reason}): repair it") from error
         named: dict[str, Any] = opened.special_tokens_map
         if found is not None:
             special = {name: text for name, text in named.items() if isinstance(text, str)}
@@ -261,8 +244,6 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
     special = {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
     return ChatTemplate(DEFAULT, f"the default chat template ({path} has none)", True, special)
 
-
-# -- encoding ----------------------------------------------------------------------------------------------------------
 
 FORMAT = 2  # of the cache, and of which conversations are held out; part of every key
 LEARNT = np.uint32(1 << 31)
@@ -281,10 +262,8 @@ class ChatCorpus(Corpus):
 def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
     """The tokens of the conversations of ``source``; ConfigurationError without a tokenizer, or for unusable lines."""
     if tokenizer_path is None:
-        raise ConfigurationError(
-            f"{source.name} holds conversations ({kind}): give --model, or --tokenizer with a chat template, "
-            "to encode them"
-        )
+        remedy = "give --model, or --tokenizer with a chat template"
+        raise ConfigurationError(f"{source.name} holds conversations ({kind}): {remedy}")
     tokenizer = read_tokenizer(tokenizer_path)
     template = find_template(tokenizer, tokenizer_path)
     content = content_hash(source, report)
@@ -305,7 +284,7 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     lengths = np.fromfile(folder / "lengths.bin", dtype=np.int64)
     end = end_of_text_id(tokenizer, tokenizer_path)
     packed = (tokens, tokenizer, vocab_size_of(tokenizer), end, fingerprint, source.name)
-    return ChatCorpus(*packed, lengths=lengths, kind=kind, template=template)
+    return ChatCorpus(*packed, lengths, kind, template)
 
 
 def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
@@ -317,10 +296,10 @@ def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatT
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
             learnt = _learnt(text, spans, encoding, set() if template.marks_answers else special)
-            numbers = np.asarray(encoding.ids, dtype=np.uint32)
             if not learnt[1:].any():
                 place = conversation.place
                 raise ConfigurationError(f"{place} has answers without a token: there is nothing to learn; remove it")
+            numbers = np.asarray(encoding.ids, dtype=np.uint32)
             numbers[learnt] |= LEARNT
             yield numbers
 
@@ -338,17 +317,11 @@ def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> n
     return learnt
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
 class ChatDataset:
-    """Rows of conversations, with the interface of `PackedDataset`.
+    """Rows of conversations, with the interface of `PackedDataset`; ConfigurationError where there are too few.
 
     Conversations of more than ``seq_length`` inputs are ``cut`` there; those whose answers all lie after it are
     ``left_out``. Split 'validation' is 2 % of them (at least one), drawn, and always the same ones.
-
-    Raises:
-        ConfigurationError: fewer than two conversations, or none with an answer within ``seq_length``.
     """
 
     def __init__(
@@ -369,10 +342,8 @@ class ChatDataset:
         self.cut = int((corpus.lengths[part] > seq_length + 1).sum())
         self.left_out = int((~kept).sum())
         if not kept.any():
-            raise ConfigurationError(
-                f"{corpus.name}: no {'training' if self.shuffled else 'held-out'} conversation has an answer in its "
-                f"first {seq_length} tokens: raise --seq-length"
-            )
+            what = f"{'training' if self.shuffled else 'held-out'} conversation has an answer"
+            raise ConfigurationError(f"{corpus.name}: no {what} in its first {seq_length} tokens: raise --seq-length")
         self._starts, self._lengths = starts[kept], lengths[kept]
         inputs = self._lengths - 1
         self._rows = pack_rows(inputs, seq_length) if packing else [[index] for index in range(len(inputs))]

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vblackwell.data.documents import Piece, TextFiles, find_text
+from vblackwell.data.documents import Piece, TextFiles, find_text, reading
 from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, hash_file, verify_folder
@@ -40,7 +40,6 @@ ROUNDS = 4
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
 FORMAT = 2  # of the cache; part of every key
 BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
-DRAWN_AT_ONCE = 4096  # documents
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
@@ -51,9 +50,8 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere.
-
-    A Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
+    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere, by a
+    Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
     """
     half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -129,14 +127,11 @@ def content_hash(source: TextFiles, report: Progress) -> str:
     total, done = max(1, source.size_bytes), 0
     for path in source.files:
         digest.update(f"{path.relative_to(source.root).as_posix()}\0{path.stat().st_size}\0".encode())
-        try:
-            with path.open("rb") as file:
-                while block := file.read(4 * MiB):
-                    digest.update(block)
-                    done += len(block)
-                    report(f"reading {source.name}", done / total)
-        except OSError as error:
-            raise ConfigurationError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+        with reading(path), path.open("rb") as file:
+            while block := file.read(4 * MiB):
+                digest.update(block)
+                done += len(block)
+                report(f"reading {source.name}", done / total)
     return digest.hexdigest()
 
 
@@ -196,17 +191,12 @@ def _pack(
 
 
 def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Every token once, as ranges (from, to), of documents with these ``ends``: those that are held out come last.
-
-    Documents are drawn, the same ones always, until they have the held-out share of the tokens; the first drawn is the
-    last, so of one that is drawn in part only the end is held out.
+    """Every token once, as ranges (from, to), of documents with these ``ends``. Those drawn, the same ones always,
+    until they have the held-out share come last, the first one at the end, so that only its end may be held out.
     """
     starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
-    drawn, held = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    while not len(held) or held[-1] < wanted:
-        places = np.arange(len(drawn), min(len(drawn) + DRAWN_AT_ONCE, len(ends)))
-        drawn = np.concatenate((drawn, permute(places, len(ends), seed=0, epoch=0)))
-        held = np.cumsum((ends - starts)[drawn])
+    drawn = permute(np.arange(len(ends)), len(ends), seed=0, epoch=0)
+    held = np.cumsum((ends - starts)[drawn])
     drawn = drawn[: int(np.searchsorted(held, wanted)) + 1].tolist()
     at = 0
     for document in sorted(drawn):
@@ -249,16 +239,9 @@ def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple
     return numbers, ends
 
 
-# -- windows and rows --------------------------------------------------------------------------------------------------
-
-
 class PackedDataset:
-    """The training windows of a corpus, ``seq_length`` inputs each, shuffled, or those held out, in order.
-
-    Those are in the last 2 % of the tokens (at least one window), where `prepare_data` puts documents from all of it.
-
-    Raises:
-        ConfigurationError: too few tokens for one window of each split, or an unknown split.
+    """The training windows of a corpus, ``seq_length`` inputs each, shuffled, or those held out, in order: the last 2 %
+    of the tokens (at least one window). ConfigurationError for too few tokens, or an unknown split.
     """
 
     def __init__(self, corpus: Corpus, seq_length: int, split: str = "train", seed: int = 0) -> None:
@@ -267,13 +250,13 @@ class PackedDataset:
         if split not in ("train", "validation"):
             raise ConfigurationError(f"split {split!r} is not known: 'train' or 'validation'")
         total, window = len(corpus.tokens), seq_length + 1
-        held_out = max(window, int(total * HELD_OUT_SHARE))
-        if total - held_out < window:
+        trained = total - max(window, int(total * HELD_OUT_SHARE))
+        if trained < window:
             raise ConfigurationError(
                 f"{corpus.name} has {total} tokens: sequences of {seq_length} need at least {2 * window}, one to train "
                 "on and one held out; give more text or a shorter --seq-length"
             )
-        self.tokens = corpus.tokens[: total - held_out] if split == "train" else corpus.tokens[total - held_out :]
+        self.tokens = corpus.tokens[:trained] if split == "train" else corpus.tokens[trained:]
         self.seq_length, self.seed, self.shuffled = seq_length, seed, split == "train"
 
     def __len__(self) -> int:
@@ -337,10 +320,9 @@ def evaluation_batches(
 
 
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
-    """Indices of the sequences, each at most ``row_length`` long, of each row; every one is in exactly one row.
-
-    The longest first, each takes the fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the
-    fewest rows possible and 6/9 of one more).
+    """Indices of the sequences, each at most ``row_length`` long, of each row. The longest first, each takes the
+    fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of
+    one more).
     """
     rows: list[list[int]] = []
     open_rows: dict[int, list[int]] = {}  # rows by their free positions
@@ -357,8 +339,7 @@ def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
             if not open_rows[free]:
                 del open_rows[free], sizes[at]
         rows[row].append(int(index))
-        left = free - length
-        if left:
+        if left := free - length:
             if left not in open_rows:
                 insort(sizes, left)
             open_rows.setdefault(left, []).append(row)

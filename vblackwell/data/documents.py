@@ -56,9 +56,8 @@ class TextFiles:
 
 
 def find_text(path: Path | None) -> TextFiles:
-    """The files that ``--data path`` means: one file, or all in a folder, recursively; None: the standard library's.
-
-    Names in a folder that begin with ``.`` or ``_`` are left out, as parquet's tools do, and so are LICENSE and such.
+    """The files that ``--data path`` means: one file, or all in a folder but for LICENSE and such, and names that begin
+    with ``.`` or ``_``; None: the standard library's.
     """
     if path is None:
         return _standard_library()
@@ -83,18 +82,17 @@ def read_file(path: Path) -> Iterator[Piece]:
     """The documents of one file; a text file is one document."""
     suffix = path.suffix.lower()
     reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
-    with _reading(path):
+    with reading(path):
         yield from reader(path)
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error.strerror or error}; check the file and its permissions"
-        ) from error
+        reason = error.strerror or error
+        raise ConfigurationError(f"{path} cannot be read: {reason}; check the file and its permissions") from error
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -136,7 +134,7 @@ def _read_lines(path: Path) -> Iterator[Piece]:
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Where each line of a jsonl file stands, for messages of errors, and what it holds; blank lines are left out."""
     start = 0
-    with _reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, start, f"line {number}, ")
             start += len(line)
@@ -176,9 +174,8 @@ def _read_table(path: Path) -> Iterator[Piece]:
             batches = table.iter_batches(batch_size=256, columns=["text"])
             for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
                 if value is None:
-                    raise ConfigurationError(
-                        f"{path}: row {row} has no text (null); remove it or write an empty string"
-                    )
+                    remedy = "remove it or write an empty string"
+                    raise ConfigurationError(f"{path}: row {row} has no text (null); {remedy}")
                 yield Piece(value, ends_document=True)
     except pyarrow.ArrowException as error:
         raise ConfigurationError(f"{path} is not a readable parquet file: {error}; write it again") from error
@@ -187,10 +184,8 @@ def _read_table(path: Path) -> Iterator[Piece]:
 def _check_kind(path: Path) -> None:
     if path.suffix.lower() not in TEXT | LINES | TABLE:
         kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
-        raise ConfigurationError(
-            f"{path} has {kind}, which is not known: give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or "
-            "remove it"
-        )
+        known = "give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or remove it"
+        raise ConfigurationError(f"{path} has {kind}, which is not known: {known}")
 
 
 def _standard_library() -> TextFiles:

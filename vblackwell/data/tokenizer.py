@@ -34,8 +34,6 @@ SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary,
 def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens (fewer where text has no more pairs), the same for the same text.
 
-    An exception that a signal's handler raises meanwhile passes through at once.
-
     Raises:
         ConfigurationError: ``vocab_size`` below 257, or text that cannot be read.
         VBError: the process that trains has ended without a tokenizer.
@@ -43,10 +41,8 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer
 
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigurationError(
-            f"vocabulary size {vocab_size} is too small: give at least {MIN_VOCAB_SIZE}, for 256 bytes and "
-            "the end of text"
-        )
+        least = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
+        raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {least}")
     process = _start_training(vocab_size)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     try:
@@ -64,11 +60,9 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
             with suppress(BrokenPipeError):  # text that is not sent any more
                 pipe.close()
     if code:
-        last_words = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
-        raise VBError(
-            f"the process that trains the tokenizer ended with exit code {code}: {last_words}; give --tokenizer, or "
-            "less text or more RAM"
-        )
+        last = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
+        said = f"exit code {code}: {last}; give --tokenizer, or less text or more RAM"
+        raise VBError(f"the process that trains the tokenizer ended with {said}")
     return Tokenizer.from_str(trained.decode())
 
 

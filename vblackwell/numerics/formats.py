@@ -102,7 +102,6 @@ def format_named(name: str, block_size: int | None = None) -> Format:
 
 def check_search(scale_search: str) -> str:
     if scale_search not in SCALE_SEARCHES:
-        raise ConfigurationError(
-            f"scale_search {scale_search!r} is not known: choose one of {', '.join(SCALE_SEARCHES)}"
-        )
+        known = ", ".join(SCALE_SEARCHES)
+        raise ConfigurationError(f"scale_search {scale_search!r} is not known: choose one of {known}")
     return scale_search

@@ -27,8 +27,7 @@ _GPU_TILE_ELEMENTS = (1 << 12, 1 << 24)
 _TILE_BYTES_PER_ELEMENT = 56  # temporaries of the search and the fp64 rounding together
 _EXTRA_MEMORY = 0.33  # of the tensor's size: packed tensors and temporaries
 _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to amax / 4
-# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales, or None where it does not do
-# that.
+# (matrix, format, search, floor of log2 of the tensor scale) to codes and block scales; None where it does not do that.
 Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 
@@ -61,19 +60,17 @@ class FP4Codec:
     def encode(self, w: Tensor) -> tuple[Tensor, BlockScale]:
         """(codes, scale) of a tensor of any shape; see ``quantize`` for what is refused."""
         packed = quantize(w, self.form.name, self.scale_search, block_size=self.form.block_size)
-        return packed.codes, BlockScale(
-            packed.form, packed.shape, packed.dtype, packed.block_scales, packed.tensor_scale
-        )
+        scales = (packed.block_scales, packed.tensor_scale)
+        return packed.codes, BlockScale(packed.form, packed.shape, packed.dtype, *scales)
 
     def decode(self, codes: Tensor, scale: BlockScale) -> Tensor:
-        """The tensor that ``encode`` packed, in its shape and dtype; raises ConfigurationError for ``scale`` of another
+        """The tensor that ``encode`` packed, in its shape and dtype; ConfigurationError for ``scale`` of another
         format, CorruptData where codes and scales do not fit.
         """
         if scale.form != self.form:
-            raise ConfigurationError(
-                f"codes of {scale.form.name} (block {scale.form.block_size}) given to a codec of {self.form.name} "
-                f"(block {self.form.block_size}): decode with FP4Codec({scale.form.name!r})"
-            )
+            given, own = (f"{form.name} (block {form.block_size})" for form in (scale.form, self.form))
+            remedy = f"decode with FP4Codec({scale.form.name!r})"
+            raise ConfigurationError(f"codes of {given} given to a codec of {own}: {remedy}")
         packed = PackedTensor(scale.form, scale.shape, scale.dtype, codes, scale.block, scale.tensor)
         packed.check()
         return packed.dequantize()
@@ -105,10 +102,10 @@ def quantize(
     form = format_named(format, block_size)
     check_search(scale_search)
     w = tensor.detach()
+    amax = _amax(w, form, name)
     if tensor_scale is None:
-        tensor_scale = _tensor_scale([_amax(w, form, name)], form, scale_search)
+        tensor_scale = _tensor_scale([amax], form, scale_search)
     else:
-        _amax(w, form, name)
         tensor_scale = _checked_tensor_scale(tensor_scale, form, scale_search).to(w.device)
     n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
     w_NK = w.reshape(n, k)
@@ -121,7 +118,6 @@ def joint_tensor_scale(
     tensors: Sequence[Tensor], format: str = "nvfp4", scale_search: str = "mse", *, names: Sequence[str] | None = None
 ) -> Tensor:
     """One tensor scale for projections that a runtime fuses (query/key/value, gate/up); on the first tensor's device.
-
     Raises ConfigurationError as ``quantize``, or for no tensors; ``names`` are what it calls them.
     """
     form = format_named(format)
@@ -135,9 +131,8 @@ def joint_tensor_scale(
 def _amax(w: Tensor, form: Format, name: str) -> Tensor:
     """Largest magnitude as 0-dimensional fp32, after refusing what cannot be encoded."""
     if w.dtype not in WEIGHT_DTYPES:
-        raise ConfigurationError(
-            f"{name} is {w.dtype}: {form.name} encodes float32, bfloat16 and float16; convert it with .float() first"
-        )
+        known = "float32, bfloat16 and float16; convert it with .float() first"
+        raise ConfigurationError(f"{name} is {w.dtype}: {form.name} encodes {known}")
     if w.numel() == 0:
         raise ConfigurationError(f"{name} of shape {tuple(w.shape)} is empty: there is nothing to encode")
     if w.device.type == "meta":
@@ -146,9 +141,9 @@ def _amax(w: Tensor, form: Format, name: str) -> Tensor:
     amax = torch.maximum(low.abs(), high.abs()).to(torch.float32)
     if not torch.isfinite(amax):
         bad = w.numel() - int(torch.isfinite(w).sum())
+        remedy = "repair the weights (an overflow in training?) before quantising"
         raise ConfigurationError(
-            f"{name} has {bad} inf or NaN elements of {w.numel()}, which {form.name} cannot hold: "
-            "repair the weights (an overflow in training?) before quantising"
+            f"{name} has {bad} inf or NaN elements of {w.numel()}, which {form.name} cannot hold: {remedy}"
         )
     return amax
 
@@ -166,10 +161,8 @@ def _checked_tensor_scale(tensor_scale: Tensor, form: Format, scale_search: str)
     if form.name != "nvfp4":
         raise ConfigurationError(f"{form.name} has no tensor scale: leave tensor_scale out")
     if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        raise ConfigurationError(
-            f"tensor_scale is {tensor_scale.dtype} {tuple(tensor_scale.shape)}: give one float32, "
-            "e.g. from joint_tensor_scale"
-        )
+        found = f"{tensor_scale.dtype} {tuple(tensor_scale.shape)}"
+        raise ConfigurationError(f"tensor_scale is {found}: give one float32, e.g. from joint_tensor_scale")
     value = float(tensor_scale)
     if not (2.0**-126 <= value < math.inf):
         raise ConfigurationError(f"tensor_scale is {value}: it must be a normal positive float32")
@@ -183,16 +176,6 @@ def _exponent(tensor_scale: Tensor, form: Format) -> int:
     return math.frexp(float(tensor_scale))[1] - 1 if form.name == "nvfp4" else 0
 
 
-def _tile_elements(w_NK: Tensor, packed_bytes: int, workspace_bytes: int | None) -> int:
-    """Elements to encode at a time."""
-    if w_NK.device.type == "cpu":
-        return _CPU_TILE_ELEMENTS
-    if workspace_bytes is None:
-        workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - packed_bytes
-    low, high = _GPU_TILE_ELEMENTS
-    return min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
-
-
 def _encode(
     w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, workspace_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -200,7 +183,11 @@ def _encode(
     block = form.block_of(k)
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
-    budget = _tile_elements(w_NK, codes.nbytes + block_scales.nbytes, workspace_bytes)
+    if workspace_bytes is None:
+        workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
+    low, high = _GPU_TILE_ELEMENTS
+    on_gpu = min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
+    budget = _CPU_TILE_ELEMENTS if device.type == "cpu" else on_gpu
     exponent = _exponent(tensor_scale, form)
     for rows, columns, coded, blocks in tiles(form, n, k, budget):
         tile = w_NK[rows, columns]
@@ -222,8 +209,7 @@ def _encode_blocks(
     if scale_search == "max":
         scales = max_scale(w_BE.abs().amax(1).to(torch.float64), ts, form)
     elif form.name == "nvfp4":
-        # In units of the tensor scale, a power of two: exact, but for elements that underflow far below any scale's
-        # reach.
+        # In units of the tensor scale, a power of two: exact, but for elements far below any scale's reach.
         a_EB = w_BE.t().to(torch.float32).abs().mul_(2.0**-exponent).contiguous()
         limit = _FLOAT32_MAX * 2.0**-exponent if exponent > 115 else None
         scales = best_e4m3(a_EB, limit)

@@ -39,10 +39,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def tiles(form: Format, n: int, k: int, budget: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Rows, columns, and the columns in ``codes`` and in ``block_scales``, of tiles of about ``budget`` elements.
-
-    Columns end at ``k``; the other two have the padding, too.
-    """
+    """Tiles of about ``budget`` elements: rows, columns up to ``k``, and with the padding those of codes and scales."""
     padded, block, per_code = form.padded(k), form.block_of(k), 8 // form.bits
     width = padded if padded <= budget else max(block, budget // block * block)
     height = max(1, budget // padded)
@@ -159,16 +156,12 @@ class PackedTensor:
     def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> PackedTensor:
         """The packed tensor that ``tensors()`` and ``meta()`` described.
 
-        Raises:
-            Unsupported: written by another version.
-            ConfigurationError: an unknown format, or a fine part of another than nvfp4.
-            CorruptData: tensors or fields that are missing or do not fit each other.
+        Raises Unsupported for another version, ConfigurationError for an unknown format or a fine part of another than
+        nvfp4, CorruptData for what is missing or does not fit.
         """
         if meta.get("version") != META_VERSION:
-            raise Unsupported(
-                f"packed tensor of version {meta.get('version')!r}; this release reads version {META_VERSION}: "
-                "quantise the original weights again"
-            )
+            found = f"packed tensor of version {meta.get('version')!r}; this release reads version {META_VERSION}"
+            raise Unsupported(f"{found}: quantise the original weights again")
         if meta.get("parts") == 2 and "fine" not in tensors:
             raise CorruptData("a tensor in two parts without its fine part: the file is incomplete")
         try:
@@ -190,12 +183,8 @@ class PackedTensor:
         for name, tensor in self.tensors().items():
             shape, dtype = expected[name]
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                raise CorruptData(
-                    f"{self.precision} tensor of shape {self.shape}: {name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"expected {dtype} {shape}"
-                )
+                found = f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}"
+                raise CorruptData(f"{self.precision} tensor of shape {self.shape}: {found}")
             if tensor.device != self.codes.device:
-                raise ConfigurationError(
-                    f"{self.precision} tensor: {name} is on {tensor.device}, codes on {self.codes.device}; move them"
-                    " together"
-                )
+                found = f"{name} is on {tensor.device}, codes on {self.codes.device}"
+                raise ConfigurationError(f"{self.precision} tensor: {found}; move them together")

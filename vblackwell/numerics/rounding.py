@@ -32,12 +32,6 @@ def round_to_precision(x: Tensor, significand_bits: int, min_exponent: int) -> T
     return torch.round(x / step) * step
 
 
-def round_to_e4m3(x: Tensor) -> Tensor:
-    """E4M3 bits (uint8) nearest to ``x`` >= 0 (fp64), ties to even, saturating at 448."""
-    rounded = round_to_precision(x, 4, -6).clamp_max(E4M3_MAX)
-    return rounded.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
 def e8m0_floor(amax: Tensor) -> Tensor:
     """E8M0 bits (uint8) of ``2 ** (floor(log2 amax) - 2)``, saturating: the scale of the microscaling specification."""
     return (floor_log2(amax) - 2 + 127).clamp(0, E8M0_MAX_CODE).to(torch.uint8)
@@ -55,7 +49,9 @@ def decode_scales(bits: Tensor, form: Format) -> Tensor:
 def max_scale(amax: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
     """The published block scale for blocks of largest magnitude ``amax`` (fp64): amax / largest code, rounded once."""
     if form.name == "nvfp4":
-        return round_to_e4m3(amax / (form.max_value * tensor_scale.to(torch.float64)))
+        quotient = amax / (form.max_value * tensor_scale.to(torch.float64))
+        rounded = round_to_precision(quotient, 4, -6).clamp_max(E4M3_MAX)
+        return rounded.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
     if form.name == "mxfp4":
         return e8m0_floor(amax)
     significand_bits = 8 if form.scale_dtype == torch.bfloat16 else 24
@@ -64,9 +60,8 @@ def max_scale(amax: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
 
 
 def round_elements(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
-    """Codes (uint8; int8 for int8) of fp64 ``w_BE``: nearest to ``w / scale``, ties to even codes, saturating.
-
-    ``scale_B`` is the exact product of block and tensor scale in fp64. A block whose scale is zero gets zero codes.
+    """Codes (uint8; int8 for int8) of fp64 ``w_BE``: nearest to ``w / scale``, the exact fp64 product of both scales,
+    ties to even codes, saturating. A block whose scale is zero gets zero codes.
     """
     scale_B1 = scale_B.unsqueeze(-1)
     u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)

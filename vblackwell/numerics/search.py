@@ -59,20 +59,16 @@ def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
 
 @dataclass
 class _Best:
-    """The best code of each block so far, its error, and whether another code came as near."""
+    """The best code of each block so far."""
 
     code: Tensor
     error: Tensor
-    contested: Tensor
+    contested: Tensor  # whether another code came as near
 
     @classmethod
     def empty(cls, a_EB: Tensor) -> _Best:
-        blocks, device = a_EB.shape[1], a_EB.device
-        return cls(
-            torch.zeros(blocks, dtype=torch.int64, device=device),
-            torch.full((blocks,), torch.inf, dtype=a_EB.dtype, device=device),
-            torch.zeros(blocks, dtype=torch.bool, device=device),
-        )
+        error = torch.full_like(a_EB[0], torch.inf)
+        return cls(torch.zeros_like(error, dtype=torch.int64), error, torch.zeros_like(error, dtype=torch.bool))
 
     def take(self, at: Tensor) -> _Best:
         return _Best(self.code[at], self.error[at], self.contested[at])
@@ -150,8 +146,8 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     amax = w_BE.abs().amax(1)
     one = torch.ones((), dtype=torch.float64, device=w_BE.device)
     best_scale = max_scale(amax, one, form)
-    best_error = _fraction_error(w_BE, best_scale, form)
-    for fraction in (_NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS)[1:]:
+    best_error = torch.full_like(amax, torch.inf)
+    for fraction in _NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS:
         scale = max_scale(amax * fraction, one, form)
         error = _fraction_error(w_BE, scale, form)
         better = error < best_error

@@ -49,10 +49,8 @@ def refine(coarse: PackedTensor, tensor: Tensor) -> PackedTensor:
     code, in fp64; on a tie the upper one. Raises ConfigurationError for another format or shape.
     """
     if coarse.format != FORM.name or coarse.shape != tuple(tensor.shape):
-        raise ConfigurationError(
-            f"a {coarse.format} part of shape {coarse.shape} cannot be refined by a tensor of shape"
-            f" {tuple(tensor.shape)}"
-        )
+        what = f"a {coarse.format} part of shape {coarse.shape}"
+        raise ConfigurationError(f"{what} cannot be refined by a tensor of shape {tuple(tensor.shape)}")
     w_NK = tensor.detach().reshape(coarse.n, coarse.k)
     fine = torch.empty_like(coarse.codes)
     for rows, columns, half, blocks in tiles(FORM, coarse.n, coarse.k, _TILE_ELEMENTS):
@@ -92,10 +90,7 @@ def training_scales(w_NK: Tensor) -> Scales:
 
 def renewed_scales(w_NK: Tensor, kept: Scales, threshold: float) -> tuple[Scales, Tensor]:
     """``kept`` as long as the weight has drifted by at most ``threshold``, else new scales; and the drift,
-    0-dimensional.
-
-    Drift is how far the blocks' largest magnitudes have moved from where ``kept`` was made for them: ``sum |amax - 6 s|
-    / sum 6 s``. Scales of three mantissa bits leave 0.022 of it right after they were made. The host reads nothing.
+    0-dimensional, ``sum |amax - 6 s| / sum 6 s`` over blocks: scales of three mantissa bits leave 0.022.
     """
     amax_NB = _block_maxima(w_NK)
     old_NB = decode_scales(kept.block, FORM).mul_(kept.tensor * FORM.max_value)
@@ -123,11 +118,10 @@ def _block_maxima(w_NK: Tensor) -> Tensor:
 
 
 def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """(N, K) weights rounded to both parts on kept scales and back, as ``dtype``.
+    """(N, K) weights rounded on kept scales to the nearest E2M5 value of all, ties to even, and back, as ``dtype``.
 
-    The nearest E2M5 value of all, ties to even, in fp32: compared with ``separate(w, 'max').dequantize()`` it may take
-    the next coarse code within 1/32 step of a boundary, which is nearer. Magnitudes beyond the last level saturate; NaN
-    stays.
+    In fp32: compared with ``separate(w, 'max').dequantize()`` it may take the next coarse code within 1/32 step of a
+    boundary, which is nearer. Magnitudes beyond the last level saturate; NaN stays.
     """
     n, k = w_NK.shape
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)

@@ -13,9 +13,7 @@ _CHUNK = 1 << 20
 
 
 def noise_and_signal(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """(sum (x - y)^2, sum x^2) in fp64; add them up over tensors before taking the ratio. Raises ConfigurationError
-    where shapes differ.
-    """
+    """(sum (x - y)^2, sum x^2) in fp64, to be added up over tensors; ConfigurationError where shapes differ."""
     if x.shape != y.shape:
         raise ConfigurationError(f"cannot compare shapes {tuple(x.shape)} and {tuple(y.shape)}")
     noise = signal = 0.0

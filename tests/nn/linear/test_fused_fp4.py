@@ -289,11 +289,11 @@ def test_frozen_base_trains_only_the_adapter():
 
 def test_from_linear_shares_parameters_and_from_packed_needs_none():
     linear, x = nn.Linear(24, 12).eval(), torch.randn(2, 24)
-    layer = FusedFP4Linear.from_linear(linear, "relu")
+    layer = FusedFP4Linear.from_linear(linear, activation="relu")
     assert layer.weight is linear.weight and layer.bias is linear.bias and not layer.training
     packed = quantize(linear.weight, "mxfp4")
     loaded = FusedFP4Linear.from_packed(packed, linear.bias.detach(), "relu")
-    assert torch.equal(loaded(x), FusedFP4Linear.from_linear(linear, "relu", format="mxfp4").quantize()(x))
+    assert torch.equal(loaded(x), FusedFP4Linear.from_linear(linear, activation="relu", format="mxfp4").quantize()(x))
     assert not loaded.bias.requires_grad
     with pytest.raises(ConfigurationError, match="N, K"):
         FusedFP4Linear.from_packed(quantize(torch.randn(2, 3, 16)))

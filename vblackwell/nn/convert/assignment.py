@@ -27,7 +27,7 @@ from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.machine.lock import disk_error
 from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
 from vblackwell.nn.linear.packed_linear import pack
-from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
+from vblackwell.nn.linear.two_part import VBOptimizedLinear
 
 BITS = {"nvfp4": 4.5, "two-part": 8.5, "bf16": 16.0}  # cheapest first
 VERSION = 1
@@ -99,9 +99,7 @@ class Assignment:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["version"] != VERSION:
-                raise ConfigurationError(
-                    f"{path} is of version {raw['version']!r}, this release reads {VERSION}: make it again"
-                )
+                raise ConfigurationError(f"{path} is of version {raw['version']!r}, not {VERSION}: make it again")
             linears: dict[str, Any] = raw["linears"]
             shapes = {name: (int(row["shape"][0]), int(row["shape"][1])) for name, row in linears.items()}
             measured = {name: float(value) for name, value in raw["measured"].items()}
@@ -121,18 +119,14 @@ class Assignment:
             if shapes.get(name) != shape
         ]
         if wrong:
-            raise ConfigurationError(
-                f"the assignment is for another model than {what}: {len(wrong)} of its {len(self.shapes)} linears do "
-                f"not fit, e.g. {', '.join(wrong[:2])}; make one of this model with vb quantize --budget, or give the "
-                "model it was made of"
-            )
+            found = f"{len(wrong)} of its {len(self.shapes)} linears do not fit, e.g. {', '.join(wrong[:2])}"
+            remedy = "make one with vb quantize --budget, or give the model it was made of"
+            raise ConfigurationError(f"the assignment is for another model than {what}: {found}; {remedy}")
 
 
 def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto") -> list[str]:
     """Replace the linears that are not bf16, on their own parameters, in this mode of `Settings`; their names.
-
-    Raises:
-        ConfigurationError: the assignment is for another model, or a linear cannot be replaced; nothing changed.
+    ConfigurationError, and nothing changed, where the assignment is for another model or a linear cannot be replaced.
     """
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
@@ -143,7 +137,7 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
             continue
         if type(linears[name]) is not nn.Linear:
             raise ConfigurationError(f"{name} cannot be {precision}: {found[name]}")
-        layers[name] = VBOptimizedLinear.from_linear(linears[name], Settings(mode, precision))
+        layers[name] = VBOptimizedLinear.from_linear(linears[name], mode=mode, precision=precision)
     replace_modules(model, {linears[name]: layer for name, layer in layers.items()})
     return list(layers)
 
@@ -155,24 +149,19 @@ def assign_precision(
     """The cheapest precisions by which the calibration loss rises by at most ``budget``.
 
     Args:
-        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights change meanwhile
-            and are themselves again afterwards, whatever happens.
-        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept: 4
-            bytes a token and word of the vocabulary.
+        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights change meanwhile.
+        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept.
         budget: relative rise of the loss, e.g. 0.004.
         max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
         pattern, keep: which linears, as for `select_linears`.
 
     Raises:
-        ConfigurationError: no calibration data, a budget or bits out of range, nothing selected, or a loss that is not
-        finite.
+        ConfigurationError: no calibration data, a value out of range, nothing selected, or a loss that is not finite.
     """
     if max_bits is not None and not BITS["nvfp4"] <= max_bits <= BITS["bf16"]:
         raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")
     if not 0 <= budget < math.inf:
-        raise ConfigurationError(
-            f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more, e.g. 0.004"
-        )
+        raise ConfigurationError(f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more")
     measured = measure_sensitivity(model, batches, pattern, keep)
     if max_bits is not None:
         return _with_loss(model, batches, choose(measured, math.inf, max_bits=max_bits), measured, budget)
@@ -197,9 +186,7 @@ def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all"
         before = [_log_probabilities(model, inputs) for inputs, _ in batches]
         loss = _mean_loss(before, batches)
         if not math.isfinite(loss):
-            raise ConfigurationError(
-                f"the calibration loss is {loss}: the model or the data is broken, or too long for it"
-            )
+            raise ConfigurationError(f"the calibration loss is {loss}: the model or the data is broken, or too long")
         for name in linears:
             for precision in ("nvfp4", "two-part"):
                 with _weights_in(linears, {name: precision}):

@@ -1,23 +1,19 @@
 """Hugging Face causal language models, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
 
-``accelerate_causal_lm(model)`` changes no parameter and no name. It replaces every module that provably computes the
-same by its fused form (fused_modules.py), and tells what it left and why. On CUDA that removes most passes over memory
-between the matrix products; on the CPU the plain expressions run, with the model's bits but for the loss. Call it
-before or after `enable_vgpu_stack_optimization`; a model that streams keeps its hooks. In half precision the fused ops
-round once where transformers' round after every operation: nearer to the exact value, and not the same bits.
+No parameter and no name changes; on the CPU the plain expressions run, with the model's bits but for the loss. In half
+precision the fused ops round once where transformers' round after every operation: nearer to the exact value.
 
 The loss is computed in the head's call, chunk by chunk, by hooks alone. Where ``labels`` are given, the head is called
 with its hidden states *and targets* (`HiddenWithTargets`) and answers with the loss; the model hands that "logits" on
-to its ``loss_function``, which is ours and takes it; the output has ``logits=None``. Everything else in the model's
-forward runs as written, such as the routers' auxiliary loss of a mixture of experts. Shift, ``ignore_index``,
+to its ``loss_function``, which is ours and takes it; the output has ``logits=None``. Shift, ``ignore_index``,
 ``shift_labels`` and ``num_items_in_batch`` mean what they mean in transformers. Whether the forward really passes
-logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk: models that
-scale or cap their logits in between are left alone.
+logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import threading
 import weakref
@@ -71,18 +67,13 @@ class Conversion:
     def undo(self) -> nn.Module:
         """The model as it was, returned; packed weights come back rounded, everything else bit for bit. Idempotent.
 
-        What was trained meanwhile stays trained: the parameters are the same, in a stack too.
-
-        Raises:
-            ConfigurationError: weights are packed and the model is in a stack, which would not know those that come
-            back.
+        What was trained meanwhile stays trained. ConfigurationError where weights are packed and the model is in a
+        stack, which would not know those that come back.
         """
         names = self.replaced.get("linear", []) if self._undo else []
         made = [self.model.get_submodule(name) for name in names]
         if any(isinstance(layer, FusedFP4Linear) and layer.is_quantized for layer in made) and in_stack(self.model):
-            raise ConfigurationError(
-                f"{type(self.model).__name__} is in a stack: release(model) before its weights unpack"
-            )
+            raise ConfigurationError(f"{type(self.model).__name__} is in a stack: release(model) before weights unpack")
         while self._undo:
             self._undo.pop()()
         return self.model
@@ -95,12 +86,10 @@ class Conversion:
 
     def __str__(self) -> str:
         """A table: layers that differ in their number alone are one line."""
-        lines = Counter(
-            (row.kind, re.sub(r"\d+", "*", row.name) or "the model", row.became, row.reason) for row in self.rows
-        )
+        rows = ((row.kind, re.sub(r"\d+", "*", row.name), row.became, row.reason) for row in self.rows)
         cells = [
-            (kind, f"{name} x{count}" if count > 1 else name, became or f"left: {reason}")
-            for (kind, name, became, reason), count in lines.items()
+            (kind, (name or "the model") + (f" x{count}" if count > 1 else ""), became or f"left: {reason}")
+            for (kind, name, became, reason), count in Counter(rows).items()
         ]
         widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
         return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
@@ -110,8 +99,6 @@ def in_stack(model: nn.Module) -> bool:
     """Whether parameters of the model are in a stack."""
     return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
-
-# -- fused operators ---------------------------------------------------------------------------------------------------
 
 _done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]] = weakref.WeakKeyDictionary()
 
@@ -133,7 +120,15 @@ def accelerate_causal_lm(
     if model in _done:
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
     done, fused = Conversion(model, _undo=[lambda: restore_causal_lm(model)]), None
-    swapped = _replace_modules(model, done.rows) if modules else []
+    swapped: list[nn.Module] = []
+    for (name, module), (kind, find) in itertools.product(model.named_modules() if modules else (), KINDS.items()):
+        found = find(module)
+        if isinstance(found, str):
+            done.rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
+        elif found is not None:
+            swap(module, found)
+            swapped.append(module)
+            done.rows.append(Row(kind, name, "fused"))
     if loss:
         reason = _why_not_loss(model)
         if reason is None:
@@ -164,23 +159,6 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
     if fused is not None:
         fused.remove(model)
     return model
-
-
-def _replace_modules(model: nn.Module, rows: list[Row]) -> list[nn.Module]:
-    swapped: list[nn.Module] = []
-    for name, module in model.named_modules():
-        for kind, find in KINDS.items():
-            found = find(module)
-            if isinstance(found, str):
-                rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
-            elif found is not None:
-                swap(module, found)
-                swapped.append(module)
-                rows.append(Row(kind, name, "fused"))
-    return swapped
-
-
-# -- the loss ----------------------------------------------------------------------------------------------------------
 
 
 class LossInPlaceOfLogits:
@@ -304,13 +282,11 @@ def _itself(value: Any) -> Any:
     return value
 
 
-# -- whether the head can give the loss --------------------------------------------------------------------------------
-
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
 
 class _Always(nn.Module):
-    """In a module's place: whatever it is called with, it gives the same answer."""
+    """In a module's place: it always gives the same answer."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -321,7 +297,7 @@ class _Always(nn.Module):
 
 
 class _Output:
-    """Hidden states as a model's output: attributes that nobody set are None."""
+    """Hidden states as a model's output; its other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -349,12 +325,8 @@ def _why_not_loss(model: Any) -> str | None:
     trunk_name = model.base_model_prefix
     if not isinstance(model._modules.get(trunk_name), nn.Module):
         return f"it has no trunk named {trunk_name!r}"
-    return _why_logits_change(model, head_name, trunk_name)
-
-
-def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | None:
-    width, words = model.get_output_embeddings().in_features, 7
-    small = nn.Linear(width, words, bias=False)
+    width = head.in_features
+    small = nn.Linear(width, 7, bias=False)
     with torch.no_grad():
         small.weight.normal_(0.0, 30.0 / width**0.5, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(1))
@@ -364,30 +336,30 @@ def _why_logits_change(model: Any, head_name: str, trunk_name: str) -> str | Non
         seen.append(logits)
         return logits.sum()
 
-    twin = twin_of(model, _modules={**model._modules, head_name: small, trunk_name: _Always(_Output(hidden))})
-    twin.__dict__["_loss_function"] = record
-    tokens = torch.zeros(1, 3, dtype=torch.long)
     # A trunk without routers: the loss that is made of their logits is no part of this.
     takes_routers = "output_router_logits" in inspect.signature(type(model).forward).parameters
     options = {"output_router_logits": False} if takes_routers else {}
-    try:
-        with torch.no_grad():
-            type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
-    except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
-        return reason_of(error)
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+
+    def why_not(head: nn.Module, loss: Callable[..., Tensor]) -> str | None:
+        twin = twin_of(model, _modules={**model._modules, head_name: head, trunk_name: _Always(_Output(hidden))})
+        twin.__dict__["_loss_function"] = loss
+        try:
+            with torch.no_grad():
+                type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
+        except Unsupported:
+            return _CHANGED
+        except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
+            return reason_of(error)
+        return None
+
+    if reason := why_not(small, record):
+        return reason
     if len(seen) != 1:
         return "its forward does not call loss_function once"
     expected = small(hidden)
     if seen[0].shape != expected.shape or not torch.allclose(seen[0].float(), expected, rtol=1e-5, atol=1e-5):
         return _CHANGED
     # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
-    twin._modules[head_name] = _Always(LossInPlaceOfLogits(hidden.new_zeros(())))
-    twin.__dict__["_loss_function"] = lambda *args, **kwargs: hidden.new_zeros(())
-    try:
-        with torch.no_grad():
-            type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
-    except Unsupported:
-        return _CHANGED
-    except Exception as error:  # a comparison or a power, which the stand-in does not know
-        return reason_of(error)
-    return None
+    zero = hidden.new_zeros(())
+    return why_not(_Always(LossInPlaceOfLogits(zero)), lambda *args, **kwargs: zero)

@@ -33,19 +33,12 @@ def reason_of(error: Exception) -> str:
     return f"its forward could not be probed: {type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-# -- classes -----------------------------------------------------------------------------------------------------------
-
-
-def _new(plain: type, *arguments: Any) -> Any:
-    return plain.__new__(plain, *arguments)
-
-
 @functools.cache
 def _fused_class(original: type, overrides: tuple[tuple[str, Callable[..., Any]], ...]) -> type:
     def plain_copy(self: nn.Module, protocol: Any) -> Any:
         # copyreg.__newobj__ and (class,), then state; pickle insists that it makes the very class it was asked about.
         _, (_, *arguments), *rest = object.__reduce_ex__(self, 2)
-        return _new, (original, *arguments), *rest
+        return original.__new__, (original, *arguments), *rest
 
     ours = {"__reduce_ex__": plain_copy, "__module__": original.__module__, "_vb_original": original}
     contents = {**dict(overrides), **ours, "_vb_overrides": overrides}
@@ -81,12 +74,10 @@ def _why_not(theirs: Callable[[], Any], ours: Callable[[], Any], otherwise: str)
     try:
         with torch.no_grad(), torch.device("cpu"):
             found = theirs(), ours()
+        pairs = [found] if isinstance(found[0], Tensor) else zip(*found, strict=True)
+        same = all(a.shape == b.shape and torch.allclose(a, b, PROBE_TOLERANCE, PROBE_TOLERANCE) for a, b in pairs)
     except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
         return reason_of(error)
-    pairs = [found] if isinstance(found[0], Tensor) else list(zip(*found, strict=True))
-    same = all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=PROBE_TOLERANCE, atol=PROBE_TOLERANCE) for a, b in pairs
-    )
     return None if same else otherwise
 
 
@@ -98,9 +89,6 @@ def _more_inputs(module: nn.Module) -> str | None:
 def _random(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(shape) + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-# -- RMSNorm -----------------------------------------------------------------------------------------------------------
 
 
 def fused_norm(module: nn.Module) -> Overrides | str | None:
@@ -119,11 +107,9 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
     width, eps = weight.shape[0], getattr(module, eps_name)
     probe = nn.Parameter(_random(width) + 0.5)
     x, twin = _random(3, width) * 2, twin_of(module, _parameters={"weight": probe})
-    why = _why_not(
-        lambda: type(module).forward(twin, x),
-        lambda: functional.rms_norm(x, (width,), probe, eps),
-        "it computes something else than weight * x / rms(x)",
-    )
+    otherwise = "it computes something else than weight * x / rms(x)"
+    ours = functools.partial(functional.rms_norm, x, (width,), probe, eps)
+    why = _why_not(lambda: type(module).forward(twin, x), ours, otherwise)
     return why or {"forward": _norm_forward(eps_name)}
 
 
@@ -133,9 +119,6 @@ def _norm_forward(eps_name: str) -> Callable[..., Tensor]:
         return rms_norm(hidden_states, self.weight, getattr(self, eps_name))
 
     return forward
-
-
-# -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 
 def _separate_forward(self: Any, x: Tensor) -> Tensor:
@@ -187,9 +170,6 @@ def fused_gate(module: nn.Module) -> Overrides | str | None:
     return _why_not(lambda: gate(module, x), lambda: _gate(module, x), otherwise) or {"_apply_gate": _gate}
 
 
-# -- rotary positions --------------------------------------------------------------------------------------------------
-
-
 def fused_rotation(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for a forward that calls ``apply_rotary_pos_emb``: its code, the fused op under that name."""
     forward: Any = plain_class(module).forward
@@ -220,14 +200,9 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
     return functools.update_wrapper(renamed, forward)
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
 def fused_adapter(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`.
-
-    `adapted_linear` replaces peft's forward while that is what it computes: one adapter, on, not merged, no dropout, in
-    the input's type, not streaming: a stack reads weights again in backward, by hooks that see peft's operations.
+    """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`: `adapted_linear` runs where that is what peft
+    computes.
     """
     base: Any = getattr(module, "base_layer", None)
     if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):

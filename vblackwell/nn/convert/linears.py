@@ -1,9 +1,5 @@
 """Which linears of any model may be replaced by packed ones, and their replacement on the same parameters.
 
-Left alone are the output head (its error reaches the logits directly), a weight that two modules share (packing one
-would untie it), subclasses of ``nn.Linear`` (their owner may read the weight without calling them, as
-``nn.MultiheadAttention`` does), those whose weight transformers' code reads, and an adapter's own matrices.
-
 A forward that multiplies by ``self.dt_proj.weight`` (Mamba) cannot be run on a model without values, so the source of
 transformers' module is searched for that (`reads_weight`). transformers' ``_init_weights`` can: it runs when a packed
 folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
@@ -16,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +43,9 @@ _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTIL
 
 
 def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, str | None]:
-    """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be.
-
-    ``pattern`` is 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in names;
-    ``keep`` one for names that are never selected.
+    """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be. ``pattern`` is 'all',
+    'large' (2^20 elements and more) or a regular expression searched for in names; ``keep`` one for names that never
+    are.
     """
     wanted, kept = _compiled(pattern), _compiled(keep)
     owners: dict[int, list[str]] = defaultdict(list)
@@ -57,9 +53,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 owners[id(parameter)].append(f"{prefix}.{name}" if prefix else name)
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter is not None else None
-    found: dict[str, str | None] = {}
+    head, found = head_of(model), dict[str, str | None]()
     for name, module in model.named_modules():
         if isinstance(module, FusedFP4Linear):
             found[name] = "it is a FusedFP4Linear already"
@@ -82,6 +76,12 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             reason = f"its name does not match {pattern!r}"
         found[name] = reason
     return found
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The output head that a model of transformers names."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    return None if getter is None else getter()
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -133,13 +133,10 @@ def nothing_selected(model: nn.Module, pattern: str, found: Mapping[str, str | N
     by_reason = defaultdict[str | None, list[str]](list)
     for name, reason in found.items():
         by_reason[reason].append(name)
-    left = [
-        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"
-        for reason, names in by_reason.items()
-    ]
-    return ConfigurationError(
-        f"{pattern!r} selects no linear of {type(model).__name__}: {', '.join(left) or 'it has none'}"
-    )
+    more = {reason: f" and {len(names) - 1} more" if names[1:] else "" for reason, names in by_reason.items()}
+    left = [f"{names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
+    said = ", ".join(left) or "it has none"
+    return ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__}: {said}")
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -147,9 +144,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from error
-
-
-# -- replacing them ----------------------------------------------------------------------------------------------------
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
@@ -168,22 +162,18 @@ def replace_linears(
     return list(linears)
 
 
-def convert_linears(
-    model: nn.Module, pattern: str = "all", *, format: str = "nvfp4", scale_search: str | None = None,
-    use_fp4: bool = True, w4a8: bool = False, keep: str = HEAD,
-) -> list[str]:  # fmt: skip
+def convert_linears(model: nn.Module, pattern: str = "all", *, use_fp4: bool = True, **options: Any) -> list[str]:
     """Replaces the selected linears by `FusedFP4Linear` in place, on their own parameters. Returns their names."""
-    options = {"format": format, "scale_search": scale_search, "use_fp4": use_fp4, "w4a8": w4a8}
-    linears = select_linears(model, pattern, keep)
+    options["use_fp4"] = use_fp4
+    linears = select_linears(model, pattern)
     return replace_linears(model, linears, lambda linear: FusedFP4Linear.from_linear(linear, **options))
 
 
 def store_linears(
     model: nn.Module, pattern: str = "all", keep: str | None = None, format: str = "nvfp4", *, tiled: bool = False
 ) -> dict[str, str | None]:
-    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears.
-
-    Returns every linear: why it was left, or None if it was replaced; ConfigurationError if nothing is selected.
+    """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears. Returns every linear:
+    why it was left, or None; ConfigurationError if nothing is selected.
     """
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
 
@@ -216,8 +206,6 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
     return linear
 
 
-# -- weights in two parts ----------------------------------------------------------------------------------------------
-
 NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 
 
@@ -228,8 +216,7 @@ def enable_vb_optimization(
 ) -> nn.Module:  # fmt: skip
     """Put weights in two parts into ``model``, in place, and return it.
 
-    Every chosen linear becomes a `VBOptimizedLinear` on the very same parameters: nothing is copied, dtypes, ties and
-    optimizers stay.
+    Every chosen linear becomes a `VBOptimizedLinear` on the very same parameters: dtypes, ties and optimizers stay.
 
     Args:
         mode: 'training' multiplies by rounded weights and trains the parameters straight through; 'inference' packs
@@ -237,8 +224,7 @@ def enable_vb_optimization(
             gradients are on, and packs in addition to the parameter where not.
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
             int8 by rows, 8 bits.
-        replace_pattern: 'all', 'large' (a weight of 2^20 elements and more) or a regular expression searched for in
-            module names.
+        replace_pattern: 'all', 'large' (2^20 elements and more) or a regular expression searched for in names.
         refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
         verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
 
@@ -249,50 +235,36 @@ def enable_vb_optimization(
     chosen: dict[str, nn.Linear] = select_linears(model, replace_pattern)
     if verbose:
         _say(chosen, settings)
-    replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, settings))
+    replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, **asdict(settings)))
     return model
 
 
 def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
-    weights = sum(linear.weight.numel() for linear in chosen.values())
-    held = sum(linear.weight.nbytes for linear in chosen.values())
-    packed = int(weights * BITS[settings.precision] / 8)
-    print(
-        f"{settings.precision}: {len(chosen)} linears of {weights / 1e6:.1f} M weights, "
-        f"{format_bytes(held)} now, {format_bytes(packed)} packed",
-        file=sys.stderr,
-    )
+    count, weights = len(chosen), sum(linear.weight.numel() for linear in chosen.values())
+    held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
+    packed = format_bytes(int(weights * BITS[settings.precision] / 8))
+    lines = [f"{settings.precision}: {count} linears of {weights / 1e6:.1f} M weights, {held} now, {packed} packed"]
     for number, (name, linear) in enumerate(chosen.items(), 1):
         if linear.weight.numel() >= NAMED_ELEMENTS:
-            shape = "x".join(str(size) for size in linear.weight.shape)
-            print(f"  {number} of {len(chosen)}: {name} {shape}, {format_bytes(linear.weight.nbytes)}", file=sys.stderr)
+            shape = "x".join(map(str, linear.weight.shape))
+            lines.append(f"  {number} of {count}: {name} {shape}, {format_bytes(linear.weight.nbytes)}")
+    print(*lines, sep="\n", file=sys.stderr)
 
 
 class VBModelWrapper(nn.Module):
     """A model with weights in two parts, and what became of it. Calls and unknown attributes go to the model.
 
-    Args: as `enable_vb_optimization`, which changes ``model`` in place.
-
-    Attributes:
-        model: the model.
-        replaced_modules: the layers by name.
-
-    Raises:
-        ConfigurationError: as `enable_vb_optimization`.
+    Arguments and errors are those of `enable_vb_optimization`, which changes ``model`` in place.
     """
 
     model: nn.Module
 
     def __init__(
-        self, model: nn.Module, mode: str = "auto", replace_pattern: str = "all", verbose: bool = False, *,
-        enable_quantization: bool = True, enable_fp4: bool = True, refresh_every: int = REFRESH_EVERY,
-        drift_threshold: float = DRIFT_THRESHOLD,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, mode: str = "auto", replace_pattern: str = "all", verbose: bool = False, **options: Any
+    ) -> None:
         super().__init__()
-        self.model = enable_vb_optimization(
-            model, mode, enable_quantization, enable_fp4, replace_pattern,
-            refresh_every=refresh_every, drift_threshold=drift_threshold, verbose=verbose,
-        )  # fmt: skip
+        options |= {"replace_pattern": replace_pattern, "verbose": verbose}
+        self.model = enable_vb_optimization(model, mode, **options)
         self.train(model.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -302,7 +274,6 @@ class VBModelWrapper(nn.Module):
             return getattr(super().__getattr__("model"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
         return self.model(*args, **kwargs)
 
     @property
@@ -329,9 +300,6 @@ class VBModelWrapper(nn.Module):
         print(f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches")
 
 
-# -- whose weight transformers reads -----------------------------------------------------------------------------------
-
-
 def reads_weight(model: nn.Module, name: str) -> str | None:
     """Where the code of transformers that owns the linear ``name`` reads its weight; None if it only calls it."""
     path, _, leaf = name.rpartition(".")
@@ -355,7 +323,7 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
     """Those of the linears ``names`` whose weight the ``_init_weights`` of a model of transformers, on meta, reads."""
     if not hasattr(model, "_init_weights"):
         return []
-    linears = {name: model.get_submodule(name) for name in names}
+    linears = {model.get_submodule(name): name for name in names}
     needed, asked = list[str](), list[nn.Module]()
     kinds: dict[nn.Module, tuple[type, Any]] = {}
 
@@ -365,7 +333,7 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                 asked.append(self)
             return super().__getattr__(name)
 
-    for linear in linears.values():
+    for linear in linears:
         kinds[linear] = (type(linear), linear._parameters.pop("weight"))
         linear.__class__ = Weightless
 
@@ -383,7 +351,7 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                         if not asked or asked[-1] not in kinds:
                             raise
                         give_back(asked[-1])
-                        needed += [name for name, linear in linears.items() if linear is asked[-1]]
+                        needed.append(linears[asked[-1]])
                         continue
                     break
     finally:

@@ -1,8 +1,6 @@
-"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model.
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, put around the linears of any model, under peft's names.
 
-Only what peft has no word for is here: the ``--lora`` flag, which linears by default, and models whose parameters are
-on the meta device. The modules are peft's own, under peft's names, so what is trained is what peft loads. Reading a
-flag must not import torch, so the functions do.
+Reading a flag must not import torch, so the functions do.
 """
 
 from __future__ import annotations
@@ -58,11 +56,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """``'16'`` or ``'16,alpha=32,dropout=0.05,targets=q_proj+v_proj'``.
-
-        Raises:
-            ConfigurationError: anything else.
-        """
+        """``'16'`` or ``'16,alpha=32,dropout=0.05,targets=q_proj+v_proj'``; ConfigurationError for anything else."""
         rank, *more = text.split(",")
         known, values = ("alpha", "dropout", "targets"), dict[str, Any]()
         try:
@@ -74,17 +68,15 @@ class Lora:
                     )
                 values[key] = tuple(filter(None, value.split("+"))) if key == "targets" else float(value)
             return cls(int(rank), **values)
-        except ValueError as error:
-            if isinstance(error, ConfigurationError):
-                raise
+        except ConfigurationError:
+            raise
+        except ValueError:
             example = "--lora 16 or --lora 16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
             raise ConfigurationError(f"--lora {text!r} cannot be read: write e.g. {example}") from None
 
 
 def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
     """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns adapter_config.json.
-
-    ``base`` is the path or id of the model, for readers of the adapter.
 
     Raises:
         ConfigurationError: a target that no linear has.
@@ -98,20 +90,19 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     found = {name: model.get_submodule(name) for name, why in left.items() if why is None}
     names = sorted({name.rpartition(".")[2] for name in found})
     if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
-        taken = [name for name in names if name in _OF_EXPERTS]
-        if lora.targets is not None and (asked := [name for name in lora.targets if name in taken]):
+        taken = {name for name in names if name in _OF_EXPERTS}
+        names = [name for name in names if name not in taken]
+        if asked := [name for name in lora.targets or () if name in taken]:
             raise Unsupported(
                 f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no "
-                f"adapters here: choose from {', '.join(name for name in names if name not in taken)}"
+                f"adapters here: choose from {', '.join(names)}"
             )
-        names = [name for name in names if name not in taken]
     wanted = names if lora.targets is None else list(lora.targets)
     for target in wanted:
         if target not in names:
             reasons = (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}"))
-            refused = next(reasons, "")
             raise ConfigurationError(
-                f"--lora targets={target}: {type(model).__name__} has no such linear{refused}, only "
+                f"--lora targets={target}: {type(model).__name__} has no such linear{next(reasons, '')}, only "
                 f"{', '.join(names)}{nearest(target, names)}"
             )
     chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
@@ -132,11 +123,9 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
 
 def adapter_targets(model: nn.Module) -> dict[str, str | None]:
     """Every linear of ``model``: why no adapter goes around it, or None if one may."""
-    from vblackwell.nn.convert.linears import HEAD, find_linears
+    from vblackwell.nn.convert.linears import HEAD, find_linears, head_of
 
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter is not None else None
-    found: dict[str, str | None] = {}
+    head, found = head_of(model), dict[str, str | None]()
     for name in find_linears(model):
         linear = model.get_submodule(name)
         is_head = linear is head or re.search(HEAD, name)

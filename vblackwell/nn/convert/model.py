@@ -1,11 +1,8 @@
 """Any model on this package's operators: linears in FP4, attention by the dispatcher, the rest fused; and back.
 
-``convert(model)`` knows no architecture: it replaces what provably computes the same (or, for FP4, what was asked for).
-
 Experts of transformers' mixtures have their linears stacked in parameters of three dimensions, which their forward
 reads. Their class becomes a subclass (as in fused_modules.py) in which ``gate_up_proj`` is a property: the parameter
-rounded, its gradient straight through, all experts of a layer sharing one tensor scale. The parameter stays under its
-name, so optimizers, stacks and files see what they saw.
+rounded, its gradient straight through, all experts of a layer sharing one tensor scale.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ def convert(
     scale_search: str | None = None, pack: bool = False, attention: str | None = "auto", fused: bool = True,
     loss: bool = False,
 ) -> Conversion:  # fmt: skip
-    """Replace what can be replaced, in place.
+    """Replace what provably computes the same, or, for FP4, what was asked for, in place.
 
     Args:
         fp4_layers: which linears become `FusedFP4Linear`: 'all', 'large' (2^20 elements and more), a regular expression
@@ -43,14 +40,12 @@ def convert(
             mixtures follow the same names.
         keep: regular expression for names that stay in addition.
         format, scale_search: of FP4, as for `FusedFP4Linear`.
-        pack: pack the linears at once and freeze them, the base of adapters; otherwise they train straight through the
-            format. Experts cannot be packed.
-        attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave attention
-            alone.
+        pack: pack the linears at once and freeze them, the base of adapters, experts excepted; otherwise they train
+            straight through the format.
+        attention: backend of the dispatcher for transformers' models, 'auto' for its choice, None to leave it alone.
         fused: norms, gated feed-forwards, experts' gates and rotary positions on the fused operators, and activations
             after linears in the linears' epilogues.
-        loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`): outputs then have no logits where
-            labels are given.
+        loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`).
 
     Raises:
         ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing
@@ -87,9 +82,6 @@ def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
             done.rows.append(Row("norm", name, None, f"{type(module).__name__}: torch's own is one kernel already"))
 
 
-# -- linears -----------------------------------------------------------------------------------------------------------
-
-
 def _linears(
     done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
 ) -> None:  # fmt: skip
@@ -105,7 +97,7 @@ def _linears(
         place, activation = following.get(name, ("", None))
         kind = _ACTIVATIONS[type(activation)] if activation is not None else "none"
         trained = [parameter is not None and parameter.requires_grad for parameter in (linear.weight, linear.bias)]
-        layer = FusedFP4Linear.from_linear(linear, kind, **options)
+        layer = FusedFP4Linear.from_linear(linear, activation=kind, **options)
         if pack:
             layer.freeze()
         replacements[linear] = layer
@@ -158,9 +150,6 @@ def _give_back(
     replace_modules(model, {layer: linear})
 
 
-# -- experts and attention ---------------------------------------------------------------------------------------------
-
-
 def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack: bool) -> None:
     for name, module in done.model.named_modules():
         held = [module._parameters.get(each) for each in _EXPERTS]
@@ -169,27 +158,22 @@ def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack
             continue
         elements = max(parameter.numel() for parameter in stacked)
         wanted = pattern == "all" or (elements >= LARGE_ELEMENTS if pattern == "large" else re.search(pattern, name))
-        reason = _why_not_rounded(module)
-        if keep is not None and re.search(keep, name):
-            reason = "its name is among those to keep"
-        elif not wanted:
-            reason = f"its name does not match {pattern!r}"
-        elif pack:
-            reason = "experts are stacked in one parameter, which has no packed form"
-        if reason is not None:
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        reasons = {
+            "its name is among those to keep": keep is not None and re.search(keep, name),
+            f"its name does not match {pattern!r}": not wanted,
+            "experts are stacked in one parameter, which has no packed form": pack,
+            "its experts are stored as (inputs, outputs), so blocks along their rows would be no blocks of a product":
+                getattr(module, "is_transposed", False),
+            "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'":
+                implementation in (None, "eager"),
+        }  # fmt: skip
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
             done.rows.append(Row("experts", name, None, reason))
             continue
         done._undo.append(functools.partial(object.__setattr__, module, "__class__", type(module)))
         swap(module, {each: _rounded(each, format) for each in _EXPERTS})  # type: ignore[arg-type]
         done.rows.append(Row("experts", name, f"rounded to {format} where they are read, straight through"))
-
-
-def _why_not_rounded(experts: Any) -> str | None:
-    if getattr(experts, "is_transposed", False):
-        return "its experts are stored as (inputs, outputs), so blocks along their rows would be no blocks of a product"
-    if getattr(getattr(experts, "config", None), "_experts_implementation", None) in (None, "eager"):
-        return "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'"
-    return None
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """What a training run asks of its model: the loss, the heads, fused operators, and which attention backend runs.
 
-The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` the dispatcher
-(nn/attention/backends.py) names a fused backend for the run's real shapes, the model runs that one or raises, and where
-there is none the run is refused: it must not end in the slow path unnoticed. Without the flag torch chooses.
+The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` the model runs the fused backend
+that the dispatcher names for the run's real shapes, or the run is refused: it must not end in the slow path unnoticed.
 Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
 """
 
@@ -11,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 
 def training_loss(model: nn.Module) -> Callable[..., Tensor]:
     """What computes the mean cross entropy of input_ids, targets and perhaps positions, all (B, S) int64."""
-    return model if isinstance(model, Decoder) else NextTokenLoss(model)
+    return model if isinstance(model, Decoder) else partial(_next_token_loss, model)
 
 
 def attention_heads(model: nn.Module) -> tuple[int, int, int]:
@@ -39,10 +39,8 @@ def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     config = made.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        raise Unsupported(
-            f"{type(model).__name__} states no num_attention_heads: only models of attention are trained "
-            "by this command"
-        )
+        name = type(model).__name__
+        raise Unsupported(f"{name} states no num_attention_heads: only models of attention are trained by this command")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
@@ -60,30 +58,20 @@ def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(model).forward).parameters
 
 
-class NextTokenLoss:
-    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count.
-
-    After `fuse` the logits of a whole batch never exist, and in training the routers' loss is added where the model's
-    configuration says so (``output_router_logits``).
+def _next_token_loss(
+    model: nn.Module, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None
+) -> Tensor:
+    """The mean cross entropy, in fp32, of a causal model of transformers; targets of -100 do not count. After `fuse`,
+    in training, the routers' loss is added where the model's configuration says so (``output_router_logits``).
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, input_ids_BS: Tensor, targets_BS: Tensor, positions_BS: Tensor | None = None) -> Tensor:
-        given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
-        if has_fused_loss(self._model):
-            given |= {"labels": targets_BS, "shift_labels": targets_BS}  # the first asks for a loss, the second counts
-            if not self._model.training and "output_router_logits" in _parameters_of(self._model):
-                given["output_router_logits"] = False
-            return self._model(input_ids=input_ids_BS, use_cache=False, **given).loss
-        logits_BSV = self._model(input_ids=input_ids_BS, use_cache=False, **given).logits
-        return functional.cross_entropy(
-            logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET
-        )
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
+    given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
+    if has_fused_loss(model):
+        given |= {"labels": targets_BS, "shift_labels": targets_BS}  # the first asks for a loss, the second counts
+        if not model.training and "output_router_logits" in _parameters_of(model):
+            given["output_router_logits"] = False
+        return model(input_ids=input_ids_BS, use_cache=False, **given).loss
+    logits_BSV = model(input_ids=input_ids_BS, use_cache=False, **given).logits
+    return functional.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=IGNORED_TARGET)
 
 
 def checkpoint_layers(model: nn.Module) -> None:
@@ -116,9 +104,8 @@ def fused_backend(
     )  # fmt: skip
     names = ("triton", "cudnn", "flash", "efficient")
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name in names}
-    for name, why in reasons.items():
-        if not why:
-            return name
+    if accepted := [name for name, why in reasons.items() if not why]:
+        return accepted[0]
     said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())
     raise Unsupported(f"{_refused(num_heads, head_dim, dtype, device)}. {said}")
 
@@ -130,9 +117,8 @@ def chosen_backend(
     query = torch.empty(1, num_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_kv_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
     try:
-        choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
-            query, key, key, None, 0.0, True, enable_gqa=num_heads != num_kv_heads
-        )
+        given, grouped = (query, key, key, None, 0.0, True), num_heads != num_kv_heads
+        choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
         raise _refused(num_heads, head_dim, dtype, device) from error
     names = {
@@ -145,7 +131,6 @@ def chosen_backend(
 
 
 def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
-    return Unsupported(
-        f"--use-flash-attn: no fused attention takes {num_heads} heads of {head_dim} in {dtype} on {device}: "
-        "leave the flag out, or add --mixed-precision"
-    )
+    what = f"{num_heads} heads of {head_dim} in {dtype} on {device}"
+    remedy = "leave the flag out, or add --mixed-precision"
+    return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")

@@ -1,10 +1,8 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-Once packed, the weight is never trained; gradients still reach ``x`` and the bias, as adapters over a frozen base need.
-``w4a8`` changes numbers, so it is never chosen for the user, and what cannot run that way is refused when packing.
-
-With ``DistributedDataParallel`` over packed layers pass ``broadcast_buffers=False``: the packed weights are equal on
-all ranks and would be sent at every step.
+Once packed, the weight is never trained; gradients still reach ``x`` and the bias. ``w4a8`` changes numbers, so it is
+never chosen for the user, and what cannot run that way is refused when packing. With ``DistributedDataParallel`` over
+packed layers pass ``broadcast_buffers=False``: the packed weights are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ class FusedFP4Linear(PackedLinear):
     """``activation(x W^T + b)`` with a weight that can be packed.
 
     Args:
-        in_features: K. Any size; blocks are padded out of sight.
-        out_features: N.
-        bias: whether there is one.
+        in_features, out_features, bias: K and N, any size, and whether there is a bias.
         activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
         format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8': what ``quantize()`` packs to.
         scale_search: 'mse' or 'max'; default: 'max' with ``use_fp4``, so that packing keeps the trained numbers, else
@@ -62,14 +58,6 @@ class FusedFP4Linear(PackedLinear):
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         if w4a8:
             self._check_w4a8()
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, activation: str = "none", **options: Any) -> FusedFP4Linear:
-        """A layer on the very parameters of ``linear``; ``options`` as for the constructor."""
-        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        layer = cls(*sizes, bias, activation, device="meta", **options)
-        layer._share(linear)
-        return layer
 
     @classmethod
     def from_packed(

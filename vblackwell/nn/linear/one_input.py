@@ -36,9 +36,8 @@ def is_plain(linear: nn.Module) -> bool:
 
 def hooked(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
@@ -70,11 +69,8 @@ class Unnormed:
         if self.recomputed:
             weights = [linear.weight for linear in linears]
             return normed_linears(x, norm.weight, _epsilon(norm, norm.weight), weights)
-        joint = joint_packed(linears)
-        if joint is not None:
-            return joint.product(x, norm)
-        given = (x, norm.weight, None, _epsilon(norm, x))
-        return [fp4_norm_linear(*given, *linear.placed_arguments()) for linear in linears]
+        joint = joint_product(x, norm, linears)
+        return joint or [_normed_product(x, norm, linear.placed_arguments()) for linear in linears]
 
 
 def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
@@ -87,9 +83,9 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
         if joint is not None:
             return list(functional.linear(x, joint).split([weight.shape[0] for weight in weights], -1))
         return shared_input_linears(x, weights)
-    packed = None if torch.is_grad_enabled() else joint_packed(linears)
-    if packed is not None:
-        return packed.product(x)
+    products = None if torch.is_grad_enabled() else joint_product(x, None, linears)
+    if products is not None:
+        return products
     found = rounded_of(x, linears)
     return [linear(x) for linear in linears] if found is None else rounded_linears(x, found)
 
@@ -117,9 +113,6 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     return down(swiglu(gate, up))
 
 
-# -- weights that lie together -----------------------------------------------------------------------------------------
-
-
 def joined(parts: list[Tensor]) -> Tensor | None:
     """The tensor whose rows (first dimension) are those of ``parts``, a view without gradients; None if not there."""
     first, end = parts[0], parts[0].data_ptr()
@@ -138,7 +131,6 @@ def joined(parts: list[Tensor]) -> Tensor | None:
 @torch.no_grad()
 def lay_together(*linears: nn.Module) -> bool:
     """Let the weights of plain linears with one input lie one after the other; parameters keep names and identity.
-
     False, and nothing is done, where one of them is not plain, or in a stack.
     """
     weights = [linear.weight for linear in linears if is_plain(linear)]
@@ -152,41 +144,30 @@ def lay_together(*linears: nn.Module) -> bool:
     return True
 
 
-@dataclass(frozen=True, eq=False)
-class JointPacked:
-    """The weights of several packed linears, one after the other, in the tiled layout ``layout``."""
-
-    codes: Tensor
-    scales: Tensor
-    tensor_scale: Tensor
-    layout: str
-    rows: list[int]  # of each linear
-    columns: int
-
-    def product(self, x: Tensor, norm: nn.RMSNorm | None = None) -> list[Tensor]:
-        """``linear(x)``, or ``linear(norm(x))``, of each, as views of one tensor."""
-        placed = (self.codes, self.scales, self.tensor_scale, None, self.layout, "none", sum(self.rows), self.columns)
-        if norm is None:
-            return list(fp4_linear(x, *placed).split(self.rows, -1))
-        return list(fp4_norm_linear(x, norm.weight, None, _epsilon(norm, x), *placed).split(self.rows, -1))
-
-
-def joint_packed(linears: tuple[nn.Module, ...]) -> JointPacked | None:
-    """The linears as one, if `lay_packed_together` has put their weights where that is possible."""
-    if torch.compiler.is_compiling():  # where tensors lie cannot be traced
-        return None
-    layers = _packed_alike(linears)
-    if layers is None:
-        return None
-    first = layers[0]
-    if any(layer.weight_tensor_scale.data_ptr() != first.weight_tensor_scale.data_ptr() for layer in layers):
+def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
+    """What `fp4_linear` takes for all of them, where `lay_packed_together` has put their weights; or None."""
+    layers = None if torch.compiler.is_compiling() else _packed_alike(linears)  # where tensors lie cannot be traced
+    if layers is None or len({layer.weight_tensor_scale.data_ptr() for layer in layers}) > 1:
         return None
     codes = joined([layer.weight_codes for layer in layers])
     scales = joined([layer.weight_scales for layer in layers])
     if codes is None or scales is None:
         return None
-    rows = [layer.out_features for layer in layers]
-    return JointPacked(codes, scales, first.weight_tensor_scale, first._layout, rows, first.in_features)
+    first, rows = layers[0], sum(layer.out_features for layer in layers)
+    return codes, scales, first.weight_tensor_scale, None, first._layout, "none", rows, first.in_features
+
+
+def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) -> list[Tensor] | None:
+    """``linear(x)``, or ``linear(norm(x))``, of each, as views of one product; None where they do not lie together."""
+    placed = joint_packed(linears)
+    if placed is None:
+        return None
+    y = fp4_linear(x, *placed) if norm is None else _normed_product(x, norm, placed)
+    return list(y.split([linear.out_features for linear in linears], -1))
+
+
+def _normed_product(x: Tensor, norm: nn.RMSNorm, placed: tuple[Any, ...]) -> Tensor:
+    return fp4_norm_linear(x, norm.weight, None, _epsilon(norm, x), *placed)
 
 
 @torch.no_grad()
@@ -246,17 +227,13 @@ def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
     return torch.where(scales == 0, scales, scales - (down << 3))
 
 
-# -- linears with the norm before them ---------------------------------------------------------------------------------
-
-
 def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
-    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it.
-
-    More rows than one kernel is faster for on this GPU are normalised once, for all of them.
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it: for as few rows as
+    that is faster for on this GPU.
     """
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)

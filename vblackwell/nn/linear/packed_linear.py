@@ -11,11 +11,10 @@ read ``.weight``, and here there may be none.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +77,9 @@ def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
 
 
 def tiled(packed: PackedTensor) -> PlacedWeight:
-    """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values.
-
-    Where no kernel shuffles, rows are shuffled in bands, because that takes several bytes a weight, more than a GPU may
-    have free. Bands of mxfp4 share the exponent that moves into the tensor scale.
+    """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values. Where no kernel
+    shuffles, rows go in bands, because that takes several bytes a weight; those of mxfp4 share the exponent that
+    becomes the scale's.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
     if packed.fine is not None:
@@ -92,19 +90,13 @@ def tiled(packed: PackedTensor) -> PlacedWeight:
         return PlacedWeight(name, *tensors, packed.tensor_scale)
     band_rows = layout.TILE_N * max(1, _SHUFFLE_ELEMENTS // (layout.TILE_N * k))
     top = layout.live_exponents(packed.codes, packed.block_scales)[1] if packed.format == "mxfp4" else None
-    if n <= band_rows:
-        tensors = (packed.codes, packed.block_scales, packed.tensor_scale)
-        return PlacedWeight(name, *layout.to_tiled(*tensors, packed.format, n, k, top))
-    codes_shape, scales_shape = layout.shapes(name, n, k)
-    codes = torch.empty(codes_shape, dtype=torch.uint8, device=packed.device)
-    scales = torch.empty(scales_shape, dtype=torch.uint8, device=packed.device)
+    codes, scales = (packed.codes.new_empty(shape) for shape in layout.shapes(name, n, k))
     tensor_scale = packed.tensor_scale
     for row in range(0, n, band_rows):
         rows = slice(row, min(n, row + band_rows))
         bands = slice(row // layout.TILE_N, -(-rows.stop // layout.TILE_N))
-        codes[bands], scales[bands], tensor_scale = layout.to_tiled(
-            packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format, rows.stop - row, k, top
-        )
+        canonical = (packed.codes[rows], packed.block_scales[rows], packed.tensor_scale, packed.format)
+        codes[bands], scales[bands], tensor_scale = layout.to_tiled(*canonical, rows.stop - row, k, top)
     return PlacedWeight(name, codes, scales, tensor_scale)
 
 
@@ -142,9 +134,6 @@ def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
         raise CorruptData(f"the entries {prefix}weight_*: {error}") from error
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 class PackedLinear(nn.Module):
     """A linear of K -> N features whose weight can be packed, its coarse part to ``form``."""
 
@@ -168,26 +157,23 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.form = in_features, out_features, form
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        for name in self.buffer_names:
-            self.register_buffer(name, None, persistent=False)
+        self._drop_buffers()
         self._layout = form.name  # of the buffers: the format, with '-tiled' where they are tiled
         self._dtype = self.weight.dtype
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weight and bias as ``nn.Linear`` does, in its order. A packed layer keeps its weight."""
+        """Draws weight and bias as ``nn.Linear`` does. A packed layer keeps both."""
         if self.weight is not None:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            nn.init.uniform_(self.bias, -bound, bound)
+            nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
 
-    def _share(self, linear: nn.Linear) -> None:
-        """Takes the very parameters of ``linear``: nothing is copied, ties and optimizers stay."""
-        weight = linear.weight
-        assert isinstance(weight, nn.Parameter)
-        self.weight, self.bias, self._dtype = weight, linear.bias, weight.dtype
-        self.train(linear.training)
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """A layer on the very parameters of ``linear``; ``options`` as for the constructor."""
+        make: Any = cls
+        layer = make(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        layer.weight, layer.bias, layer._dtype = linear.weight, linear.bias, linear.weight.dtype
+        return layer.train(linear.training)
 
     @property
     def is_quantized(self) -> bool:
@@ -209,8 +195,7 @@ class PackedLinear(nn.Module):
         return f"weight of {type(self).__name__}({self.in_features} -> {self.out_features})"
 
     def _placed(self) -> PlacedWeight:
-        parts = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_fine)
-        return PlacedWeight(self._layout, *parts)
+        return PlacedWeight(self._layout, *(getattr(self, name) for name in (*PARTS, FINE)))
 
     def _adopt(self, packed: PackedTensor) -> None:
         self.hold(place(packed))
@@ -221,15 +206,12 @@ class PackedLinear(nn.Module):
         self.weight_tensor_scale, self.weight_fine = placed.tensor_scale, placed.fine
         self.weight = None  # last: a thread that sees no weight finds all that stands for it
 
+    def _drop_buffers(self) -> None:
+        for name in self.buffer_names:
+            self.register_buffer(name, None, persistent=False)
+
     def _forget(self) -> None:
         """Drops what a subclass keeps of a weight, which is about to change."""
-
-    def _drop_packed(self, device: torch.device) -> None:
-        """Becomes an unpacked layer with an uninitialised weight."""
-        for name in self.buffer_names:
-            setattr(self, name, None)
-        shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=self._dtype, device=device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         """Moves packed bytes without converting them: ``.half()`` is for parameters, scales keep their types."""
@@ -240,8 +222,7 @@ class PackedLinear(nn.Module):
             return self
         buffers = {name: tensor for name in self.buffer_names if (tensor := getattr(self, name)) is not None}
         probe = fn(torch.empty(0, dtype=self._dtype, device=buffers[CODES].device))
-        for name in self.buffer_names:
-            setattr(self, name, None)
+        self._drop_buffers()
         super()._apply(fn, recurse)
         for name, tensor in buffers.items():
             moved = fn(tensor.reshape(-1).view(torch.uint8))
@@ -274,7 +255,9 @@ class PackedLinear(nn.Module):
             assign = local_metadata.get("assign_to_params_buffers", False)
             self._adopt(packed if assign else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
-            self._drop_packed(device)
+            self._drop_buffers()
+            shape = (self.out_features, self.in_features)
+            self.weight = nn.Parameter(torch.empty(shape, dtype=self._dtype, device=device))
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
@@ -283,12 +266,11 @@ class PackedLinear(nn.Module):
         found = packed.precision
         # A layer in two parts takes a file of its coarse part alone.
         if found != self.packs_to and (found, self.packs_to) != ("nvfp4", "two-part"):
+            remedy = f"make it with {self.packed_by}={found!r}"
             raise ConfigurationError(
-                f"{prefix}weight is packed as {found}, this layer is for {self.packs_to}: "
-                f"make it with {self.packed_by}={found!r}"
+                f"{prefix}weight is packed as {found}, this layer is for {self.packs_to}: {remedy}"
             )
-        if packed.shape != (self.out_features, self.in_features):
-            raise ConfigurationError(
-                f"{prefix}weight is packed with shape {packed.shape}, this layer's is "
-                f"{(self.out_features, self.in_features)}: the checkpoint belongs to another model"
-            )
+        shape = (self.out_features, self.in_features)
+        if packed.shape != shape:
+            found = f"is packed with shape {packed.shape}, this layer's is {shape}"
+            raise ConfigurationError(f"{prefix}weight {found}: the checkpoint belongs to another model")

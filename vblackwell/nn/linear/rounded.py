@@ -17,18 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vblackwell.kernels.pointwise.linears import linears_dx
+from vblackwell.kernels.runtime.registry import register_op
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.round_trip import round_trip
 
 
-@torch.library.custom_op("vblackwell::fp4_round_trip", mutates_args=())
-def fp4_round_trip(w_NK: Tensor, format: str, dtype: torch.dtype) -> Tensor:
-    """``w_NK`` rounded to ``format`` with `max` scales and back, as ``dtype``; the gradient passes unchanged."""
-    return round_trip(w_NK, format_named(format), dtype)
-
-
-@fp4_round_trip.register_fake
-def _(w_NK, format, dtype):  # type: ignore[no-untyped-def]
+def _fake(w_NK, format, dtype):  # type: ignore[no-untyped-def]
     return torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -40,7 +34,10 @@ def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
     return dw_NK.to(ctx.dtype), None, None
 
 
-fp4_round_trip.register_autograd(_backward, setup_context=_save)
+@register_op(_fake, save=_save, backward=_backward)
+def fp4_round_trip(w_NK: Tensor, format: str, dtype: torch.dtype) -> Tensor:
+    """``w_NK`` rounded to ``format`` with `max` scales and back, as ``dtype``; the gradient passes unchanged."""
+    return round_trip(w_NK, format_named(format), dtype)
 
 
 class Rounded(NamedTuple):
@@ -72,14 +69,11 @@ class _RoundedLinears(torch.autograd.Function):
         given = [(dy_MN, value) for dy_MN, value in zip(rows, values, strict=True) if dy_MN is not None]
         if wanted[0] and given:
             dx = linears_dx([dy_MN for dy_MN, _ in given], [value for _, value in given]).view(x.shape)
-        dweights: list[Tensor | None] = []
-        for dy_MN, reached, dtype, needed in zip(rows, ctx.reached, ctx.types[1:], wanted[3:], strict=True):
-            if dy_MN is None or not needed:
-                dweights.append(None)
-                continue
-            reached()
-            dweight_NK = torch.mm(dy_MN.t(), x_MK)
-            dweights.append(dweight_NK if dweight_NK.dtype == dtype else dweight_NK.to(dtype))
+        dweights: list[Tensor | None] = [None] * len(rows)
+        for at, (dy_MN, reached) in enumerate(zip(rows, ctx.reached, strict=True)):
+            if dy_MN is not None and wanted[3 + at]:
+                reached()
+                dweights[at] = torch.mm(dy_MN.t(), x_MK).to(ctx.types[1 + at])
         if wanted[2] and rows[0] is not None:
             dbias_N = rows[0].sum(0).to(ctx.types[0])
         return (dx, None, dbias_N, *dweights)

@@ -21,7 +21,7 @@ from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import FINE, PARTS, PlacedWeight, place, unplace
+from vblackwell.nn.linear.packed_linear import CODES, FINE, PARTS, SCALES, TENSOR_SCALE, PlacedWeight, place, unplace
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.fp4 import quantize
@@ -34,9 +34,8 @@ PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
 class StoredFP4Linear(nn.Module):
     """``x W^T + b`` with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part
-    (numerics/separation.py); ``dtype`` that of the weight before. The bytes are the parameters ``parts``, on the meta
-    device until they are known; ``bias`` is frozen.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``dtype`` that
+    of the weight before. The bytes are the parameters ``parts``, on the meta device until they are known.
     """
 
     def __init__(
@@ -49,16 +48,14 @@ class StoredFP4Linear(nn.Module):
         self.form = format_named(format) if isinstance(format, str) else format
         self.dtype = dtype
         self.layout = layout.tiled_name(self.form.name) if tiled else self.form.name
-        n, k = out_features, in_features
-        if tiled:
-            codes, scales = layout.shapes(self.layout, n, k)
-            kinds = (torch.uint8, torch.uint8)
-        else:
-            codes, scales = self.form.codes_shape(n, k), self.form.scales_shape(n, k)
-            kinds = (self.form.codes_dtype, self.form.scale_dtype)
-        self._views: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict(
-            zip(PARTS, ((kinds[0], codes), (kinds[1], scales), (torch.float32, ())), strict=True)
-        )
+        n, k, form = out_features, in_features, self.form
+        codes, scales = layout.shapes(self.layout, n, k) if tiled else (form.codes_shape(n, k), form.scales_shape(n, k))
+        kinds = (torch.uint8, torch.uint8) if tiled else (form.codes_dtype, form.scale_dtype)
+        self._views: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            CODES: (kinds[0], codes),
+            SCALES: (kinds[1], scales),
+            TENSOR_SCALE: (torch.float32, ()),
+        }
         if fine:
             self._views[FINE] = (kinds[0], codes)
         self.parts = tuple(self._views)

@@ -8,9 +8,10 @@ optimizer, or (each time) because it streams. A caller that writes through ``.da
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +30,6 @@ from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
-# By (enable_fp4, enable_quantization).
-PRECISIONS = {(True, True): "two-part", (True, False): "nvfp4", (False, True): "int8"}
 BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
 DRIFT_EVERY = 10  # steps between two measurements of the drift: a pass over the weight each
 REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
@@ -38,10 +37,8 @@ REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """What layers and adapters have in common; ConfigurationError for a value out of range.
-
-    'training' rounds and lets gradients through; 'inference' computes from packed parts; 'auto' trains where gradients
-    are on and the weight wants one.
+    """What layers and adapters have in common; ConfigurationError for a value out of range. 'auto' trains where
+    gradients are on and the weight wants one, and computes from packed parts elsewhere.
     """
 
     mode: str = "auto"
@@ -50,19 +47,16 @@ class Settings:
     drift_threshold: float = DRIFT_THRESHOLD  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigurationError(f"mode {self.mode!r} is not known: choose one of {', '.join(MODES)}")
-        if self.precision not in BITS:
-            raise ConfigurationError(f"precision {self.precision!r} is not known: choose one of {', '.join(BITS)}")
+        for name, known in (("mode", MODES), ("precision", BITS)):
+            if getattr(self, name) not in known:
+                chosen = getattr(self, name)
+                raise ConfigurationError(f"{name} {chosen!r} is not known: choose one of {', '.join(known)}")
         # True is an int to Python; numpy's floats are floats.
-        if isinstance(self.refresh_every, bool) or not isinstance(self.refresh_every, int) or self.refresh_every < 1:
-            raise ConfigurationError(f"refresh_every {self.refresh_every!r} must be a whole number of steps from 1 on")
-        drift: object = self.drift_threshold
+        every, drift = self.refresh_every, self.drift_threshold
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"refresh_every {every!r} must be a whole number of steps from 1 on")
         if isinstance(drift, bool) or not isinstance(drift, (int, float)) or not 0 < drift <= 1:
-            raise ConfigurationError(
-                f"drift_threshold {self.drift_threshold!r} is out of range: above 0 (always renew) and up to 1, "
-                f"e.g. {DRIFT_THRESHOLD}"
-            )
+            raise ConfigurationError(f"drift_threshold {drift!r} is out of range: above 0 (always renew) and up to 1")
 
     def trains(self, weight: Tensor) -> bool:
         return self.mode == "training" or (self.mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
@@ -70,28 +64,26 @@ class Settings:
 
 def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
     """The precision that two switches mean; ConfigurationError where both are off."""
-    precision = PRECISIONS.get((bool(enable_fp4), bool(enable_quantization)))
-    if precision is None:
+    if not (enable_fp4 or enable_quantization):
         raise ConfigurationError(
-            "enable_quantization=False with enable_fp4=False leaves weights as they are: switch one of them on, or use "
-            "the model as it is"
+            "enable_quantization and enable_fp4 are both off: switch one on, or use the model itself"
         )
-    return precision
+    return ("two-part" if enable_quantization else "nvfp4") if enable_fp4 else "int8"
 
 
-_steps: list[int] = []  # that any optimizer has taken, from the first question on
+@functools.cache
+def _optimizer_steps() -> list[int]:
+    """How many steps any optimizer has taken, from the first question on.
 
+    A tensor's version says that it was changed in place, but not by fused optimizers, nor by our kernels.
+    """
+    steps = [0]
 
-def _optimizer_steps() -> int:
-    """A tensor's version says that it was changed in place, but not by fused optimizers, nor by our kernels."""
-    if not _steps:
-        _steps.append(0)
-        register_optimizer_step_post_hook(_count_step)
-    return _steps[0]
+    def count_step(*_: Any) -> None:
+        steps[0] += 1
 
-
-def _count_step(*_: Any) -> None:
-    _steps[0] += 1
+    register_optimizer_step_post_hook(count_step)
+    return steps
 
 
 @dataclass(eq=False)
@@ -176,7 +168,7 @@ class _Cache:
     @torch.no_grad()
     def _packed(self, weight: Tensor, name: str) -> PlacedWeight:
         version = None if weight.is_inference() else weight._version
-        source = (weight.data_ptr(), weight.device, version, _optimizer_steps() if weight.requires_grad else 0)
+        source = (weight.data_ptr(), weight.device, version, _optimizer_steps()[0] if weight.requires_grad else 0)
         streams = "_vb_binding" in weight.__dict__  # its memory comes and goes, and may come back with other numbers
         if self.parts is None or self.owner is None or self.owner() is not weight or self.source != source or streams:
             with torch.inference_mode(False):
@@ -209,10 +201,8 @@ class VirtualBlackwellAdapter:
     def register_weight(self, name: str, weight: Tensor) -> None:
         """Announce a weight (N, K) under ``name``, in place of what is there; nothing is computed before its use."""
         if weight.dim() != 2 or not weight.is_floating_point():
-            raise ConfigurationError(
-                f"{name!r} is {weight.dtype} {tuple(weight.shape)}: a weight is an (N, K) matrix of floating-point "
-                "numbers"
-            )
+            found = f"{weight.dtype} {tuple(weight.shape)}"
+            raise ConfigurationError(f"{name!r} is {found}: a weight is an (N, K) matrix of floating-point numbers")
         self._caches[name] = _Cache(self.settings, (weight.shape[0], weight.shape[1]))
         self._caches.move_to_end(name)
         while len(self._caches) > self.max_weights:
@@ -221,10 +211,8 @@ class VirtualBlackwellAdapter:
     def compress(
         self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None, activation: str = "none"
     ) -> Tensor:
-        """``activation(x W^T + bias)``, (..., K) to (..., N), with ``weight`` (N, K) rounded to the precision.
-
-        Inference packs again when the weight is another tensor than before, or changed. The result is in the type of
-        ``x``, or of autocast.
+        """``activation(x W^T + bias)``, (..., K) to (..., N) in the type of ``x`` or of autocast, with ``weight`` (N,
+        K) rounded.
 
         Raises:
             ConfigurationError: another shape than was registered, or inf or NaN when packing.
@@ -234,10 +222,8 @@ class VirtualBlackwellAdapter:
         cache = self._caches[name]
         self._caches.move_to_end(name)
         if cache.shape != tuple(weight.shape):
-            raise ConfigurationError(
-                f"{name!r} was registered with shape {cache.shape}, not {tuple(weight.shape)}: register it again under "
-                "its new shape"
-            )
+            found = f"was registered with shape {cache.shape}, not {tuple(weight.shape)}"
+            raise ConfigurationError(f"{name!r} {found}: register it again under its new shape")
         return cache.product(weight, x, name, bias, activation)
 
     def forget(self, name: str | None = None) -> None:
@@ -262,9 +248,6 @@ def create_virtual_blackwell(
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 class VBOptimizedLinear(PackedLinear):
     """``x W^T + b`` with a weight in two parts.
 
@@ -272,8 +255,7 @@ class VBOptimizedLinear(PackedLinear):
     'inference', packed buffers stand for it, and ``drop_fine()`` gives the fine half away until ``attach_fine()``.
 
     Args:
-        in_features, out_features: K and N, any size.
-        bias: whether there is one.
+        in_features, out_features, bias: K and N, any size, and whether there is a bias.
         mode: 'auto', 'training' or 'inference'; see `Settings`.
         precision: 'two-part' (8.5 bits), 'nvfp4' (4.5) or 'int8' (8).
         refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
@@ -296,14 +278,6 @@ class VBOptimizedLinear(PackedLinear):
         super().__init__(in_features, out_features, bias, form, device, dtype)
         self.settings = settings
         self._forget()
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, settings: Settings) -> VBOptimizedLinear:
-        """A layer on the very parameters of ``linear``."""
-        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        layer = cls(*sizes, bias, device="meta", **asdict(settings))
-        layer._share(linear)
-        return layer
 
     @classmethod
     def from_packed(cls, packed: PackedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
@@ -343,10 +317,8 @@ class VBOptimizedLinear(PackedLinear):
         if self.weight is not None or not self._layout.startswith("nvfp4"):
             raise ConfigurationError(f"{self._name()} has no coarse part that a fine one could refine")
         if fine.shape != codes.shape or fine.dtype != codes.dtype or fine.device != codes.device:
-            raise ConfigurationError(
-                f"{self._name()}: a fine part of {fine.dtype} {tuple(fine.shape)} on {fine.device}, expected "
-                f"{codes.dtype} {tuple(codes.shape)} on {codes.device}"
-            )
+            found, wanted = (f"{each.dtype} {tuple(each.shape)} on {each.device}" for each in (fine, codes))
+            raise ConfigurationError(f"{self._name()}: a fine part of {found}, expected {wanted}")
         self.weight_fine = fine
 
     def forward(self, x: Tensor) -> Tensor:
@@ -370,27 +342,20 @@ class VBOptimizedLinear(PackedLinear):
 
     def stats(self) -> dict[str, Any]:
         """Shape, precision, whether it is packed, bytes held, and the counts of `VirtualBlackwellAdapter.stats`."""
-        held = self._placed().tensors() if self.weight is None else [self.weight]
-        return self._cache.stats() | {
-            "precision": self.settings.precision,
-            "packed": self.is_quantized,
-            "has_fine": self.has_fine,
-            "weight_bytes": sum(tensor.nbytes for tensor in held),
-        }
+        held = sum(tensor.nbytes for tensor in (self._placed().tensors() if self.weight is None else [self.weight]))
+        own = {"precision": self.settings.precision, "packed": self.is_quantized, "has_fine": self.has_fine}
+        return self._cache.stats() | own | {"weight_bytes": held}
 
     def extra_repr(self) -> str:
         packed = f"packed={self._layout}{' + fine' if self.has_fine else ''}"
-        state, bias = packed if self.is_quantized else self.settings.mode, self.bias is not None
-        return f"{self.in_features}, {self.out_features}, bias={bias}, {self.settings.precision}, {state}"
+        kind = f"{self.settings.precision}, {packed if self.is_quantized else self.settings.mode}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kind}"
 
     def __getstate__(self) -> dict[str, Any]:  # of copies and files: caches belong to one weight
-        return self.__dict__ | {"_cache": self._empty_cache()}
-
-    def _empty_cache(self) -> _Cache:
-        return _Cache(self.settings, (self.out_features, self.in_features))
+        return self.__dict__ | {"_cache": _Cache(self.settings, self._cache.shape)}
 
     def _forget(self) -> None:
-        self._cache = self._empty_cache()
+        self._cache = _Cache(self.settings, (self.out_features, self.in_features))
 
     def hold(self, placed: PlacedWeight) -> None:
         super().hold(placed)
