@@ -45,7 +45,7 @@ from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimi
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
 from vblackwell.tools.compare import difference
-from vblackwell.tools.cost import Measured, measure, time_of, weight_bytes
+from vblackwell.tools.cost import Measured, measure, time_of
 from vblackwell.units import MiB, format_bytes
 
 PHASES = ("training", "inference")
@@ -289,13 +289,12 @@ def _infer(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
             return model.lm_head(model.hidden(tokens_BS)[:, -1])
         return model(input_ids=tokens_BS, use_cache=False, logits_to_keep=1).logits
 
-    found = measure(last_logits, device)
-    held = weight_bytes(model)
-    values = _values(found, case.allocated_bytes() - before if device.type == "cuda" else held)
+    found = measure(last_logits, device, holder=model)
+    values = _values(found, case.allocated_bytes() - before if device.type == "cuda" else found.weight_bytes)
     step = stepper(model, tokens_BS.shape[1] + _SPARE)
     step(tokens_BS)
     values["token_milliseconds"] = time_of(lambda: step(tokens_BS[:, -1:]), device, NEW_TOKENS, WARM_UP)
-    values |= {"weight_bytes": held, "output_change": None}
+    values |= {"weight_bytes": found.weight_bytes, "output_change": None}
     if "logits" in first:
         apart = difference(first["logits"], logits_SV)
         sqnr_db = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None

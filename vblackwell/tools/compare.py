@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.generate.generate import writing
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
-from vblackwell.tools.cost import measure, weight_bytes
+from vblackwell.tools.cost import Measured, measure
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,8 @@ class Comparison:
     sqnr_db: float
     layers: dict[str, Comparison] = field(default_factory=dict)
     rms: float = 0.0
-    a: ModelCost | None = None
-    b: ModelCost | None = None
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """What a model took for an input: median of a pass, bytes of parameters and buffers as they are packed, and the
-    most that a pass allocated in addition at a time.
-    """
-
-    milliseconds: float
-    weight_bytes: int
-    peak_bytes: int
+    a: Measured | None = None
+    b: Measured | None = None
 
 
 def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = False, repeats: int = 5) -> Comparison:
@@ -70,9 +59,8 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
         return apart
     costs = []
     for model, device in zip((model_a, model_b), devices, strict=True):
-        with _recorded(model, per_layer=False):
-            found = measure(partial(_call, model, x), device, repeats)
-        costs.append(ModelCost(found.milliseconds, weight_bytes(model), found.peak_bytes))
+        with writing(model):
+            costs.append(measure(partial(_call, model, x), device, repeats, holder=model))
     return dataclasses.replace(apart, a=costs[0], b=costs[1])
 
 

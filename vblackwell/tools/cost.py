@@ -56,11 +56,14 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's median milliseconds, the most bytes that it allocated at a time, and where its time went."""
+    """A run's median milliseconds, the most bytes that it allocated at a time, where its time went, and the bytes of
+    the model's parameters and buffers, where one was named.
+    """
 
     milliseconds: float
     peak_bytes: int
     bottleneck: Bottleneck
+    weight_bytes: int = 0
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -69,7 +72,9 @@ def weight_bytes(model: nn.Module) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> Measured:
+def measure(
+    run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1, holder: nn.Module | None = None
+) -> Measured:
     """Calls ``run`` ``warmup + repeats + 1`` times; the last call is the profiled one."""
     for _ in range(warmup):
         run()
@@ -83,7 +88,8 @@ def measure(run: Callable[[], Any], device: torch.device, repeats: int = 5, warm
     spent, peak_on_cpu = _profiled(run, device)
     if on_cuda:
         spent[WAITING] = max(0.0, milliseconds - sum(spent.values()))
-    return Measured(milliseconds, peak if on_cuda else peak_on_cpu, bottleneck_of(spent))
+    held = 0 if holder is None else weight_bytes(holder)
+    return Measured(milliseconds, peak if on_cuda else peak_on_cpu, bottleneck_of(spent), held)
 
 
 def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> float:

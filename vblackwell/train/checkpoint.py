@@ -35,14 +35,7 @@ from vblackwell.folders.commit import (
 )
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
-from vblackwell.generate.adapters import (
-    ADAPTER_FILE,
-    adapted,
-    export_order,
-    save_adapter,
-    whole_tensors,
-    write_adapter,
-)
+from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
 from vblackwell.nn.decoder.decoder import Decoder
