@@ -89,24 +89,21 @@ def load_causal_lm(
         raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
     made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=packed)
     made.requires_grad_(trainable)
-    if packed:
-        with PackedWeights(made, folder, stack.level0_device) as weights:
-            weights.load_buffers()
-            return enable_vgpu_stack_optimization(made, stack, name, initialize=weights, **placement)
-    with FolderWeights(made, folder) as weights:
+    opened = PackedWeights(made, folder, stack.level0_device) if packed else FolderWeights(made, folder)
+    with opened as weights:
         weights.load_buffers()
         initialize: Initialize = weights
         device = stack.level0_device
         tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
-        if lora is None and fp4 is not None:
-            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
-        elif lora is not None:
+        if lora is not None:
             initialize = adapt(
                 made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled,
                 seed=seed, values=None if adapter is None else Path(adapter), device=device,
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)
+        elif fp4 is not None:
+            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
         return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
 
 
@@ -166,7 +163,12 @@ class PublishedTensors:
     def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
         self._model, self._dtype = model, dtype
         params, self._values = whole_tensors(model)
-        self._buffers = [(name, buffer) for name, buffer in _persistent_buffers(model) if buffer.numel()]
+        self._buffers = [
+            (f"{prefix}.{key}" if prefix else key, buffer)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
+        ]
         shapes = [
             (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
             for name, tensor in [*params, *self._buffers]
@@ -178,8 +180,8 @@ class PublishedTensors:
                 f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one "
                 "at a time; release(model) and use its save_pretrained"
             )
-        ordered = sorted(parts, key=lambda part: -part[1].dtype.itemsize)
-        if [name for name, _ in ordered] != [name for name, _ in parts]:
+        sizes = [tensor.dtype.itemsize for _, tensor in parts]
+        if sizes != sorted(sizes, reverse=True):
             raise Unsupported(f"{type(model).__name__} mixes types in what is saved: give dtype=")
         self.specs: list[TensorSpec] = [spec_of(name, tensor) for name, tensor in parts]
 
@@ -209,10 +211,3 @@ def _revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer

@@ -89,7 +89,7 @@ class Places:
 def generate_command(
     model: str,
     prompt: str | None = None,
-    max_new_tokens: int | None = 128,
+    max_new_tokens: int = 128,
     temperature: float = 0.8,
     top_k: int = 50,
     top_p: float = 1.0,
@@ -125,12 +125,14 @@ def generate_command(
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
     given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
-    path = Path(model)
-    resolved = resolve_model(find_folder(model) if not path.exists() and is_hub_id(model) else path)
+    resolved = resolve_model(find_folder(model) if not Path(model).exists() and is_hub_id(model) else Path(model))
     for problem in resolved.problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(resolved.folder)
-    texts, ends = given, _stated_ends(resolved.folder)
+    settings = resolved.folder / GENERATION
+    stated = read_json(settings).get("eos_token_id") if settings.is_file() else None
+    ends = {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
+    texts = given
     if chat:
         talk = open_chat(resolved.folder, None if places.adapter is None else Path(places.adapter))
         texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
@@ -142,7 +144,7 @@ def generate_command(
             opened = open_resident(resolved.folder, device, **places.packing)
         elif places.streams or not alone:
             rows = 1 if alone else min(batch_size, len(texts))
-            longest = max(len(tokenizer.encode(text).ids) for text in texts) + (max_new_tokens or 0)
+            longest = max(len(tokenizer.encode(text).ids) for text in texts) + max_new_tokens
             opened = places.open(resolved.folder, device, rows, longest, cleanup)
         else:
             assignment = None if places.assignment is None else Assignment.load(places.assignment)
@@ -162,7 +164,7 @@ def generate_command(
         for start in () if alone else range(0, len(texts), batch_size):
             part = slice(start, start + batch_size)
             new = generate_batch(
-                opened, tokenizer, texts[part], max_new_tokens or 128, sampling, seed, prefill_chunk, **writing
+                opened, tokenizer, texts[part], max_new_tokens, sampling, seed, prefill_chunk, **writing
             )
             for text, written in zip(given[part], new, strict=True):
                 print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
@@ -170,10 +172,3 @@ def generate_command(
             engine = offload_of(opened)
             print(pace.line(None if engine is None else engine.stack.levels[0].peak_bytes), file=sys.stderr)
     return 0
-
-
-def _stated_ends(folder: Path) -> set[int]:
-    """The tokens that end a text, by the folder's generation_config.json."""
-    file = folder / GENERATION
-    stated = read_json(file).get("eos_token_id") if file.is_file() else None
-    return {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}

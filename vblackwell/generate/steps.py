@@ -149,12 +149,6 @@ class DecodeGraph:
         return self._logits_BV
 
 
-def unpacked_bytes(model: nn.Module) -> int:
-    """The largest packed linear's weight while many rows are multiplied by it."""
-    packed = [each for each in model.modules() if isinstance(each, StoredFP4Linear)]
-    return max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
-
-
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
     """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time: what the last one gave.
 
@@ -201,9 +195,11 @@ def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[St
             if torch.cuda.memory_reserved(engine.device) - torch.cuda.memory_allocated(engine.device) > workspace // 2:
                 torch.cuda.empty_cache()  # in pieces as large as another request's keys and values were
             sizes = [group.num_bytes for group in engine.groups if not engine.is_sliced(group)]
-            budget = level0_budget(
-                free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked_bytes(model)
-            )
+            packed = [each for each in model.modules() if isinstance(each, StoredFP4Linear)]
+            # The largest packed linear's weight while many rows are multiplied by it.
+            unpacked = max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
+            a_token = token_bytes(model.config, dtype.itemsize)
+            budget = level0_budget(free, sizes, shape, a_token, workspace, unpacked)
             engine.weights.rebudget(budget.weight_bytes)
             cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
     try:

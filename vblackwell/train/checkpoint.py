@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from vblackwell.errors import CorruptData, DiskError, VBError
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
@@ -229,7 +229,11 @@ def _write_checkpoint(folder: CommitFolder, prepared: Prepared) -> None:
     model, optimizer = prepared.parts.model, prepared.parts.optimizer
     named, only = export_order(model), None if adapted(model) is None else is_adapter
     tokenizer = _add_tokenizer(folder, prepared)
-    states = {name: _state_specs(name, param) for name, param in named if param.requires_grad}
+    states: dict[str, list[TensorSpec]] = {}
+    for name, param in named:
+        if param.requires_grad:
+            shapes = dict.fromkeys(MOMENTS, tuple(param.shape)) | {"step": ()}
+            states[name] = [TensorSpec(f"{name}.{key}", shape, torch.float32) for key, shape in shapes.items()]
 
     def exported() -> Iterator[tuple[str, ParameterState]]:
         for name, state in export_state(model, optimizer, only=only):
@@ -266,11 +270,6 @@ def generation_settings(prepared: Prepared) -> dict[str, Any]:
         made = made | {"eos_token_id": [end, *ends] if ends else end}
         made.pop("_from_model_config", None)  # transformers would derive it from config.json again
     return made
-
-
-def _state_specs(name: str, weight: Tensor) -> list[TensorSpec]:
-    moments = [TensorSpec(f"{name}.{key}", tuple(weight.shape), torch.float32) for key in MOMENTS]
-    return [*moments, TensorSpec(f"{name}.step", (), torch.float32)]
 
 
 def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:

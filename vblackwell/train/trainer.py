@@ -233,7 +233,9 @@ class Trainer:
                 losses.append(self._one_micro_batch(count, scale))
             return losses
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
-            if not is_out_of_memory(error) or self.micro_batch == 1:
+            # Raised by the device's allocator, perhaps to a level of the stack whose own count had space.
+            refused = any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__))
+            if not refused or self.micro_batch == 1:
                 raise
         return None  # the error is gone here, and with it what its frames held
 
@@ -292,11 +294,6 @@ class Trainer:
             total += float(self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))) * used
             seen += used
         return finite_or_none(total / seen)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's allocator refused, perhaps to a level of the stack whose own count had space."""
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
 def half_of(micro_batch: int, sequences: int) -> int:
