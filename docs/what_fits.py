@@ -12,8 +12,8 @@ from vblackwell.machine.gpus import context_bytes, find_gpu
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import TASKS, WhatFits
-from vblackwell.tools.what_fits import assumptions, markdown
+from vblackwell.planner.what_fits import TASKS, Fit, WhatFits, row_of
+from vblackwell.tools.what_fits import assumptions
 from vblackwell.train.auto import HOST_SHARE
 from vblackwell.units import GiB
 
@@ -38,6 +38,11 @@ def place(card: str, ram_gib: int, disk_gib: int) -> Machine:
         known.total_bytes - context_bytes(known.capability), int(ram_gib * GiB * HOST_SHARE), disk_gib * GiB
     )
     return Machine(bounds, assumed_rates(known), capability=known.capability)
+
+
+def markdown(found: list[Fit]) -> list[str]:
+    """The rows of a Markdown table."""
+    return [f"| {' | '.join(row_of(fit))} |" for fit in found]
 
 
 def section(answers: WhatFits, card: str, ram_gib: int, disk_gib: int) -> str:

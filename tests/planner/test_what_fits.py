@@ -86,7 +86,7 @@ def test_the_answer_for_a_card(monkeypatch, capsys):
     def few(**more: Any) -> WhatFits:
         return WhatFits(NAMES[:1], **more)
 
-    monkeypatch.setattr(what_fits_command, "WhatFits", few)
+    monkeypatch.setattr(what_fits, "WhatFits", few)
     assert what_fits_command.what_fits_command("rtx 3060", "16GiB", "100GiB", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"] == "RTX 3060" and {fit["task"] for fit in found["fits"]} == set(MIN_SPEED)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from vblackwell.planner.what_fits import WORDS, WhatFits
-from vblackwell.tools.what_fits import markdown
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
@@ -48,4 +47,4 @@ def test_a_row_is_what_the_code_says(task):
     """Of the smallest card, the largest that stays on it."""
     rows = re.findall(rf"^\| {WORDS[task]} \| (\S+) .*$", section("RTX 3070"), re.MULTILINE)
     fit = WhatFits(SCRIPT.MODELS).fit(task, rows[-1], SCRIPT.place(*SCRIPT.MACHINES[0]), only_resident=True)
-    assert fit is not None and markdown([fit])[0] in section("RTX 3070").splitlines()
+    assert fit is not None and SCRIPT.markdown([fit])[0] in section("RTX 3070").splitlines()

@@ -21,18 +21,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.generate import steps
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
-from vblackwell.generate.steps import (
-    MIN_STEPS,
-    DecodeGraph,
-    OwnState,
-    check_one_pass,
-    keeps_own_state,
-    level0_for,
-    may_capture,
-    read_in_chunks,
-    reads_masks,
-)
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
@@ -118,7 +108,7 @@ def _new_tokens(
     longest = max(map(len, numbers))
     count = count_allowed(model, longest, max_new_tokens)
     over, open_rows = end_tokens(model) | set(ends), [*range(len(numbers))]
-    with writing(model), level0_for(model, len(numbers), longest + count) as (cache, chunk):
+    with writing(model), steps.level0_for(model, len(numbers), longest + count) as (cache, chunk):
         for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
             open_rows = [row for row in open_rows if tokens[row] not in over]
             if not open_rows:
@@ -132,7 +122,7 @@ def _begin(model: nn.Module, seed: int, prefill_chunk: int | None, pace: Pace | 
     check_seed(seed)
     check_chunk(prefill_chunk)
     check_kind(model)
-    check_one_pass(model, prefill_chunk)
+    steps.check_one_pass(model, prefill_chunk)
     pace = pace or Pace()
     pace.begin()
     return pace
@@ -194,7 +184,7 @@ def columns(
     prompt_BS = torch.tensor([[0] * (longest - len(row)) + row for row in numbers], device=device)
     # Of rows that are equally long nothing is masked: without a mask attention takes its fast path.
     masked = any(len(row) < longest for row in numbers)
-    if keeps_own_state(model) or (masked and not reads_masks(model)):
+    if steps.keeps_own_state(model) or (masked and not steps.reads_masks(model)):
         rows = [torch.tensor([row], device=device) for row in numbers]
         step = _one_by_one([stepper(model, longest + count, chunk) for _ in numbers], rows)
     elif masked:
@@ -272,10 +262,10 @@ def stepper(
     they make themselves; ``mask_BS`` hides the filling of the prompts.
     """
     check_kind(model)
-    if keeps_own_state(model):
-        return OwnState(model)
+    if steps.keeps_own_state(model):
+        return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
-    graph: DecodeGraph | None = None
+    graph: steps.DecodeGraph | None = None
     streamed: Callable[[Tensor], Tensor] | None = None
     asked = isinstance(model, Decoder) or cache is None or mask_BS is not None  # whether `streamed_step` was
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -287,8 +277,8 @@ def stepper(
         rows, length = input_ids_BS.shape
         assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
         if isinstance(model, Decoder) and length == 1 and known.length:
-            if graph is None and known.max_length - known.length >= MIN_STEPS and may_capture(model):
-                graph = DecodeGraph(model, known, rows)
+            if graph is None and known.max_length - known.length >= steps.MIN_STEPS and steps.may_capture(model):
+                graph = steps.DecodeGraph(model, known, rows)
             if graph is not None:
                 return graph.step(input_ids_BS)
         if length == 1 and not asked and known.get_seq_length():
@@ -300,7 +290,7 @@ def stepper(
         if mask_BS is not None and seen:
             mask_BS = torch.cat((mask_BS, torch.ones_like(input_ids_BS)), 1)
         before, seen = seen, seen + length
-        return read_in_chunks(
+        return steps.read_in_chunks(
             lambda begin, end: read(input_ids_BS[:, begin:end], before + end), length, chunk or length, cache
         )
 

@@ -31,14 +31,8 @@ from vblackwell.machine.device import has_bf16
 from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.backends import use_dispatcher
+from vblackwell.nn.convert import training
 from vblackwell.nn.convert.linears import convert_linears
-from vblackwell.nn.convert.training import (
-    attention_heads,
-    checkpoint_layers,
-    chosen_backend,
-    fused_backend,
-    training_loss,
-)
 from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
@@ -244,14 +238,14 @@ def _refusals(refused: dict[str, str], phase: str) -> Iterator[None]:
 def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
     """Chooses the attention that the rung asks for; its name."""
     length = case.tokens_NBS.shape[2] - 1
-    wanted = (*attention_heads(model), length, rung.dtype or torch.float32, case.device)
+    wanted = (*training.attention_heads(model), length, rung.dtype or torch.float32, case.device)
     if rung.dtype is not None and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
     made: Any = model
     if not rung.flash:
         kind = "sdpa" if isinstance(model, Decoder) else str(made.config._attn_implementation)
-        return chosen_backend(*wanted) if kind == "sdpa" else kind
-    name = fused_backend(*wanted)
+        return training.chosen_backend(*wanted) if kind == "sdpa" else kind
+    name = training.fused_backend(*wanted)
     if isinstance(model, Decoder):
         model.use_attention(name)
         return name
@@ -310,7 +304,7 @@ def _train(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
         model = copy.deepcopy(case.model).train()
         attention = _attend(case, rung, model)
         if rung.checkpointing:
-            checkpoint_layers(model)
+            training.checkpoint_layers(model)
         if rung.fp4:
             convert_linears(model)
         needed = bytes_when_resident(model, rung.dtype)
@@ -321,7 +315,7 @@ def _train(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
         engine = offload_of(model)
         assert engine is not None
         cleanup.callback(engine.close)
-        compute_loss, tokens_NBS = training_loss(model), case.tokens_NBS.to(device)
+        compute_loss, tokens_NBS = training.training_loss(model), case.tokens_NBS.to(device)
         recipe: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0}
         optimizer = VGPUAdamW(model.parameters(), lr=case.learning_rate, update_in_backward=True, **recipe)
         losses: list[Tensor] = []

@@ -15,18 +15,8 @@ from typing import Any
 
 import torch
 
+from vblackwell.machine import facts
 from vblackwell.machine.device import has_bf16
-from vblackwell.machine.facts import (
-    DiskFacts,
-    GPUFacts,
-    MemoryFacts,
-    disk_facts,
-    in_cuda_order,
-    is_wsl,
-    list_gpus,
-    memory_facts,
-    why_no_cuda,
-)
 from vblackwell.machine.rates import keep_disk, keep_rates
 from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
 from vblackwell.units import GiB, format_bytes
@@ -44,10 +34,10 @@ def doctor(as_json: bool, disk_path: str) -> int:
 
 def examine(disk_path: str) -> dict[str, Any]:
     """Facts, rates and advice as plain values; takes about ten seconds."""
-    memory, disk, gpus = memory_facts(), disk_facts(Path(disk_path)), list_gpus()
-    reason = why_no_cuda(gpus)
+    memory, disk, gpus = facts.memory_facts(), facts.disk_facts(Path(disk_path)), facts.list_gpus()
+    reason = facts.why_no_cuda(gpus)
     if reason is None:
-        gpus = in_cuda_order(gpus)  # what is measured is CUDA's first
+        gpus = facts.in_cuda_order(gpus)  # what is measured is CUDA's first
     rates: dict[str, Any] = {}
     measured: list[tuple[str, str, Callable[[], Any]]] = [
         ("RAM", "host_copy_gbps", host_copy_gbps),
@@ -66,7 +56,7 @@ def examine(disk_path: str) -> dict[str, Any]:
     return {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
-            "system": platform.platform(), "wsl": is_wsl(),
+            "system": platform.platform(), "wsl": facts.is_wsl(),
         },
         "cpu": {"cores": len(os.sched_getaffinity(0)), "torch_threads": torch.get_num_threads()},
         "memory": asdict(memory),
@@ -74,12 +64,12 @@ def examine(disk_path: str) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus],
         "gpu_refused": reason,
         "rates": rates,
-        "advice": advice(memory, disk, gpus, reason, wsl=is_wsl()),
+        "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl()),
     }  # fmt: skip
 
 
 def advice(
-    memory: MemoryFacts, disk: DiskFacts, gpus: list[GPUFacts], gpu_refused: str | None, *, wsl: bool
+    memory: facts.MemoryFacts, disk: facts.DiskFacts, gpus: list[facts.GPUFacts], gpu_refused: str | None, *, wsl: bool
 ) -> list[str]:
     """What is missing for what, a sentence each; empty where nothing is."""
     found = []

@@ -18,19 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders import compressed_tensors
 from vblackwell.folders.checked import LIMITS, check_weights
 from vblackwell.folders.commit import MANIFEST, CommitFolder
-from vblackwell.folders.compressed_tensors import (
-    FINE,
-    GLOBAL,
-    entry_specs,
-    fine_spec,
-    not_packable_reasons,
-    opens_in_transformers,
-    quantization_config,
-    runs_in,
-    to_entries,
-)  # fmt: skip
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights
@@ -137,7 +127,7 @@ def quantize_folder(
         report = _planned(config, module, weights, form, pattern, keep, assignment)
         packer = _Packer(report, weights, form, scale_search, torch.device(device), on_layer)
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
-            written = quantization_config(form, report.kept, report.two_parts)
+            written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
             _copy_others(source, folder)
             with SafetensorsShards(folder, "model", report.specs) as shards:
@@ -276,7 +266,7 @@ def _planned(
         left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
         why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
         two_parts = set(assignment.names("two-part"))
-    if opens_in_transformers(form):
+    if compressed_tensors.opens_in_transformers(form):
         _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
         chosen = [name for name, reason in why.items() if reason is None]
         reason = "transformers reads its weight when it opens a packed folder"
@@ -285,7 +275,7 @@ def _planned(
     for name, reason in why.items():  # in the model's order
         if reason is None and name not in shapes:
             reason = "the folder stores it under another name"
-        reason = reason or "; ".join(not_packable_reasons(form, *shapes[name]))
+        reason = reason or "; ".join(compressed_tensors.not_packable_reasons(form, *shapes[name]))
         if reason:
             kept[name] = reason
         else:
@@ -295,14 +285,14 @@ def _planned(
         raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
     stated = config.get("dtype") or config.get("torch_dtype")
     before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
-    dtype = runs_in(form, before)
+    dtype = compressed_tensors.runs_in(form, before)
     specs, sources, size = list[TensorSpec](), dict[str, str](), 0
     for name in weights.names:
         own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
         size += TensorSpec(name, shape, own).size_bytes
         if name.endswith(".weight") and owner in packed:
-            entries = [*entry_specs(form, *packed[owner]).values()]
-            entries += [fine_spec(*packed[owner])] if owner in two_parts else []
+            entries = [*compressed_tensors.entry_specs(form, *packed[owner]).values()]
+            entries += [compressed_tensors.fine_spec(*packed[owner])] if owner in two_parts else []
             specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
             continue
         if own.is_floating_point and dtype != before and not stays_fp32(module, name):
@@ -319,7 +309,7 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    kind, half = type(model).__name__, runs_in(form, dtype) != torch.float32
+    kind, half = type(model).__name__, compressed_tensors.runs_in(form, dtype) != torch.float32
     reasons = [
         f"it wants packed names of {entry.source_patterns[0]}, which it cuts up"
         for entry in get_model_conversion_mapping(model)
@@ -332,7 +322,9 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
     if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
         reasons.append("it makes modules of the experts")
     if half and kind in _FP32_ALONE:
-        reasons.append(f"it runs the model in float32 alone, and {form.name} in {runs_in(form, dtype)}")
+        reasons.append(
+            f"it runs the model in float32 alone, and {form.name} in {compressed_tensors.runs_in(form, dtype)}"
+        )
     if half and form.name in ("int4", "int8") and stays_fp32(model, "weight_scale"):
         reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
     if reasons:
@@ -353,11 +345,15 @@ class _Packer:
         self._device, self._on_layer = device, on_layer
         self._dtypes = {spec.name: spec.dtype for spec in report.specs}
         self._scales = self._tensor_scales() if form.name == "nvfp4" else {}
-        self._waiting = {f"{name}.{GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()}
-        self._owner = {
-            f"{name}.{entry}": name for name, shape in report.packed.items() for entry in entry_specs(form, *shape)
+        self._waiting = {
+            f"{name}.{compressed_tensors.GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()
         }
-        self._owner |= {f"{name}.{FINE}": name for name in report.two_parts}
+        self._owner = {
+            f"{name}.{entry}": name
+            for name, shape in report.packed.items()
+            for entry in compressed_tensors.entry_specs(form, *shape)
+        }
+        self._owner |= {f"{name}.{compressed_tensors.FINE}": name for name in report.two_parts}
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._waiting and name in self._owner:
@@ -393,12 +389,12 @@ class _Packer:
             weight, self._form.name, self._search, tensor_scale=self._scales.get(linear),
             block_size=self._form.block_size, workspace_bytes=_WORKSPACE_BYTES, name=f"{linear}.weight",
         )  # fmt: skip
-        entries = {f"{linear}.{entry}": tensor for entry, tensor in to_entries(packed).items()}
+        entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
         if linear in report.two_parts:
             packed = refine(packed, weight)
-            entries[f"{linear}.{FINE}"] = packed.fine
+            entries[f"{linear}.{compressed_tensors.FINE}"] = packed.fine
         after = sum(tensor.nbytes for tensor in entries.values())
-        entries.pop(f"{linear}.{GLOBAL}", None)  # written already, from the first pass
+        entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
         noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
         report.noise, report.signal = report.noise + noise, report.signal + signal

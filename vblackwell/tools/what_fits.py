@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -15,21 +15,11 @@ from vblackwell.machine.gpus import context_bytes, find_gpu, known_as
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, LATER_BYTES, default_disk_path, free_disk_bytes
 from vblackwell.machine.rates import assumed_rates, kept_rates, rates_of
 from vblackwell.offload.measure import cpu_rates
+from vblackwell.planner import what_fits
 from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
-from vblackwell.planner.what_fits import (
-    HEADS,
-    MIN_SPEED,
-    POSITIONS,
-    SEQ_LENGTH,
-    SEQUENCES,
-    TASKS,
-    Fit,
-    WhatFits,
-    row_of,
-)
 from vblackwell.units import format_bytes, parse_bytes
 
 
@@ -38,8 +28,8 @@ def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str
     ConfigurationError: an unknown card, or a GPU here whose speed is not known.
     """
     name, place = place_of(gpu, host_memory, disk_memory)
-    answers = WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))
-    found = [fit for task in TASKS for fit in answers.largest(task, place)]
+    answers = what_fits.WhatFits(say=lambda text: print(f"trying to {text}", file=sys.stderr, flush=True))
+    found = [fit for task in what_fits.TASKS for fit in answers.largest(task, place)]
     if as_json:
         values = {"machine": name, "bounds": asdict(place.bounds), "rates": place.rates.source}
         values |= {"fits": [asdict(fit) for fit in found], "assumptions": assumptions(place)}
@@ -72,16 +62,15 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     return name, Machine(bounds, rates, capability=torch.cuda.get_device_capability(0))
 
 
-def lines(name: str, place: Machine, found: Sequence[Fit]) -> list[str]:
+def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
     """For people."""
     bounds = place.bounds
-    rows = [HEADS, *map(row_of, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    table = []
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        table.append("  ".join(f"{text:{'>' if 2 <= at <= 6 else '<'}{width}}" for at, (text, width) in cells))
-    left_out = [task for task in TASKS if not any(fit.task == task for fit in found)]
+    rows = [what_fits.HEADS, *map(what_fits.row_of, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [
+        "  ".join(f"{text:{'>' if 2 <= at <= 6 else '<'}{widths[at]}}" for at, text in enumerate(row)) for row in rows
+    ]
+    left_out = [task for task in what_fits.TASKS if not any(fit.task == task for fit in found)]
     return [
         f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, "
         f"{format_bytes(bounds.disk)} of disk for a run",
@@ -95,16 +84,11 @@ def lines(name: str, place: Machine, found: Sequence[Fit]) -> list[str]:
 
 def assumptions(place: Machine) -> list[str]:
     """What the table rests on."""
-    least = ", ".join(f"{task} {speed:g}" for task, speed in MIN_SPEED.items())
+    least = ", ".join(f"{task} {speed:g}" for task, speed in what_fits.MIN_SPEED.items())
     return [
-        f"training: {SEQUENCES} sequences of {SEQ_LENGTH} tokens a step, bf16 with fp32 masters, checkpointing; "
-        f"running: one text of at most {POSITIONS} tokens",
+        f"training: {what_fits.SEQUENCES} sequences of {what_fits.SEQ_LENGTH} tokens a step, bf16 with fp32 masters, "
+        f"checkpointing; running: one text of at most {what_fits.POSITIONS} tokens",
         f"speeds by {place.rates.source}: {STREAMED_ERROR}",
         f"models by name of vb estimate, of those that reach these tokens/s: {least}",
         f"{HOST_SHARE:.0%} of the RAM is for the run; in the second row of a task the largest that stays on the GPU",
     ]
-
-
-def markdown(found: Iterable[Fit]) -> list[str]:
-    """The rows of a Markdown table."""
-    return [f"| {' | '.join(row_of(fit))} |" for fit in found]

@@ -23,16 +23,8 @@ from safetensors import safe_open
 from torch import nn
 
 from vblackwell.errors import CorruptData, DiskError, VBError
+from vblackwell.folders import commit
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
-from vblackwell.folders.commit import (
-    CommitFolder,
-    clean_leftovers,
-    newest_complete,
-    newest_verified,
-    prune,
-    step_of,
-    verify_folder,
-)
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
@@ -61,11 +53,11 @@ class Checkpoints:
     def write(self, state: TrainerState) -> None:
         """Commit the run as it is now; then remove the oldest. Raises DiskError: earlier checkpoints are untouched."""
         needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
-        with CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
+        with commit.CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
             _write_checkpoint(folder, self._prepared)
             folder.add_json(TRAINER, _trainer_json(self._prepared, state))
         try:
-            prune(self.parent, self._prepared.config.keep_checkpoints)
+            commit.prune(self.parent, self._prepared.config.keep_checkpoints)
         except DiskError as error:  # the new one is safe
             self._say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
@@ -76,8 +68,8 @@ class Checkpoints:
         prepared, say = self._prepared, self._say
         model, made = prepared.parts.model, adapted(prepared.parts.model)
         if self.parent.is_dir():
-            clean_leftovers(self.parent)
-        found, problems = newest_verified(self.parent)
+            commit.clean_leftovers(self.parent)
+        found, problems = commit.newest_verified(self.parent)
         for problem in problems:
             say(f"passed over a damaged checkpoint: {problem}")
         if found is None:
@@ -122,7 +114,7 @@ class Checkpoints:
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
     """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
     model = prepared.parts.model
-    with CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
+    with commit.CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
         tokenizer = _add_tokenizer(folder, prepared)
         folder.add_json(GENERATION, generation_settings(prepared))
         if isinstance(model, Decoder):
@@ -147,7 +139,7 @@ def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
 def finished_step(final: Path) -> int | None:
     """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
     try:
-        verify_folder(final)
+        commit.verify_folder(final)
         return int(read_json(final / TRAINER)["state"]["step"])
     except VBError:
         return None
@@ -169,10 +161,10 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     """Raises DiskError unless the disk has the space that the rest of the run in ``out`` will take."""
     assert config.max_steps is not None
     parent, every, keep = out / CHECKPOINTS, config.checkpoint_every, config.keep_checkpoints
-    clean_leftovers(parent)
-    clean_leftovers(out, FINAL)
-    found = newest_complete(parent)
-    step = step_of(found[0]) if found else 0
+    commit.clean_leftovers(parent)
+    commit.clean_leftovers(out, FINAL)
+    found = commit.newest_complete(parent)
+    step = commit.step_of(found[0]) if found else 0
     due = config.max_steps // every - step // every if every else 0
     if step < config.max_steps:
         due = max(due, 1)  # where somebody stops the run
@@ -213,7 +205,7 @@ def _checkpoint_bytes(model: nn.Module) -> int:
     return 3 * _weight_bytes(model)
 
 
-def _add_tokenizer(folder: CommitFolder, prepared: Prepared) -> Any:
+def _add_tokenizer(folder: commit.CommitFolder, prepared: Prepared) -> Any:
     """Copy the trained folder's, with special tokens and chat template; or else return what is to be written."""
     tokenizer = prepared.corpus.tokenizer
     if prepared.tokenizer_folder is not None:
@@ -224,7 +216,7 @@ def _add_tokenizer(folder: CommitFolder, prepared: Prepared) -> Any:
     return tokenizer
 
 
-def _write_checkpoint(folder: CommitFolder, prepared: Prepared) -> None:
+def _write_checkpoint(folder: commit.CommitFolder, prepared: Prepared) -> None:
     """Weights, or adapters, and AdamW's states, in one pass over the model."""
     model, optimizer = prepared.parts.model, prepared.parts.optimizer
     named, only = export_order(model), None if adapted(model) is None else is_adapter

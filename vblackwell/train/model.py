@@ -25,16 +25,10 @@ from vblackwell.generate.adapters import adapt, adapted, packed_linears
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.machine.device import Precision
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
+from vblackwell.nn.convert import training
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.convert.model import convert
-from vblackwell.nn.convert.training import (
-    attention_backends,
-    attention_heads,
-    chosen_backend,
-    fused_backend,
-    training_loss,
-)
 from vblackwell.nn.decoder.config import DecoderConfig, find_preset, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.storage.initialize import Initialize
@@ -130,13 +124,13 @@ def _on_meta(folder: Path) -> nn.Module:
 
 def trainable(model: nn.Module) -> TrainableModel:
     """A `Decoder` or a causal model of transformers with what training asks of it."""
-    heads = attention_heads(model)
+    heads = training.attention_heads(model)
     if isinstance(model, Decoder):
         return TrainableModel(model, model, model.config.to_hf(), heads)
     made: Any = model
     text = made.config.get_text_config()
     names = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
-    return TrainableModel(model, training_loss(model), config_json(model) | names, heads)
+    return TrainableModel(model, training.training_loss(model), config_json(model) | names, heads)
 
 
 def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
@@ -236,7 +230,7 @@ def choose_attention(
             "--use-flash-attn fixes a backend for causal attention, and conversations that share rows need a mask: add "
             "--no-packing"
         )
-    allowed = attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
+    allowed = training.attention_backends(use_flash_attn=config.use_flash_attn, deterministic=config.deterministic)
     cleanup.enter_context(allowed)
     model: Any = found.model
     kind, foreign = getattr(model.config, "_attn_implementation", "sdpa"), not isinstance(model, Decoder)
@@ -255,8 +249,8 @@ def choose_attention(
         return "the dispatcher's, with a mask of documents"
     wanted = (*found.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
-        return chosen_backend(*wanted)
-    name = fused_backend(*wanted, deterministic=config.deterministic)
+        return training.chosen_backend(*wanted)
+    name = training.fused_backend(*wanted, deterministic=config.deterministic)
     if foreign:
         cleanup.callback(use_dispatcher(model, name, cached="auto"))  # the sample at the end writes with a cache
     else:
