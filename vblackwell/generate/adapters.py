@@ -79,11 +79,12 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def adapt(
-    model: nn.Module, weights: Initialize, folder: Path, lora: Lora, *, name: str | None = None, fp4: str | None = None,
-    fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0, values: Path | None = None,
-    device: torch.device | str = "cpu",
+    model: nn.Module, weights: Initialize, folder: Path, lora: Lora | None, *, name: str | None = None,
+    fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0,
+    values: Path | None = None, device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
-    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place; what fills it then.
+    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place, if ``lora`` says
+    which; what fills it then.
 
     ``weights`` fills its own parameters, by the names that they have now, from ``folder``; ``name``: path or hub id of
     the base, for the reader of the adapter's configuration; ``fp4``: format that the base's linears (fp4_layers, but
@@ -92,14 +93,17 @@ def adapt(
     have; the adapter was made for another base; Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
-    around = adapter_targets(model)
-    config = add_adapters(model, lora, name or str(folder))
+    around, config = {}, {}
+    if lora is not None:
+        around, config = adapter_targets(model), add_adapters(model, lora, name or str(folder))
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
+    if lora is None:
+        return _Filling(model, weights, seed, device, None)
     _adapted[model] = Adapted(lora, config, packed, fingerprint(folder), around)
-    if values is None:
-        return _Filling(model, weights, seed, device)
-    fitting = _fitting(model, values, folder)  # what has other shapes is told by those
-    check_base(values, folder, name or str(folder))
+    fitting = None
+    if values is not None:
+        fitting = _fitting(model, values, folder)  # what has other shapes is told by those
+        check_base(values, folder, name or str(folder))
     return _Filling(model, weights, seed, device, fitting)
 
 
@@ -136,22 +140,12 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
     return {wanted[name][0]: value for name, value in held.items()}
 
 
-def pack_frozen(
-    model: nn.Module, weights: Initialize, format: str, fp4_layers: str = "all", keep: str | None = None, *,
-    tiled: bool = False, device: torch.device | str = "cpu",
-) -> Initialize:  # fmt: skip
-    """As `adapt`, without adapters."""
-    model.requires_grad_(False)
-    store_linears(model, fp4_layers, keep, format, tiled=tiled)
-    return _Filling(model, weights, 0, device)
-
-
 class _Filling:
     """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
 
     def __init__(
         self, model: nn.Module, weights: Initialize, seed: int, device: torch.device | str,
-        values: dict[str, Tensor] | None = None,
+        values: dict[str, Tensor] | None,
     ) -> None:  # fmt: skip
         self._model, self._values = weakref.ref(model), values
         self._weights, self._seed, self._device = weights, seed, torch.device(device)

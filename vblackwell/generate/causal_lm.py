@@ -16,7 +16,7 @@ from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, read_config, save_model
 from vblackwell.folders.tensor_file import TensorSpec, spec_of
 from vblackwell.folders.weights import FolderWeights, build_on_meta
-from vblackwell.generate.adapters import adapt, adapted, pack_frozen, read_lora, whole_tensors
+from vblackwell.generate.adapters import adapt, adapted, read_lora, whole_tensors
 from vblackwell.generate.quantized import PackedWeights
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
@@ -95,15 +95,13 @@ def load_causal_lm(
         initialize: Initialize = weights
         device = stack.level0_device
         tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
-        if lora is not None:
+        if lora is not None or fp4 is not None:
             initialize = adapt(
                 made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled,
                 seed=seed, values=None if adapter is None else Path(adapter), device=device,
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)
-        elif fp4 is not None:
-            initialize = pack_frozen(made, weights, fp4, fp4_layers, keep, tiled=tiled, device=device)
         return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
 
 
