@@ -461,7 +461,7 @@ class Offload:
         if group in self._slice_rows:
             return True
         if self.level0 is not None and group in self.level0:
-            return self.level0.is_deferred(group)
+            return group in self.level0.deferred
         return (group, "master") not in self.storage
 
     # -- life --------------------------------------------------------------------------------------------------------

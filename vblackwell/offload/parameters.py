@@ -100,7 +100,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-def _guarded(result: Any, binding: Any, is_alias: Callable[[torch.Tensor], bool]) -> Any:
+def _guarded(result: Any, binding: Any, is_alias: Callable[[torch.Tensor], object]) -> Any:
     """``result`` with every tensor for which ``is_alias`` holds made read-only."""
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ class OffloadedParameter(nn.Parameter):
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             result = _sealed(func, result)
             for binding in by_binding:
-                result = _guarded(result, binding, binding.weights.aliases)
+                result = _guarded(result, binding, binding.weights.find)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -30,7 +30,6 @@ from vblackwell.offload.movement.state import (
     Phase,
     Worker,
     defer_sigint,
-    same_jobs,
 )
 from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -83,7 +82,7 @@ class Speculation:
         early = self._states[group].early
         if early is None:
             return False
-        if factor is not None or not same_jobs(early.jobs, jobs):
+        if factor is not None or early.jobs != jobs:
             self.roll_back(group)
             return False
         self._keep(group, early)
@@ -215,7 +214,7 @@ class StepControl:
             # master. If that is sure to come, the gradient needs no range of its own.
             certain = not adding and not source.undo and (group, "master") in self._storage
             return UpdateUse(landing="weight" if certain else "gradient")
-        if self._device.is_deferred(group):
+        if group in self._device.deferred:
             return UpdateUse()
         early = self._speculation.start(group, self.jobs(group), buffer.bytes, final=not source.undo)
         return UpdateUse() if early is None else UpdateUse(early.reads_until, final=early.is_final)

@@ -1,19 +1,12 @@
 """Boundary activations in host memory: what a checkpointed layer keeps for backward leaves level 0 and is back in time.
 
-A boundary's bytes leave as soon as its layer has it, and return while the layers after it run backward::
-
-    store = ActivationStore(stack, "activations")
-    with store.forward_of(model):
-        loss = model(...)
-    loss.backward()
-
-`saved_tensors_hooks` around each checkpoint catch its inputs (`nn.checkpoint`); hooks that were active before are asked
-first, and a recompute is left alone. The newest `NEWEST` boundaries stay on level 0, and what stayed in the last
-forward is not even copied in the next. The others are let go after the computing stream was made to wait for their
-copies, so the peak of memory does not depend on how far the host runs ahead. Autograd asks in the reverse order: each
-answer starts the loads of the boundaries before it into fresh buffers of the computing stream's pool. It holds the only
-strong reference to what it will ask for, so a graph that dies, after backward or by an interrupt, gives its buffers
-back by reference counts; with ``retain_graph`` they are read again.
+`saved_tensors_hooks` around each checkpoint inside `ActivationStore.forward_of` catch its inputs; hooks that were
+active before are asked first, and a recompute is left alone. The newest `NEWEST` boundaries stay on level 0, and what
+stayed in the last forward is not even copied in the next. The others are let go after the computing stream was made to
+wait for their copies, so the peak of memory does not depend on how far the host runs ahead. Autograd asks in the
+reverse order: each answer starts the loads of the boundaries before it into fresh buffers of the computing stream's
+pool. It holds the only strong reference to what it will ask for, so a graph that dies, after backward or by an
+interrupt, gives its buffers back by reference counts; with ``retain_graph`` they are read again.
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +33,7 @@ from vblackwell.offload.movement.state import Stalls, current_stream
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
-
-@dataclass(eq=False)
-class HostBuffer:
-    """A range of host memory; ``pending`` are the last copies into and out of it, which may still be under way."""
-
-    reservation: Reservation
-    pending: list[Transfer] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return self.reservation.num_bytes
+_size = attrgetter("num_bytes")
 
 
 class HostBuffers:
@@ -65,8 +49,9 @@ class HostBuffers:
         self.level = level
         self._stack = stack
         self._name = name
-        self._all = set[HostBuffer]()
-        self._free: list[HostBuffer] = []
+        # Of each range the last copies into and out of it, which may still be under way.
+        self.pending: dict[Reservation, list[Transfer]] = {}
+        self._free: list[Reservation] = []
         self._serial = itertools.count()
         device = stack.level0_device
         self._outward = copy_streams(device).d2h if device.type == "cuda" else None  # where level 0's bytes leave
@@ -76,56 +61,51 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(len, self._all))
+        return sum(map(_size, self.pending))
 
-    def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer of at least ``num_bytes``, ready for `VGPUStack.write`; raises InsufficientMemory."""
+    def take(self, num_bytes: int) -> Reservation:
+        """A range of at least ``num_bytes``, ready for `VGPUStack.write`; raises InsufficientMemory."""
         # In steps of an eighth of the power of two below it, at least of a page.
         wanted = align_up(num_bytes, max(4 * KiB, 1 << max(0, num_bytes.bit_length() - 4)))
-        fitting = [buffer for buffer in self._free if len(buffer) >= wanted]
-        if not fitting:
-            if self._free:
-                self._end(max(self._free, key=len))
-            return self._reserve(wanted)
-        buffer = min(fitting, key=len)  # of equal ones the first: it has been free longest
-        self._free.remove(buffer)
-        for transfer in buffer.pending:
-            transfer.wait_on(self._outward)
-        buffer.pending.clear()
+        fitting = [buffer for buffer in self._free if buffer.num_bytes >= wanted]
+        if fitting:
+            buffer = min(fitting, key=_size)  # of equal ones the first: it has been free longest
+            self._free.remove(buffer)
+            for transfer in self.pending[buffer]:
+                transfer.wait_on(self._outward)
+            self.pending[buffer] = []
+            return buffer
+        if self._free:
+            self._end(max(self._free, key=_size))
+        try:
+            buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
+        except InsufficientMemory as error:
+            level = self._stack.levels[self.level]
+            raise InsufficientMemory(
+                f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs {format_bytes(wanted)} "
+                f"more, but {level.name} has {format_bytes(level.free_bytes)} free: raise host_memory (the capacity of "
+                "the level), use a smaller batch, or, where a model's states spill to a disk, keep RAM free of them "
+                "with activation_bytes=",
+                needed_bytes=wanted,
+                available_bytes=level.free_bytes,
+            ) from error
+        self.pending[buffer] = []
         return buffer
 
-    def give(self, buffer: HostBuffer) -> None:
+    def give(self, buffer: Reservation) -> None:
         """End of `take`. Its pending copies need not be over."""
         self._free.append(buffer)
 
     def close(self) -> None:
         """Wait for all copies, also those of buffers in use, and give every range back. Idempotent."""
-        for buffer in list(self._all):
+        for buffer in list(self.pending):
             self._end(buffer)
 
-    def _reserve(self, num_bytes: int) -> HostBuffer:
-        name = f"{self._name}#{next(self._serial)}"
-        try:
-            buffer = HostBuffer(self._stack.reserve(name, num_bytes, self.level))
-        except InsufficientMemory as error:
-            level = self._stack.levels[self.level]
-            free = level.capacity_bytes - level.used_bytes
-            raise InsufficientMemory(
-                f"{self._name!r} holds {format_bytes(self.num_bytes)} of host memory and needs "
-                f"{format_bytes(num_bytes)} more, but {level.name} has {format_bytes(free)} free: raise host_memory "
-                "(the capacity of the level), use a smaller batch, or, where a model's states spill to a disk, keep "
-                "RAM free of them with activation_bytes=",
-                needed_bytes=num_bytes,
-                available_bytes=free,
-            ) from error
-        self._all.add(buffer)
-        return buffer
-
-    def _end(self, buffer: HostBuffer) -> None:
-        for transfer in buffer.pending:
+    def _end(self, buffer: Reservation) -> None:
+        for transfer in self.pending[buffer]:
             transfer.wait()
-        self._stack.unreserve(buffer.reservation)
-        self._all.remove(buffer)
+        self._stack.unreserve(buffer)
+        del self.pending[buffer]
         if buffer in self._free:
             self._free.remove(buffer)
 
@@ -138,7 +118,7 @@ class Load(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
-Departed = deque[tuple[HostBuffer, Load | None]]
+Departed = deque[tuple[Reservation, Load | None]]
 
 
 class Boundary:
@@ -155,7 +135,7 @@ class Boundary:
         self.lead_bytes = tensor.data_ptr() % (512 if tensor.device.type == "cuda" else 64)  # torch's allocators align
         self.span_bytes = span_bytes(tensor)
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.buffer: HostBuffer | None = None  # where it is in host memory
+        self.buffer: Reservation | None = None  # where it is in host memory
         self.sent: Transfer | None = None  # the copy there
         self.load: Load | None = None  # the copy to level 0, until backward asks
         self.saves, self.calls, self.last_call = 0, 0, -1  # how often, by how many checkpoints, the last of them
@@ -163,7 +143,6 @@ class Boundary:
         self._identity = StorageWeakRef(tensor.untyped_storage())  # so that no other storage gets this one's address
 
     def flat(self) -> torch.Tensor:
-        """The resident tensor's span, contiguous."""
         assert self.resident is not None
         length = self.span_bytes // self.resident.element_size()
         return self.resident.as_strided((length,), (1,), self.resident.storage_offset())
@@ -227,21 +206,6 @@ class Elsewhere(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
-@dataclass
-class Pass:
-    """One forward: tickets for what was saved so far, how many boundaries that is, and how many the one before had."""
-
-    count_before: int
-    tape: list[weakref.ref[Ticket]] = field(default_factory=list)
-    count: int = 0
-
-    def enter(self) -> bool:
-        """The next boundary; whether it will still be on level 0 at the forward's end, if it goes as the one before."""
-        rest = self.count_before - self.count
-        self.count += 1
-        return 0 < rest <= NEWEST
-
-
 class ActivationStore:
     """The boundary activations of whatever runs forward inside `forward_of`; tensors under ``smallest_bytes`` stay.
 
@@ -260,7 +224,8 @@ class ActivationStore:
         self._buffers = HostBuffers(stack, name)
         self._stalls = Stalls(stack)
         self._lock = threading.RLock()  # collecting garbage inside it may close the store
-        self._pass = Pass(0)
+        self._tape: list[weakref.ref[Ticket]] = []  # what this forward has saved
+        self._count = self._count_before = 0  # boundaries of this forward, and of the one before
         self._call = 0
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], Boundary] = weakref.WeakValueDictionary()
         self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
@@ -278,12 +243,13 @@ class ActivationStore:
         """
         if self._closed:
             raise ConfigurationError("the activation store is closed: make a new one")
-        before, self._pass = self._pass, Pass(self._pass.count or self._pass.count_before)
+        before = self._tape, self._count, self._count_before
+        self._tape, self._count, self._count_before = [], 0, self._count or self._count_before
         try:
             with inputs_saved_under(self.hooks, model):
                 yield
         except BaseException:
-            self._pass = before
+            self._tape, self._count, self._count_before = before
             raise
 
     def leave_out(self, weights: WeightStreamer) -> None:
@@ -334,7 +300,7 @@ class ActivationStore:
                 boundary.calls, boundary.last_call = boundary.calls + 1, self._call
             if boundary.calls >= SHARED_CALLS and boundary.resident is None:
                 boundary.resident = tensor.detach()
-            return Ticket(boundary, self._call, self._pass.tape)
+            return Ticket(boundary, self._call, self._tape)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device != self._device:
@@ -344,7 +310,7 @@ class ActivationStore:
         if not self._smallest_bytes <= span_bytes(tensor) <= HOLES * tensor.nbytes:
             return False
         weights = self._weights()
-        return weights is None or not weights.aliases(tensor)
+        return weights is None or weights.find(tensor) is None
 
     def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
         storage = tensor.untyped_storage()._cdata
@@ -352,22 +318,23 @@ class ActivationStore:
         boundary = self._known.get(key)
         if boundary is None:
             boundary = Boundary(tensor, self._departed)
-            if not self._pass.enter():
+            rest = self._count_before - self._count
+            self._count += 1
+            if not 0 < rest <= NEWEST:  # if it goes as the last time, the newest are still on level 0 at the end
                 self._send(boundary)
             self._known[key] = boundary
             self._let_oldest_go(boundary)
         return boundary
 
     def _send(self, boundary: Boundary) -> None:
-        """Start the copy to host memory."""
         buffer = self._buffers.take(boundary.span_bytes)
         try:
-            boundary.sent = self._stack.write(buffer.reservation, boundary.flat())
+            boundary.sent = self._stack.write(buffer, boundary.flat())
         except BaseException:
             self._buffers.give(buffer)
             raise
         boundary.buffer = buffer
-        buffer.pending = [boundary.sent]
+        self._buffers.pending[buffer] = [boundary.sent]
 
     def _let_oldest_go(self, newest: Boundary) -> None:
         window = [boundary for boundary in [*_alive(self._window), newest] if boundary.calls < SHARED_CALLS]
@@ -446,8 +413,8 @@ class ActivationStore:
         assert boundary.buffer is not None and boundary.sent is not None
         flat = torch.empty(boundary.lead_bytes + boundary.span_bytes, dtype=torch.uint8, device=self._device)
         boundary.sent.wait_on(copy_streams(self._device).h2d if self._device.type == "cuda" else None)
-        transfer = self._stack.read(boundary.buffer.reservation, flat[boundary.lead_bytes :])
-        boundary.buffer.pending = [boundary.sent, transfer]
+        transfer = self._stack.read(boundary.buffer, flat[boundary.lead_bytes :])
+        self._buffers.pending[boundary.buffer] = [boundary.sent, transfer]
         return Load(transfer, flat, current_stream(self._device))
 
     def _cancel(self, boundary: Boundary) -> None:
@@ -460,8 +427,9 @@ class ActivationStore:
         """Take the buffers of graphs that have died."""
         while self._departed:
             buffer, load = self._departed.popleft()
+            self._retired += self._buffers.pending.get(buffer, [])  # none where the store was closed
+            self._retired += [] if load is None else [load.transfer]
             self._buffers.give(buffer)
-            self._retired += buffer.pending if load is None else [*buffer.pending, load.transfer]
         retired, self._retired = self._retired, []
         for transfer in retired:
             transfer.let_go() if transfer.done() else self._retired.append(transfer)

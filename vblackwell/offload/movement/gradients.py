@@ -1,9 +1,9 @@
 """Gradients leave level 0 as soon as a group has all of them, as one flat range, and are summed in host memory.
 
-autograd accumulates into ``p.grad`` as always; a hook then copies it into the group's flat buffer and clears it. When
-the last trainable parameter of the group has arrived (or backward ends without it) the buffer leaves level 0. The first
-arrival since `zero_grad` lies in the ``gradient`` range in compute type; when more come, all are added in fp32, in the
-order in which PyTorch would have added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
+A hook copies what autograd accumulates into ``p.grad`` into the group's flat buffer and clears it. When the last has
+arrived (or backward ends without it) the buffer leaves level 0. The first arrival since `zero_grad` lies in the
+``gradient`` range in compute type; when more come, all are added in fp32, in the order in which PyTorch would have
+added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
@@ -106,7 +106,6 @@ class HostGradients:
         state.kind = kind
 
     def measure(self, group: Group) -> None:
-        """Take the norms that are missing."""
         state = self._states[group].gradient
         missing = [slot for slot in state.landed if slot not in state.norms]
         if missing:
@@ -143,7 +142,6 @@ class HostGradients:
         self._storage.close_range(group, state.kind, flat, store=True)
 
     def forget(self, group: Group, slots: list[Slot]) -> None:
-        """``slots`` have no gradient any more."""
         state = self._states[group].gradient
         for slot in slots:
             state.landed.pop(slot, None)
@@ -170,7 +168,6 @@ def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 def sum_kind(group: Group) -> str:
-    """Which range holds a sum of gradients."""
     return "gradient" if group.is_fp32 else "accumulated"
 
 
@@ -208,7 +205,6 @@ class GradientCollector(Mover):
         return self._states[group].gradient
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
-        """Let the worker do ``work`` on the group's gradient."""
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
 
     def _give_after(self, ends: Iterable[Transfer], *reservations: Reservation) -> None:
@@ -330,10 +326,7 @@ class GradientCollector(Mover):
         return self._leaving.free_oldest(current_stream(self._stack.level0_device))
 
     def sweep(self) -> None:
-        """Free what has left, without waiting."""
         self._leaving.sweep()
-
-    # -- host memory ---------------------------------------------------------------------------------------------------
 
     def _reserve_range(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
@@ -343,22 +336,13 @@ class GradientCollector(Mover):
             pass
         # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
-        try:
-            self._storage.reserve([(group, kind) for kind in kinds], later)
-        except InsufficientMemory:
-            if not self._free_spare():
-                raise
-            self._storage.reserve([(group, kind) for kind in kinds], later)
+        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._free_spare)
 
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: its range holds the sum so far."""
         self._summing.sweep()
-        return reserve(
-            lambda: self._storage.take_host("incoming", num_bytes),
-            self._leaving.free_oldest,
-            self._summing.free_oldest,
-            self._free_spare,
-        )
+        free_some = self._leaving.free_oldest, self._summing.free_oldest, self._free_spare
+        return reserve(lambda: self._storage.take_host("incoming", num_bytes), *free_some)
 
     def wait_idle(self, group: Group) -> None:
         """Return when the worker is done with the group's range: a copy into it goes past the worker's order."""
@@ -404,7 +388,6 @@ class GradientCollector(Mover):
         self._free_after((task if transfer is None else transfer,), reservation)
 
     def finish_slices(self, slot: Slot, adding: bool) -> None:
-        """The last slice is under way."""
         state = self._state(slot.group)
         state.slots[slot] = None
         state.kind_queued = sum_kind(slot.group) if adding else "gradient"
@@ -419,7 +402,6 @@ class GradientCollector(Mover):
         return slot in self._state(slot.group).slots or (filling is not None and slot in filling.slots)
 
     def has_all_on_host(self, group: Group) -> bool:
-        """Whether all gradients of the group are in host memory, or on their way."""
         return all(slot in self._state(group).slots for slot in group.trainable())
 
     def kind_when_idle(self, group: Group) -> str:
@@ -431,9 +413,8 @@ class GradientCollector(Mover):
 
     def measure_on_level0(self, buffer: GradientBuffer) -> None:
         """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it on the host."""
-        norms = self._state(buffer.group).level0_norms
-        for slot in buffer.slots:
-            norms[slot] = gradient_norm(slot.flat(buffer.bytes))
+        norms = {slot: gradient_norm(slot.flat(buffer.bytes)) for slot in buffer.slots}
+        self._state(buffer.group).level0_norms.update(norms)
 
     def is_measured(self, group: Group) -> bool:
         """Whether the norms of all of the group's gradients were taken on level 0."""
@@ -452,7 +433,6 @@ class GradientCollector(Mover):
         return state.norms[slot] if found is None else found
 
     def clear(self, slots: list[Slot]) -> None:
-        """Forget the gradients of ``slots``."""
         for slot in slots:
             self._state(slot.group).slots.pop(slot, None)
             self._state(slot.group).level0_norms.pop(slot, None)

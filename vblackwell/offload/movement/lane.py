@@ -1,10 +1,10 @@
 """Updates on level 0: a group's optimizer states come up, AdamW runs there, and everything goes back to storage.
 
-After the group's backward, weights and gradient are on level 0 already, and only what AdamW keeps next to them passes
-through: for bf16 weights with split masters 10 bytes a parameter in and 12 out. It passes in pieces through a ring of
-buffers, in the order of three queues joined by marks: a buffer is filled in ``states_in``, updated in ``update`` and
-emptied in ``states_out``; what fills it next waits, on the device, for the end of its emptying. So the host queues a
-whole group at once, and brings a piece up before its gradient exists (`pump`) if the last step tells what comes next.
+After the group's backward, weights and gradient are on level 0 already: for bf16 weights with split masters 10 bytes a
+parameter come up and 12 go. They pass in pieces through a ring of buffers, in three queues joined by marks: a buffer is
+filled in ``states_in``, updated in ``update`` and emptied in ``states_out``; what fills it next waits, on the device,
+for the end of that. So the host queues a whole group at once, and brings a piece up before its gradient exists
+(`Lane.pump`) if the last step tells what comes next.
 
 On a GPU queues are CUDA streams (`lane_cuda`), without one the model's worker thread. Tests have a third kind, whose
 work runs in any order that the declared one allows: on a GPU such orders are rare, and silent.
@@ -32,8 +32,6 @@ from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, transfer_de
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
     MIN_BUFFER_BYTES,
-    MOMENTS,
-    PACKED_MOMENTS,
     SCALES,
     Group,
     Piece,
@@ -219,15 +217,14 @@ def update_part(
     """
     formats = slot.group.formats
     weight, remainder = part["weight"], part.get("remainder")
+    moments = [part[kind] for kind in formats.moments]
     if formats.packed:
-        codes1, scales1, codes2, scales2 = (part[kind] for kind in PACKED_MOMENTS)
         adamw8_piece(
-            weight, remainder, codes1, scales1, codes2, scales2, gradient, numbers, previous=previous, factor=factor,
+            weight, remainder, *moments, gradient, numbers, previous=previous, factor=factor,
             seed=formats.seed_of(slot.name), offset=offset,
         )  # fmt: skip
     else:
-        exp_avg, exp_avg_sq = (part[kind] for kind in MOMENTS)
-        adamw_piece(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous=previous, factor=factor)
+        adamw_piece(weight, remainder, *moments, gradient, numbers, previous=previous, factor=factor)
 
 
 def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
@@ -235,7 +232,6 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -
     group, dtype = job.group, job.group.slots[0].dtype
 
     def typed(kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
-        """The piece of a whole range on level 0."""
         if flat is None:
             return None
         start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
@@ -475,7 +471,6 @@ class Lane:
             self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
     def synchronize(self) -> None:
-        """Return when the queues are empty."""
         for queue in self._queues.all:
             queue.synchronize()
 

@@ -1,10 +1,9 @@
 """Embeddings and heads that are larger than level 0: computed in slices of rows, never whole.
 
 The weight (rows, columns) stays in storage in one range, so norms, updates and checkpoints do not know of slices.
-Forward and backward load a few rows at a time, the next ones while these are used, and the gradient of each slice
-leaves as soon as it exists. An embedding gives the same bits as the whole; a linear layer's input gradient becomes a
-sum over slices, with other last bits: so a leaf is sliced only if it must be. The module's class is switched (as
-`torch.nn.utils.parametrize` does) to one whose forward is sliced; it stays an `nn.Embedding` or `nn.Linear`.
+Forward and backward load the next rows while these are used, and the gradient of each slice leaves as soon as it
+exists. An embedding gives the same bits as the whole; a linear layer's input gradient becomes a sum over slices, with
+other last bits: so a leaf is sliced only if it must be. The module's class is switched to one whose forward is sliced.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class SlicedLeaf(Mover):
         return self._states[self.group].version
 
     def check_version(self, seen: int) -> None:
-        """Raise unless the weight is what the forward saw."""
         with self._room.lock:
             self._wait_for_updates(self.group)
         if seen != self.version():

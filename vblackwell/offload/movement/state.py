@@ -1,9 +1,8 @@
 """What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's room.
 
 One thread a model works on gradients and states in storage, because order is the cheapest lock: a group's gradient
-arrives, is summed, measured and applied by tasks submitted in that order. Tasks of different groups touch nothing in
-common. Gradients of the last groups come first, but the next forward needs the first groups first: so an update is
-*postponable*, and runs, first group first, when nothing else can.
+arrives, is summed, measured and applied by tasks submitted in that order. Gradients of the last groups come first, but
+the next forward needs the first groups first: so an update is *postponable*, and runs when nothing else can.
 
 `Phase`, changed by `GroupState.to` alone, says what the next caller that needs a group has to do:
 
@@ -35,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -257,18 +256,13 @@ class Hyper:
     weight_decay: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Job:
-    """One parameter's share of an update. ``step`` is torch's fp32 scalar, counted up by the update."""
+    """One parameter's share of an update; equal where parameter and numbers are."""
 
     slot: Slot
-    step: torch.Tensor
+    step: torch.Tensor = field(compare=False)  # torch's fp32 scalar, counted up by the update
     hyper: Hyper
-
-
-def same_jobs(left: Sequence[Job], right: Sequence[Job]) -> bool:
-    """Whether two lists update the same parameters with the same numbers."""
-    return [(job.slot, job.hyper) for job in left] == [(job.slot, job.hyper) for job in right]
 
 
 @dataclass(eq=False)
@@ -286,8 +280,6 @@ class EarlyUpdate:
 
 @dataclass(eq=False)
 class LoadedWeights:
-    """A group's weights on level 0."""
-
     group: Group
     reservation: Reservation
     buffer: torch.Tensor
@@ -331,8 +323,6 @@ class GradientState:
 
 @dataclass(eq=False)
 class GroupState:
-    """See the module's text."""
-
     phase: Phase = Phase.STORED
     loaded: LoadedWeights | None = None
     version: int = 0  # counts the changes of the weights; counted down where one was undone
@@ -409,7 +399,6 @@ class InFlightQueue:
         return True
 
     def sweep(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Free what is over, without waiting."""
         while self._queue and all(end.done() for end in self._queue[0][0]):
             self.free_oldest(stream)
 
@@ -444,10 +433,11 @@ class Stalls:
 
 # -- room on level 0 ---------------------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
 
 
-def reserve(take: Callable[[], Reservation], *free_some: FreeSome) -> Reservation:
+def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
     """What ``take`` gives; where it finds no room, the first of ``free_some`` that has something frees it.
 
     Raises InsufficientMemory when none of them has anything left.
@@ -539,8 +529,7 @@ class Level0Room:
         return [room for room in self._rooms if room is not self]
 
 
-@dataclass(eq=False)
-class Shared:
+class Shared(NamedTuple):
     """What all that moves bytes of one model shares."""
 
     name: str
@@ -553,13 +542,5 @@ class Shared:
 
 
 class Mover:
-    """Moves bytes of one model."""
-
     def __init__(self, shared: Shared) -> None:
-        self._name = shared.name
-        self._stack = shared.stack
-        self._groups = shared.groups
-        self._storage = shared.storage
-        self._worker = shared.worker
-        self._states = shared.states
-        self._room = shared.room
+        self._name, self._stack, self._groups, self._storage, self._worker, self._states, self._room = shared

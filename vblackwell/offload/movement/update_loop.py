@@ -2,10 +2,9 @@
 
 An fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a group, with
 the bits of `torch.optim.AdamW(fused=True)` on single tensors. A bf16 one has a whole fp32 master, which many threads
-update chunk by chunk, each in its own cache. A chunk takes three or four torch calls. From Python each of them takes
-the interpreter's lock back in turn with the thread that launches the model's kernels, 0.2 ms a time on a busy machine,
-so TorchScript runs the loop over chunks with the lock released. (Where it is gone, the same function runs as Python,
-slower, with the same bits.) torch's own threads would meet after every call, and wait there for whichever shares its
+update chunk by chunk, each in its own cache. From Python each of a chunk's few torch calls would take the interpreter's
+lock back from the thread that launches the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the
+loop with the lock released. torch's own threads would meet after every call, and wait there for whichever shares its
 core with a busy thread; here every thread takes the next chunks when it is done (docs/journal/offload.md).
 """
 
@@ -18,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, List
 
 import torch
@@ -264,8 +263,6 @@ class MasterLoop(Loop):
 
 
 class SumLoop(Loop):
-    """Adds gradients up."""
-
     _function = staticmethod(_sum)
 
     def add(self, total: torch.Tensor, first: torch.Tensor | None, addend: torch.Tensor | None) -> None:
@@ -314,7 +311,6 @@ class UndoLog:
         self._ranges: dict[str, torch.Tensor] = {}
 
     def keep(self, opened: dict[str, torch.Tensor]) -> None:
-        """Copy what is there now."""
         self._steps = [job.step.clone() for job in self._jobs]
         parts = self.memory.bytes.split([flat.numel() for flat in opened.values()])
         self._ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
@@ -339,8 +335,11 @@ class Updater:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._wide = torch.empty(0)  # made once: memory that is new at every step costs a page fault every 4 KiB
         self._loop = MasterLoop()
+
+    @cached_property
+    def _wide(self) -> torch.Tensor:
+        return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
     def update(
         self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: torch.Tensor | None, undo: UndoLog | None
@@ -388,8 +387,6 @@ class Updater:
         if master is not weight and weight.dtype == torch.bfloat16:
             self._loop.add(master, weight, source, exp_avg, exp_avg_sq, job.step, factor, **vars(hyper))
             return
-        if not self._wide.numel():
-            self._wide = torch.empty(WIDE_CHUNK)
         for start in range(0, slot.num_elements, WIDE_CHUNK):
             part = slice(start, start + WIDE_CHUNK)
             values = self._wide[: len(source[part])].copy_(source[part])

@@ -1,9 +1,9 @@
 """AdamW on one group at a time: by the worker on ranges in storage (`HostUpdates`), or on level 0 (`DeviceUpdates`).
 
-On the host (`update_loop` has the arithmetic) an update before its step first copies what it overwrites (`UndoLog`).
-On level 0, weights and gradient are there still after a group's backward. The update changes the loaded weights in
-place, where nothing else holds them. What it writes to storage goes into `Shadows` until the step commits it, or, if
-every backward is followed by its step (``undo=False``), into the ranges themselves.
+On the host an update before its step first copies what it overwrites (`UndoLog`). On level 0, where weights and
+gradient are still after a group's backward, it changes the loaded weights in place if nothing else holds them, and
+writes into `Shadows` until the step commits it, or, if every backward is followed by its step (``undo=False``), into
+the ranges themselves.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ class DeviceUpdates(Mover):
         self._shadows = shadows
         self._device = shared.stack.level0_device
         self._on_gpu = self._device.type == "cuda"
-        self._deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
+        # Updated under the next forward even where they could be right after their backward.
+        self.deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
         self._due: dict[Group, tuple[list[Job], torch.Tensor | None]] = {}  # with the factor of gradients
         self._trace = AccessTrace()  # of early updates
@@ -206,10 +207,6 @@ class DeviceUpdates(Mover):
             self.start_all_due()
             self._lane.expect([self._groups[index] for index in self._trace.last_pass])
             self._lane.pump()
-
-    def is_deferred(self, group: Group) -> bool:
-        """Whether ``group`` is updated under the next forward even where it could be right after its backward."""
-        return group in self._deferred
 
     def start_early(
         self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
@@ -297,7 +294,6 @@ class DeviceUpdates(Mover):
         return self._locked.free_oldest(current_stream(self._device))
 
     def sweep(self) -> None:
-        """Let weights go whose updates are stored, without waiting."""
         self._locked.sweep(current_stream(self._device))
 
     def _unlock_group(self, group: Group) -> None:
@@ -404,7 +400,6 @@ class DeviceUpdates(Mover):
         return not self._on_gpu and end is not None and not end.stored.done()
 
     def drain(self) -> None:
-        """Return when all updates are in storage."""
         self.start_all_due()
         self._lane.expect(())  # the caller is about to change what was brought up
         self._expecting = False

@@ -1,13 +1,11 @@
 """Compute weights on level 0: loaded before they are needed, dropped when something else needs the room.
 
-Every load gets a separate buffer, which is never overwritten: what still holds a view of a dropped one (autograd, a
-caller) keeps its memory alive by torch's reference counts. On CUDA buffers come from the stream that computes, and a
-load starts after what that had queued: memory freed by one group takes another without an event.
-
-Dropped is the idle group whose next use is farthest, by the recorded trace (Belady). A model that nothing trains runs
-the same order pass after pass: there the rule would keep the groups that come next, and the link would rest while they
-are computed, so the groups that stay are spread evenly. Loads know nothing of updates: the caller orders them after
-those (`step.Loading`).
+A load gets a new buffer, which is never overwritten: what still holds a view of a dropped one (autograd, a caller)
+keeps its memory alive. On CUDA buffers come from the stream that computes, and a load starts after what that had
+queued: memory freed by one group takes another without an event. Dropped is the idle group whose next use is farthest
+(Belady). A model that nothing trains runs the same order pass after pass: there the rule would keep what comes next,
+and the link would rest meanwhile, so the groups that stay are spread evenly. The caller orders loads after updates
+(`step.Loading`).
 """
 
 from __future__ import annotations
@@ -78,8 +76,6 @@ class WeightStreamer(Mover):
             self.trace.expect([group.index for group in self._groups])  # until a pass has shown another order
             self.rebudget(budget_bytes)
 
-    # -- use -----------------------------------------------------------------------------------------------------------
-
     def begin_use(self, group: Group) -> bool:
         """``group`` is used now; whether it was the last one used, too."""
         self.trace.use(group.index)
@@ -97,7 +93,6 @@ class WeightStreamer(Mover):
         self._of(group).pins -= 1
 
     def buffer(self, group: Group) -> torch.Tensor:
-        """The loaded bytes of a group that is pinned."""
         return self._of(group).buffer
 
     def _of(self, group: Group) -> LoadedWeights:
@@ -263,11 +258,8 @@ class WeightStreamer(Mover):
         return held
 
     def let_go(self, held: list[Group]) -> None:
-        """End of `hold`."""
         for group in held:
             self.unpin(group)
-
-    # -- change --------------------------------------------------------------------------------------------------------
 
     def invalidate(self, group: Group) -> None:
         """The stored bytes are about to change: what is loaded is dropped, what autograd packed becomes an error."""
@@ -316,11 +308,8 @@ class WeightStreamer(Mover):
 
     # -- what backward reads -------------------------------------------------------------------------------------------
 
-    def aliases(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a loaded buffer."""
-        return self._find(tensor) is not None
-
-    def _find(self, tensor: torch.Tensor) -> LoadedWeights | None:
+    def find(self, tensor: torch.Tensor) -> LoadedWeights | None:
+        """In whose buffer ``tensor`` lies, if in any."""
         if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
             return None
         return self._by_storage.get(tensor.untyped_storage()._cdata)
@@ -337,7 +326,7 @@ class WeightStreamer(Mover):
 
     def pack(self, tensor: torch.Tensor) -> PackedView | None:
         """A reference to replace ``tensor`` by while autograd keeps it; None if it is not in a loaded buffer."""
-        loaded = self._find(tensor)
+        loaded = self.find(tensor)
         if loaded is None:
             return None
         group, size, stride = loaded.group, tensor.shape, tensor.stride()
@@ -346,7 +335,6 @@ class WeightStreamer(Mover):
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
     def check_unchanged(self, packed: PackedView) -> None:
-        """Raise StaleTensor if the weights were updated since the forward."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
 
@@ -359,7 +347,6 @@ class WeightStreamer(Mover):
 
 
 def changed_since_forward(group: Group) -> StaleTensor:
-    """The error for a backward that needs weights which are no longer there."""
     return StaleTensor(
         f"backward needs the weights of {group.name!r} as they were in the forward, but they have been changed since "
         "(an optimizer step or an in-place write between forward and backward)"
