@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
@@ -114,7 +115,7 @@ class Load(NamedTuple):
     """A copy on its way to level 0: its destination, and the CUDA stream from whose pool that is (None on the CPU)."""
 
     transfer: Transfer
-    flat: torch.Tensor
+    flat: Tensor
     stream: torch.cuda.Stream | None
 
 
@@ -128,8 +129,8 @@ class Boundary:
     from its first to its last element travel.
     """
 
-    def __init__(self, tensor: torch.Tensor, departed: Departed) -> None:
-        self.resident: torch.Tensor | None = tensor.detach()  # while it is on level 0
+    def __init__(self, tensor: Tensor, departed: Departed) -> None:
+        self.resident: Tensor | None = tensor.detach()  # while it is on level 0
         self.version = tensor._version
         self.spoiled = False  # it was written to before its copy was over
         self.lead_bytes = tensor.data_ptr() % (512 if tensor.device.type == "cuda" else 64)  # torch's allocators align
@@ -142,12 +143,12 @@ class Boundary:
         self._departed = departed
         self._identity = StorageWeakRef(tensor.untyped_storage())  # so that no other storage gets this one's address
 
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         assert self.resident is not None
         length = self.span_bytes // self.resident.element_size()
         return self.resident.as_strided((length,), (1,), self.resident.storage_offset())
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: Tensor) -> Tensor:
         """The tensor over ``flat``, uint8, which has the span after ``lead_bytes``."""
         start = (flat.storage_offset() + self.lead_bytes) // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
@@ -185,7 +186,7 @@ class Ticket:
         return found
 
 
-def span_bytes(tensor: torch.Tensor) -> int:
+def span_bytes(tensor: Tensor) -> int:
     """Bytes from the first to the last element in memory; 0 without elements."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + reach) * tensor.element_size() if tensor.numel() else 0
@@ -203,17 +204,14 @@ class Elsewhere(NamedTuple):
     """What hooks outside ours made of a tensor."""
 
     packed: Any
-    unpack: Callable[[Any], torch.Tensor]
+    unpack: Callable[[Any], Tensor]
 
 
 class ActivationStore:
     """The boundary activations of whatever runs forward inside `forward_of`; tensors under ``smallest_bytes`` stay.
 
-    The model computes on level 0 of ``stack``; the bytes go to its first level in RAM below.
-
-    Raises:
-        ConfigurationError: the stack has no level in RAM below level 0.
-        InsufficientMemory: that level is full.
+    They go from level 0 to the first level in RAM below: raises ConfigurationError where ``stack`` has none, and
+    InsufficientMemory where that is full.
     """
 
     def __init__(self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES) -> None:
@@ -236,10 +234,9 @@ class ActivationStore:
 
     @contextmanager
     def forward_of(self, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """Around one forward: what its checkpoints keep is kept here.
+        """Around one forward: what its checkpoints keep is kept here; raises ConfigurationError if the store is closed.
 
-        ``model`` is needed for transformers' models, whose modules checkpoint themselves. Raises ConfigurationError if
-        the store is closed, and inside InsufficientMemory where the host level has no room for what has to leave.
+        ``model`` is needed for transformers' models, whose modules checkpoint themselves.
         """
         if self._closed:
             raise ConfigurationError("the activation store is closed: make a new one")
@@ -266,7 +263,7 @@ class ActivationStore:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         outer_pack, outer_unpack = outer
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: Tensor) -> Any:
             packed = outer_pack(tensor)
             if packed is tensor or isinstance(packed, SavedTensor):  # the outer hooks leave it where it is
                 ours = self.pack(tensor)
@@ -288,7 +285,7 @@ class ActivationStore:
             self._buffers.close()
             self._retired.clear()
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Ticket:
+    def pack(self, tensor: Tensor) -> Tensor | Ticket:
         """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
         if self._closed or not self._may_leave(tensor):
             return tensor
@@ -302,8 +299,8 @@ class ActivationStore:
                 boundary.resident = tensor.detach()
             return Ticket(boundary, self._call, self._tape)
 
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device != self._device:
+    def _may_leave(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self._device:
             return False
         if tensor.is_conj() or tensor.is_neg() or (tensor.is_leaf and tensor.requires_grad):
             return False  # a leaf that wants a gradient is a parameter, which its module holds
@@ -312,7 +309,7 @@ class ActivationStore:
         weights = self._weights()
         return weights is None or weights.find(tensor) is None
 
-    def _boundary_of(self, tensor: torch.Tensor) -> Boundary:
+    def _boundary_of(self, tensor: Tensor) -> Boundary:
         storage = tensor.untyped_storage()._cdata
         key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         boundary = self._known.get(key)
@@ -351,11 +348,8 @@ class ActivationStore:
         boundary.spoiled = boundary.resident._version != boundary.version
         boundary.resident = None
 
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """The tensor that `pack` was given, on level 0; those saved before it start to come back.
-
-        Raises StaleTensor where it was written to while it was leaving, or the store was closed.
-        """
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor that `pack` was given, on level 0, or StaleTensor; those saved before it start to come back."""
         if isinstance(packed, Elsewhere):
             return packed.unpack(packed.packed)
         if not isinstance(packed, Ticket):
@@ -366,7 +360,7 @@ class ActivationStore:
             self._prefetch(packed)
         return tensor
 
-    def _bring(self, boundary: Boundary) -> torch.Tensor:
+    def _bring(self, boundary: Boundary) -> Tensor:
         resident = boundary.resident
         if boundary.spoiled or (resident is not None and resident._version != boundary.version):
             raise StaleTensor(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
@@ -90,7 +91,7 @@ class HostGradients:
         if self._states[group].gradient.kind != sum_kind(group):
             self._sum(group, {})
 
-    def _sum(self, group: Group, fresh: dict[Slot, torch.Tensor]) -> None:
+    def _sum(self, group: Group, fresh: dict[Slot, Tensor]) -> None:
         """Add ``fresh`` to what is in host memory, in one pass; a narrow gradient moves to the fp32 range with it."""
         state, kind = self._states[group].gradient, sum_kind(group)
         narrow = None if state.kind == kind else self._storage.open(group, "gradient")
@@ -113,12 +114,12 @@ class HostGradients:
             for slot in missing:
                 state.norms[slot] = self._norm(flat_of(slot, flat, state.kind))
 
-    def read(self, slot: Slot) -> torch.Tensor:
+    def read(self, slot: Slot) -> Tensor:
         """A copy of ``slot``'s gradient in its compute type."""
         kind = self._states[slot.group].gradient.kind
         return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
 
-    def _norm(self, values: torch.Tensor) -> torch.Tensor:
+    def _norm(self, values: Tensor) -> Tensor:
         """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
         if self._stack.level0_device.type == "cuda":
             return gradient_norm(values)
@@ -129,7 +130,7 @@ class HostGradients:
             values = self._wide[: values.numel()].copy_(values)
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 
-    def scale(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
+    def scale(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
         if factor is not None:
             self._widen(group)  # zero is zero in any type
@@ -150,18 +151,18 @@ class HostGradients:
             state.kind = "gradient"
 
 
-def _shaped(slot: Slot, flat: torch.Tensor, kind: str) -> torch.Tensor:
+def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
     return slot.view_fp32(flat) if kind == "accumulated" else slot.view(flat)
 
 
-def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+def gradient_norm(gradient: Tensor) -> Tensor:
     """The norm of a flat bf16, fp16 or fp32 ``gradient``, an fp32 scalar where it is; no synchronisation."""
     sums = torch.empty(-(-gradient.numel() // BLOCK), dtype=torch.float32, device=gradient.device)
     square_sums(gradient, sums)
     return norm_of([sums])
 
 
-def norm_of_norms(norms: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def norm_of_norms(norms: list[Tensor], device: torch.device) -> Tensor:
     """The 2-norm of scalar ``norms`` in their order, summed on ``device``: CPU and GPU add in different orders."""
     on_gpu = device.type == "cuda"
     return torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=on_gpu) for norm in norms]))
@@ -314,12 +315,10 @@ class GradientCollector(Mover):
         state.kind_queued = sum_kind(group)
 
     def end_oldest(self) -> bool:
-        """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none.
-
-        Where none are, the group that has waited longest for the rest of its gradients leaves without it: there may be
-        no rest, as for experts that got no token, and what comes is added.
-        """
+        """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none."""
         if not self._leaving:
+            # What has waited longest for the rest of its gradients leaves without it: there may be none, as for
+            # experts that got no token, and what comes is added.
             waiting = next((buffer for buffer in self._filling.values() if not buffer.leaving), None)
             if waiting is not None:
                 self._leave(waiting, early=True)
@@ -364,9 +363,8 @@ class GradientCollector(Mover):
         return adding
 
     def send_slice(
-        self, slot: Slot, start: int, rows: torch.Tensor, reservation: Reservation, adding: bool,
-        pool: ThreadPoolExecutor,
-    ) -> None:  # fmt: skip
+        self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, adding: bool, pool: ThreadPoolExecutor
+    ) -> None:
         """Send ``rows``, from row ``start`` on, through the level-0 ``reservation``, which this ends."""
         self._wait_for_place()
         source, transfer = reservation, None
@@ -426,7 +424,7 @@ class GradientCollector(Mover):
         if not self.is_measured(group):
             self._later(self.host.measure, group)
 
-    def norm(self, slot: Slot) -> torch.Tensor:
+    def norm(self, slot: Slot) -> Tensor:
         """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure_later` and the worker."""
         state = self._state(slot.group)
         found = state.level0_norms.get(slot)
@@ -444,7 +442,7 @@ class GradientCollector(Mover):
         for group, held in _by_group(slots).items():
             self.scale_later(group, held, None)
 
-    def scale_later(self, group: Group, slots: list[Slot], factor: torch.Tensor | None) -> None:
+    def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
         state = self._state(group)
         for slot in slots:

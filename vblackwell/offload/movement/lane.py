@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep, adamw_piece
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, adamw8_piece
@@ -80,9 +80,9 @@ class Queues(Transfer):
 
     @abstractmethod
     def copy(self, queue: Queue, copies: Copies, *memory: Any) -> Transfer:
-        """Queue copies; a transfer that holds no memory, whose clock tells their time.
+        """Queue copies; their transfer holds no memory and has a clock.
 
-        ``memory``: ranges and others that the addresses belong to; kept where a stack may be closed before the copies.
+        ``memory``: what the addresses belong to, ranges and others; kept where a stack may be closed before.
         """
 
     def wait(self) -> None:
@@ -170,10 +170,10 @@ class LaneJob:
     numbers: dict[Slot, AdamWStep]
     sources: Ranges
     targets: Ranges
-    weight: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
+    weight: Tensor | None = None
+    gradient: Tensor | None = None
     gradient_kind: str | None = None
-    factor: torch.Tensor | None = None
+    factor: Tensor | None = None
     last_load: Transfer | None = None
 
 
@@ -192,7 +192,7 @@ class Wanted(NamedTuple):
     piece: Piece
     places: dict[str, slice]
 
-    def addresses(self, buffer: torch.Tensor) -> dict[str, int]:
+    def addresses(self, buffer: Tensor) -> dict[str, int]:
         base = buffer.data_ptr()
         return {kind: base + place.start for kind, place in self.places.items()}
 
@@ -201,14 +201,14 @@ class Filled(NamedTuple):
     """A buffer of the ring that is being filled from ranges as ``stamps`` tell, until it has ``arrived``."""
 
     wanted: Wanted
-    buffer: torch.Tensor
+    buffer: Tensor
     stamps: tuple[Stamp, ...]
     arrived: Transfer
 
 
 def update_part(
-    slot: Slot, part: Mapping[str, torch.Tensor], gradient: torch.Tensor, numbers: AdamWStep, *,
-    previous: torch.Tensor | None = None, factor: torch.Tensor | None = None, offset: int = 0,
+    slot: Slot, part: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, *, previous: Tensor | None = None,
+    factor: Tensor | None = None, offset: int = 0,
 ) -> None:  # fmt: skip
     """AdamW in place on a part of a parameter, which begins at element ``offset``, in the formats of its group.
 
@@ -227,11 +227,11 @@ def update_part(
         adamw_piece(weight, remainder, *moments, gradient, numbers, previous=previous, factor=factor)
 
 
-def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -> None:
+def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None:
     """AdamW in place on a piece, of which level 0 holds ``held``, bytes by kind, and what the job itself has there."""
     group, dtype = job.group, job.group.slots[0].dtype
 
-    def typed(kind: str, flat: torch.Tensor | None) -> torch.Tensor | None:
+    def typed(kind: str, flat: Tensor | None) -> Tensor | None:
         if flat is None:
             return None
         start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
@@ -256,13 +256,10 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, torch.Tensor]) -
 
 
 class Lane:
-    """Runs `LaneJob`s in the order of submission, through a ring of ``num_buffers`` that is cut from ``memory``.
-
-    Each has at least `smallest_buffer` of every group. ``stage`` is for ranges on a disk.
-    """
+    """Runs `LaneJob`s in order, through a ring of ``num_buffers``, each `smallest_buffer` or more, in ``memory``."""
 
     def __init__(
-        self, stack: VGPUStack, storage: Storage, memory: torch.Tensor, num_buffers: int, queues: Queues,
+        self, stack: VGPUStack, storage: Storage, memory: Tensor, num_buffers: int, queues: Queues,
         stage: Stage | None, worker: Worker,
     ) -> None:  # fmt: skip
         self._buffer_bytes = size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
@@ -273,7 +270,7 @@ class Lane:
         self._queues = queues
         self._stage = stage
         self._worker = worker
-        self._free: deque[tuple[torch.Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
+        self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
         self._expected: deque[Wanted] = deque()
         self._stored: dict[int, Transfer] = {}
@@ -371,7 +368,7 @@ class Lane:
         stored = self._stage.store(staged, job.targets, queues.mark(queues.states_out, long=True))
         return LaneEnd(computed, stored, stored if "weight" in on_disk(job.targets) else weights)
 
-    def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, torch.Tensor]:
+    def _far_memory(self, ranges: Ranges, staged: Staged | None) -> dict[str, Tensor]:
         """The host memory of those ``ranges`` that copies cannot reach."""
         found = {}
         for kind, reservation in on_disk(ranges).items():
@@ -383,7 +380,7 @@ class Lane:
                 found[kind] = staged.views[kind]
         return found
 
-    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, torch.Tensor]) -> Filled:
+    def _take(self, wanted: Wanted, sources: Ranges, memory: dict[str, Tensor]) -> Filled:
         """``wanted`` in a buffer: the one that was filled ahead, if that is still right."""
         if self._ahead:
             filled = self._ahead.popleft()
@@ -398,7 +395,7 @@ class Lane:
     def _stamps(self, wanted: Wanted, sources: Ranges) -> tuple[Stamp, ...]:
         return tuple(self._storage.ledger.stamp(sources[kind]) for kind in wanted.places)
 
-    def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, torch.Tensor]) -> Filled:
+    def _bring(self, wanted: Wanted, sources: Ranges, far: Mapping[str, Tensor]) -> Filled:
         """Start copying ``wanted`` up into the next buffer; ``far`` is the host memory of sources on a disk."""
         stamps = self._stamps(wanted, sources)
         buffer, emptied = self._free.popleft()
@@ -414,7 +411,7 @@ class Lane:
         return Filled(wanted, buffer, stamps, arrived)
 
     def _update(
-        self, job: LaneJob, piece: Piece, filled: Filled | None, targets: Ranges, far: Mapping[str, torch.Tensor]
+        self, job: LaneJob, piece: Piece, filled: Filled | None, targets: Ranges, far: Mapping[str, Tensor]
     ) -> Transfer:
         """Queue a piece's update, for which ``filled`` has what came up, and its copies to ``targets``; their end."""
         queues, held = self._queues, {} if filled is None else filled.wanted.addresses(filled.buffer)
@@ -434,7 +431,7 @@ class Lane:
         self._queues.run(self._queues.update, lambda: update_piece(job, piece, here))
 
     def _move(
-        self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, torch.Tensor],
+        self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, Tensor],
         memory: Any, *, up: bool,
     ) -> Transfer:  # fmt: skip
         """Queue a piece's copies between level 0 (``held``, in ``memory``) and ``ranges``, or what stands for them."""

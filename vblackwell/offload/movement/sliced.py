@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
@@ -25,11 +25,7 @@ from vblackwell.offload.movement.weights import WeightStreamer, changed_since_fo
 
 
 class SlicedLeaf(Mover):
-    """One weight that is computed with in slices.
-
-    ``wait_for_updates`` returns when the group's bytes in storage are those of the last step; ``before_gradient`` is
-    called when a gradient is about to come.
-    """
+    """One weight that is computed with in slices; the two calls are `step.StepControl`'s."""
 
     def __init__(
         self, shared: Shared, group: Group, num_rows: int, weights: WeightStreamer, gradients: GradientCollector,
@@ -51,7 +47,7 @@ class SlicedLeaf(Mover):
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def slices(self) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+    def slices(self) -> Generator[tuple[int, int, Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
         weights, lock = self._weights, self._room.lock
         with lock:
@@ -77,7 +73,7 @@ class SlicedLeaf(Mover):
                     ends.callback(weights.has_arrived, transfer)
                     ends.callback(weights.wait_for, transfer)
 
-    def _load(self, start: int) -> tuple[Reservation, torch.Tensor, Transfer]:
+    def _load(self, start: int) -> tuple[Reservation, Tensor, Transfer]:
         stored = self._storage.range(self.group, "weight")
         rows = self.slot.flat(stored.bytes).view(self.slot.shape)[start : start + self.num_rows]
         with torch.inference_mode(False):
@@ -105,7 +101,7 @@ class SlicedLeaf(Mover):
         if seen != self.version():
             raise changed_since_forward(self.group)
 
-    def give_gradients(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
+    def give_gradients(self, parts: Iterator[tuple[int, Tensor]]) -> None:
         """Send ``(first row, gradient rows)`` to host memory, all of them, in order."""
         lock = self._room.lock
         with lock:
@@ -125,7 +121,7 @@ class SlicedLinear(nn.Linear):
 
     _vb_leaf: SlicedLeaf | None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self._vb_leaf is None:
             return super().forward(input)
         return _Linear.apply(input, _anchor(self.weight, input), self._vb_leaf)  # type: ignore[return-value]
@@ -136,7 +132,7 @@ class SlicedEmbedding(nn.Embedding):
 
     _vb_leaf: SlicedLeaf | None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self._vb_leaf is None:
             return super().forward(input)
         padding = -1 if self.padding_idx is None else self.padding_idx
@@ -154,7 +150,7 @@ def swap_class(module: nn.Module, leaf: SlicedLeaf | None) -> None:
         object.__setattr__(module, "__class__", nn.Linear if isinstance(module, nn.Linear) else nn.Embedding)
 
 
-def _anchor(weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _anchor(weight: Tensor, input: Tensor) -> Tensor:
     """A scalar that makes the function part of the graph where the weight, which autograd does not see, is trained."""
     return torch.zeros((), device=input.device, requires_grad=weight.requires_grad)
 
@@ -163,7 +159,7 @@ class _Linear(torch.autograd.Function):
     """y_MN = x_MK W_NK^T, rows of W at a time."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaf: SlicedLeaf) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, leaf: SlicedLeaf) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x_MK = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -176,14 +172,14 @@ class _Linear(torch.autograd.Function):
         return y_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         (x_MK,) = ctx.saved_tensors
         leaf: SlicedLeaf = ctx.leaf
         leaf.check_version(ctx.version)
         dy_MN = gradients[0].reshape(-1, leaf.slot.shape[0])
-        dx_MK: torch.Tensor | None = None
+        dx_MK: Tensor | None = None
 
-        def parts() -> Generator[tuple[int, torch.Tensor], None, None]:
+        def parts() -> Generator[tuple[int, Tensor], None, None]:
             nonlocal dx_MK
             with closing(leaf.slices()) as slices:
                 for start, stop, w_nK in slices:
@@ -206,8 +202,8 @@ class _Embedding(torch.autograd.Function):
     """Rows of W by index, slice by slice: every token finds its row in exactly one."""
 
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, anchor: torch.Tensor, leaf: SlicedLeaf, padding: int) -> torch.Tensor:
-        out: torch.Tensor | None = None
+    def forward(ctx: Any, indices: Tensor, anchor: Tensor, leaf: SlicedLeaf, padding: int) -> Tensor:
+        out: Tensor | None = None
         with closing(leaf.slices()) as slices:
             for start, stop, rows in slices:
                 local = indices - start
@@ -220,13 +216,13 @@ class _Embedding(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
         (indices,) = ctx.saved_tensors
         leaf: SlicedLeaf = ctx.leaf
         total = leaf.slot.shape[0]
-        dense: Callable[..., torch.Tensor] = torch.ops.aten.embedding_dense_backward
+        dense: Callable[..., Tensor] = torch.ops.aten.embedding_dense_backward
 
-        def parts() -> Iterator[tuple[int, torch.Tensor]]:
+        def parts() -> Iterator[tuple[int, Tensor]]:
             for start in range(0, total, leaf.num_rows):
                 count = min(leaf.num_rows, total - start)
                 local = indices - start

@@ -37,6 +37,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
@@ -261,7 +262,7 @@ class Job:
     """One parameter's share of an update; equal where parameter and numbers are."""
 
     slot: Slot
-    step: torch.Tensor = field(compare=False)  # torch's fp32 scalar, counted up by the update
+    step: Tensor = field(compare=False)  # torch's fp32 scalar, counted up by the update
     hyper: Hyper
 
 
@@ -282,7 +283,7 @@ class EarlyUpdate:
 class LoadedWeights:
     group: Group
     reservation: Reservation
-    buffer: torch.Tensor
+    buffer: Tensor
     transfer: Transfer | None  # what brings or changes them; None: it was waited for
     storage_key: int  # of the buffer's storage
     pins: int = 0  # how many use them
@@ -296,7 +297,7 @@ class GradientBuffer:
 
     group: Group
     reservation: Reservation
-    bytes: torch.Tensor
+    bytes: Tensor
     expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
     leaving: bool = False
@@ -314,11 +315,11 @@ class GradientState:
     slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
     kind_queued: str = "gradient"  # what ``kind`` will be when the worker has done what is queued
     task: Outcome | None = None  # the worker's last that touches the gradient's range
-    level0_norms: dict[Slot, torch.Tensor] = field(default_factory=dict)  # that were taken there
+    level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
     # Of the worker.
     landed: dict[Slot, None] = field(default_factory=dict)  # that have one in the range of ``kind``
     kind: str = "gradient"  # in compute type; or "accumulated": the fp32 sum
-    norms: dict[Slot, torch.Tensor] = field(default_factory=dict)  # 2-norms of what has landed
+    norms: dict[Slot, Tensor] = field(default_factory=dict)  # 2-norms of what has landed
 
 
 @dataclass(eq=False)
@@ -438,10 +439,7 @@ FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
 
 
 def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
-    """What ``take`` gives; where it finds no room, the first of ``free_some`` that has something frees it.
-
-    Raises InsufficientMemory when none of them has anything left.
-    """
+    """What ``take`` gives; it is tried again as long as one of ``free_some`` has something to free, the first first."""
     while True:
         try:
             return take()

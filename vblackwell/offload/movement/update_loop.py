@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from typing import Any, List
 
 import torch
+from torch import Tensor
 
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
@@ -41,26 +42,26 @@ OTHER_THREADS = 3  # that are busy while updates run: two that launch the model'
 # outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
 # dead.
 def _adamw(
-    masters: List[torch.Tensor],
-    master_bits: List[torch.Tensor],
-    weight_bits: List[torch.Tensor],
-    gradients: List[torch.Tensor],
-    exp_avgs: List[torch.Tensor],
-    exp_avg_sqs: List[torch.Tensor],
-    factors: List[torch.Tensor],
-    steps: List[torch.Tensor],
+    masters: List[Tensor],
+    master_bits: List[Tensor],
+    weight_bits: List[Tensor],
+    gradients: List[Tensor],
+    exp_avgs: List[Tensor],
+    exp_avg_sqs: List[Tensor],
+    factors: List[Tensor],
+    steps: List[Tensor],
     numbers: List[List[float]],
-    half: torch.Tensor,
-    wide: torch.Tensor,
-    bits: torch.Tensor,
-    high_bits: torch.Tensor,
-    master: List[torch.Tensor],
-    gradient: List[torch.Tensor],
-    exp_avg: List[torch.Tensor],
-    exp_avg_sq: List[torch.Tensor],
-    step: List[torch.Tensor],
+    half: Tensor,
+    wide: Tensor,
+    bits: Tensor,
+    high_bits: Tensor,
+    master: List[Tensor],
+    gradient: List[Tensor],
+    exp_avg: List[Tensor],
+    exp_avg_sq: List[Tensor],
+    step: List[Tensor],
 ) -> None:
-    none: List[torch.Tensor] = []
+    none: List[Tensor] = []
     for index in range(len(masters)):
         total, most = masters[index].numel(), wide.numel()
         scaled = factors[index].numel() > 0
@@ -88,7 +89,7 @@ def _adamw(
                 weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
 
 
-def _sum(sums: List[torch.Tensor], firsts: List[torch.Tensor], addends: List[torch.Tensor], wide: torch.Tensor) -> None:
+def _sum(sums: List[Tensor], firsts: List[Tensor], addends: List[Tensor], wide: Tensor) -> None:
     for index in range(len(sums)):
         total, most = sums[index].numel(), wide.numel()
         begins, adds = firsts[index].numel() > 0, addends[index].numel() > 0
@@ -170,7 +171,7 @@ class Scratch(threading.local):
         self.of = {_adamw: [half, wide, wide.view(torch.int32), high_bits, *boxes], _sum: [wide]}
 
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 Stretch = tuple[Tensors, tuple[Any, ...]]  # of one parameter: tensors that are cut alike, and the rest
 _NONE = torch.empty(0)
 
@@ -185,10 +186,9 @@ class Loop:
         self._scratch = Scratch()
 
     def run(self) -> None:
-        """Do it in parts; each thread takes the next when it is done.
+        """Do it in parts, of which each thread takes the next when it is done; on return no thread is at work any more.
 
-        Returns, or raises what an operation raised or an interrupt, when no thread is at work any more. After a failure
-        some of what was added is done and the rest not.
+        Nor is one where it raises; then some of what was added is done and the rest not.
         """
         compiled(self._function)  # once, before threads ask for it together
         pool, count = _pool()
@@ -247,9 +247,8 @@ class MasterLoop(Loop):
     _function = staticmethod(_adamw)
 
     def add(
-        self, master: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor, step: torch.Tensor, factor: torch.Tensor | None, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float,
+        self, master: Tensor, weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
+        factor: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     ) -> None:  # fmt: skip
         """One AdamW step in place; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
 
@@ -265,11 +264,8 @@ class MasterLoop(Loop):
 class SumLoop(Loop):
     _function = staticmethod(_sum)
 
-    def add(self, total: torch.Tensor, first: torch.Tensor | None, addend: torch.Tensor | None) -> None:
-        """``total``, (n,) fp32 where the others are narrower, becomes ``first`` plus ``addend``.
-
-        Without ``first`` it is added to, without ``addend`` it is a copy.
-        """
+    def add(self, total: Tensor, first: Tensor | None, addend: Tensor | None) -> None:
+        """``total``, (n,) fp32 or of their type, becomes ``first`` (None: what it was) plus ``addend`` (None: 0)."""
         tensors = [total, *(_NONE if each is None else each for each in (first, addend))]
         self._added.append((tensors, ()))
 
@@ -288,15 +284,14 @@ def _fused_adamw(
 
 
 def update_master(
-    master: torch.Tensor, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor,
-    step: torch.Tensor, hyper: Hyper,
-) -> None:  # fmt: skip
+    master: Tensor, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, step: Tensor, hyper: Hyper
+) -> None:
     """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
     _fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
     round_from_fp32(master, weight)
 
 
-def flat_of(slot: Slot, gradient: torch.Tensor, kind: str) -> torch.Tensor:
+def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:
     """The flat gradient of ``slot`` in the group's range of ``kind``."""
     return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
 
@@ -308,9 +303,9 @@ class UndoLog:
         self.memory = memory
         self._jobs = jobs
         self._steps: Tensors = []
-        self._ranges: dict[str, torch.Tensor] = {}
+        self._ranges: dict[str, Tensor] = {}
 
-    def keep(self, opened: dict[str, torch.Tensor]) -> None:
+    def keep(self, opened: dict[str, Tensor]) -> None:
         self._steps = [job.step.clone() for job in self._jobs]
         parts = self.memory.bytes.split([flat.numel() for flat in opened.values()])
         self._ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
@@ -338,16 +333,13 @@ class Updater:
         self._loop = MasterLoop()
 
     @cached_property
-    def _wide(self) -> torch.Tensor:
+    def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
     def update(
-        self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: torch.Tensor | None, undo: UndoLog | None
+        self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None
     ) -> None:
-        """One AdamW step for ``jobs`` of ``group``, with gradients times the fp32 scalar ``factor``.
-
-        fp32 gradients are multiplied where they are, as torch's clipping does.
-        """
+        """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does."""
         opened = {kind: self._storage.open(group, kind) for kind in updated_kinds(group, self._storage)}
         gradient = self._storage.open(group, gradient_kind)
         if undo is not None:
@@ -365,7 +357,7 @@ class Updater:
         self._storage.close_range(group, gradient_kind, gradient, store=factor is not None)
 
     def _update_whole(
-        self, jobs: Sequence[Job], opened: dict[str, torch.Tensor], gradient: torch.Tensor, factor: torch.Tensor | None
+        self, jobs: Sequence[Job], opened: dict[str, Tensor], gradient: Tensor, factor: Tensor | None
     ) -> None:
         """All fp32: one call for all parameters that share their numbers."""
         for hyper in dict.fromkeys(job.hyper for job in jobs):
@@ -376,9 +368,7 @@ class Updater:
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
             _fused_adamw(weights, gradients, *moments, [job.step for job in same], hyper)
 
-    def _update_chunked(
-        self, job: Job, opened: dict[str, torch.Tensor], source: torch.Tensor, factor: torch.Tensor | None
-    ) -> None:
+    def _update_chunked(self, job: Job, opened: dict[str, Tensor], source: Tensor, factor: Tensor | None) -> None:
         """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""
         slot, hyper = job.slot, job.hyper
         weight = slot.flat(opened["weight"])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.kernels.optimizer.adamw import AdamWStep
@@ -51,9 +51,7 @@ class HostUpdates(Mover):
         self._forgiven = Counter[int | None]()  # failures of the worker when all gradients were last given up
         self._broken = False  # an update of a step that came has failed, while others of it may have been made
 
-    def start_early(
-        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
-    ) -> EarlyUpdate | None:
+    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
         undo = None
         if not final:
@@ -82,7 +80,7 @@ class HostUpdates(Mover):
         state.version -= 1
 
     @defer_sigint()
-    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+    def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
         self._queue(group, jobs, factor, None)
         self._states[group].update_is_queued()
 
@@ -104,7 +102,7 @@ class HostUpdates(Mover):
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
 
-    def _queue(self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: UndoLog | None) -> None:
+    def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None) -> None:
         self._weights.invalidate(group)
         state = self._states[group]
         state.update_end = self._worker.submit(
@@ -114,7 +112,7 @@ class HostUpdates(Mover):
         state.gradient.task = state.update_end
 
     def _update(
-        self, group: Group, jobs: list[Job], factor: torch.Tensor | None, undo: UndoLog | None, load: Transfer | None,
+        self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None, load: Transfer | None,
         forgiven: int,
     ) -> None:  # fmt: skip
         """``forgiven``: failures of the group's tasks that concern no gradient of this update."""
@@ -189,7 +187,7 @@ class DeviceUpdates(Mover):
         # Updated under the next forward even where they could be right after their backward.
         self.deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
-        self._due: dict[Group, tuple[list[Job], torch.Tensor | None]] = {}  # with the factor of gradients
+        self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
         self._trace = AccessTrace()  # of early updates
         self._expecting = False
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
@@ -208,9 +206,7 @@ class DeviceUpdates(Mover):
             self._lane.expect([self._groups[index] for index in self._trace.last_pass])
             self._lane.pump()
 
-    def start_early(
-        self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool
-    ) -> EarlyUpdate | None:
+    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
         self._unlock_group(group)
         self.sweep()
@@ -245,7 +241,7 @@ class DeviceUpdates(Mover):
 
     def _queue(
         self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
-        gradient: torch.Tensor | None, factor: torch.Tensor | None,
+        gradient: Tensor | None, factor: Tensor | None,
     ) -> LaneEnd:  # fmt: skip
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, sources = None, self._storage.own_ranges(group)
@@ -304,7 +300,7 @@ class DeviceUpdates(Mover):
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
-    def update(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> None:
+    def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
         """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
         self._start_due(group)  # of another step, whose turn is first
         self._due[group] = jobs, factor

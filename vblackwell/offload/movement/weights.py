@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import StaleTensor, VBError
 from vblackwell.memory.cache.entry import USE_COUNT
@@ -28,15 +29,15 @@ from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Share
 class SavedTensor(NamedTuple):
     """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     version: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+    def of(cls, tensor: Tensor) -> SavedTensor:
         """Detached: the graph of an operator that saves its output would hold itself where no backward comes."""
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
-    def unchanged(self) -> torch.Tensor:
+    def unchanged(self) -> Tensor:
         """The tensor again; raises RuntimeError, as torch says it, where it was written to since."""
         if self.tensor._version != self.version:
             raise RuntimeError(
@@ -82,7 +83,7 @@ class WeightStreamer(Mover):
         again, self._latest = self._latest is group, group
         return again
 
-    def pin(self, group: Group) -> torch.Tensor:
+    def pin(self, group: Group) -> Tensor:
         """The bytes of a loaded group, not dropped until `unpin`."""
         loaded = self._of(group)
         loaded.pins += 1
@@ -92,7 +93,7 @@ class WeightStreamer(Mover):
         """End of `pin`. The bytes stay until room is needed."""
         self._of(group).pins -= 1
 
-    def buffer(self, group: Group) -> torch.Tensor:
+    def buffer(self, group: Group) -> Tensor:
         return self._of(group).buffer
 
     def _of(self, group: Group) -> LoadedWeights:
@@ -134,10 +135,7 @@ class WeightStreamer(Mover):
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def load(self, group: Group) -> None:
-        """Start to load ``group``, which is not on level 0, with the bytes that are in storage by then.
-
-        Raises InsufficientMemory where everything on level 0 is in use.
-        """
+        """Start to load ``group``, which is not on level 0, as it is in storage by then; raises `Level0Room.no_room`."""
         self._room.sweep_updates()
         with torch.inference_mode(False):
             reservation = self._room.reserve(
@@ -236,10 +234,9 @@ class WeightStreamer(Mover):
             pass
 
     def hold(self) -> list[Group]:
-        """Load the groups of a frozen model that stay, keep their bytes in place until `let_go`, and drop idle others.
+        """Load a frozen model's groups that stay, which it returns, hold them until `let_go`, and drop idle others.
 
-        Returns those that are held; `buffer` has their bytes. Raises InsufficientMemory, and holds none, where one
-        finds no room.
+        Holds none where one finds no room (InsufficientMemory).
         """
         for loaded in list(self._by_storage.values()):
             if loaded.pins == 0 and loaded.group.index not in self.staying:
@@ -270,10 +267,7 @@ class WeightStreamer(Mover):
         self.drop(group)
 
     def lock(self, group: Group, *, arriving: bool = False) -> LoadedWeights | None:
-        """The group's loaded bytes, for an update in place until `unlock`; None: not there, or others hold them too.
-
-        ``arriving``: they may still be on their way.
-        """
+        """The group's loaded (or ``arriving``) bytes, for an update in place; None: not there, or others hold them."""
         loaded = self._states[group].loaded
         if loaded is None or loaded.pins or (loaded.transfer is not None and not arriving):
             return None
@@ -308,7 +302,7 @@ class WeightStreamer(Mover):
 
     # -- what backward reads -------------------------------------------------------------------------------------------
 
-    def find(self, tensor: torch.Tensor) -> LoadedWeights | None:
+    def find(self, tensor: Tensor) -> LoadedWeights | None:
         """In whose buffer ``tensor`` lies, if in any."""
         if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
             return None
@@ -324,7 +318,7 @@ class WeightStreamer(Mover):
                 found += slots[index].param._version
         return self._states[group].version, found
 
-    def pack(self, tensor: torch.Tensor) -> PackedView | None:
+    def pack(self, tensor: Tensor) -> PackedView | None:
         """A reference to replace ``tensor`` by while autograd keeps it; None if it is not in a loaded buffer."""
         loaded = self.find(tensor)
         if loaded is None:
@@ -338,7 +332,7 @@ class WeightStreamer(Mover):
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
 
-    def view(self, packed: PackedView) -> torch.Tensor:
+    def view(self, packed: PackedView) -> Tensor:
         """What `pack` was given again; its group is loaded."""
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
