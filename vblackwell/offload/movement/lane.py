@@ -149,7 +149,7 @@ class WorkerQueues(Queues):
             for copy in copies:
                 ctypes.memmove(*copy)
 
-        self.run(queue, partial(work, [each.bytes if isinstance(each, Reservation) else each for each in memory]))
+        self.run(queue, partial(work, [each.view() if isinstance(each, Reservation) else each for each in memory]))
         return self.mark(queue)
 
 

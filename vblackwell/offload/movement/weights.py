@@ -135,7 +135,7 @@ class WeightStreamer(Mover):
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def load(self, group: Group) -> None:
-        """Start to load ``group``, which is not on level 0, as it is in storage by then; raises `Level0Room.no_room`."""
+        """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
         self._room.sweep_updates()
         with torch.inference_mode(False):
             reservation = self._room.reserve(
