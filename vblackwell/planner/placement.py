@@ -1,9 +1,8 @@
-"""Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted, and the best is
-a frozen plan.
+"""Which way of training fits a machine and is the fastest: enumerated, pruned by arithmetic, predicted by the caller
+(`vblackwell.planner.forecast`), and the best is a frozen plan.
 
-What is predicted, and how, is the caller's (`vblackwell.planner.forecast`): this module knows choices, bounds and order
-alone. Where bytes live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does
-change numbers (8-bit states, a micro-batch other than the user's) is tried only where the `Space` allows it.
+Where bytes live changes no bit of a run; recomputing may round otherwise where it uses other kernels. What does change
+numbers (8-bit states, a micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class Space:
             one = Choice("resident", batch, count, checkpointing, states=states)
             if "resident" in self.placements:
                 yield one
-            for activations, update in product(self.activations, self.updates):
-                waits_somewhere = activations == "level0" or checkpointing
-                if "streamed" in self.placements and waits_somewhere and (states == "fp32" or update == "level0"):
-                    yield replace(one, placement="streamed", activations=activations, update=update)
+            if "streamed" in self.placements:
+                for activations, update in product(self.activations, self.updates):
+                    if (activations == "level0" or checkpointing) and (states == "fp32" or update == "level0"):
+                        yield replace(one, placement="streamed", activations=activations, update=update)
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Choice:
     Attributes:
         checkpointing: blocks are computed again in backward. states: format of AdamW's moments.
         update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters that is updated on the
-            host.
-        activations: where checkpoints' inputs wait: 'level0' or 'host'.
+            host. activations: where checkpoints' inputs wait: 'level0' or 'host'.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
             there may take of it; decided when the choice is predicted.
     """
@@ -88,28 +86,29 @@ class Choice:
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
-        words = [self.placement, f"{self.batch_size}{forwards} sequences"]
-        words += ["checkpointing"] if self.checkpointing else []
-        words += [f"{self.states} states"] if self.states != "fp32" else []
-        if self.placement == "streamed":
-            home = {"level0": "AdamW on level 0", "home": "AdamW on the CPU"}
-            words.append(home.get(str(self.update), f"{self.update} of AdamW on the CPU"))
-            words += ["checkpoints in RAM"] if self.activations == "host" else []
-            words += [f"{format_bytes(self.resident_bytes)} kept there"] if self.resident_bytes else []
-        return ", ".join(words)
+        streamed = self.placement == "streamed"
+        home = {"level0": "AdamW on level 0", "home": "AdamW on the CPU"}
+        words = [
+            self.placement,
+            f"{self.batch_size}{forwards} sequences",
+            "checkpointing" if self.checkpointing else "",
+            f"{self.states} states" if self.states != "fp32" else "",
+            home.get(str(self.update), f"{self.update} of AdamW on the CPU") if streamed else "",
+            "checkpoints in RAM" if streamed and self.activations == "host" else "",
+            f"{format_bytes(self.resident_bytes)} kept there" if streamed and self.resident_bytes else "",
+        ]
+        return ", ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice is expected to take.
+    """What a choice is expected to take in one optimizer step of ``tokens``.
 
     Attributes:
-        gpu, gpu_p99: bytes that the GPU's allocator reserves: expected, and to plan for. Without a GPU: of the arena.
-        host, disk: bytes. waiting: of checkpoints' inputs in RAM, part of ``host``. disk_written: bytes a step.
-        step_seconds: of one optimizer step of ``tokens``. clipped_seconds: of one that clips, where that is another.
-        busy: share of the step in which each lane works. disk_hidden_from: tokens a step from which the disk costs
-            nothing.
-        threads: bytes of RAM that the disk level's threads hold, in addition to ``host``, which is the RAM level's.
+        gpu, gpu_p99: bytes that the GPU's allocator reserves (without a GPU: of the arena): expected, and to plan for.
+        host, disk: bytes. waiting: of checkpoints' inputs, part of ``host``. threads: of the disk level, in addition.
+        busy: share of the step in which each lane works. clipped_seconds: of a step that clips, where that is another.
+        disk_written: bytes a step. disk_hidden_from: tokens a step from which the disk costs nothing.
     """
 
     gpu: int

@@ -30,16 +30,17 @@ _SPAN = 1 << 60  # addresses of an expandable segment: more than any GPU has
 _POOL_GAP = 16 * GiB
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A range of a segment: allocated, free, or (expandable segments) not mapped."""
 
-    __slots__ = ("address", "size", "small", "allocated", "mapped", "previous", "next")
-
-    def __init__(self, address: int, size: int, small: bool, mapped: bool = True) -> None:
-        self.address, self.size, self.small, self.mapped = address, size, small, mapped
-        self.allocated = False
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    address: int
+    size: int
+    small: bool
+    mapped: bool = True
+    allocated: bool = False
+    previous: Block | None = None
+    next: Block | None = None
 
 
 def round_size(num_bytes: int) -> int:
@@ -104,12 +105,10 @@ class CachingAllocator:
     def _best_fit(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
         index = bisect_left(free, (size,))
-        if index == len(free):
-            return None
         if self.expandable:  # leave the block that could still grow to those who need more than there is
             while index + 1 < len(free) and _could_become(free[index + 1][2]) < _could_become(free[index][2]):
                 index += 1
-        return free.pop(index)[2]
+        return free.pop(index)[2] if index < len(free) else None
 
     def _put(self, block: Block) -> None:
         insort(self._free[block.small], (block.size, block.address, block))

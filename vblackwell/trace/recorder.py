@@ -187,6 +187,7 @@ class StorageLog:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.events: list[int] = []
+        self.live_bytes = 0
         self._alive: dict[int, tuple[int, Any]] = {}  # by address: number and weak reference
 
     def add(self, num_bytes: int) -> int:
@@ -194,10 +195,12 @@ class StorageLog:
         index = len(self.sizes)
         self.sizes.append(num_bytes)
         self.events.append(index)
+        self.live_bytes += num_bytes
         return index
 
     def free(self, index: int) -> None:
         self.events.append(~index)
+        self.live_bytes -= self.sizes[index]
 
     def see(self, tensor: Tensor) -> int:
         """The number of the storage of ``tensor``, which is noted if it is new."""
@@ -227,6 +230,7 @@ class StorageLog:
         alive = [storage for _, seen in self._alive.values() if (storage := seen()) is not None]
         for each in (self._alive, self.sizes, self.events):
             each.clear()
+        self.live_bytes = 0
         for storage in alive:
             self._watch(storage, self.add(storage.nbytes()))
 
@@ -249,7 +253,6 @@ class StoragesWithBytes(TorchDispatchMode):
         super().__init__()
         self.log = StorageLog()
         self.max_bytes, self.refusal = max_bytes, refusal
-        self._live_bytes = self._counted = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -259,16 +262,8 @@ class StoragesWithBytes(TorchDispatchMode):
         return out
 
     def see(self, tensor: Tensor) -> None:
-        if tensor.device.type == "meta":
-            return
-        self.log.see(tensor)
-        for event in self.log.events[self._counted :]:
-            self._live_bytes += self.log.sizes[event] if event >= 0 else -self.log.sizes[~event]
-        self._counted = len(self.log.events)
-        if self._live_bytes > self.max_bytes:
-            raise InsufficientMemory(self.refusal, needed_bytes=self._live_bytes, available_bytes=self.max_bytes)
-
-    def forget_past(self) -> None:
-        """As the log's."""
-        self.log.forget_past()
-        self._live_bytes = self._counted = 0
+        if tensor.device.type != "meta":
+            self.log.see(tensor)
+        live = self.log.live_bytes
+        if live > self.max_bytes:
+            raise InsufficientMemory(self.refusal, needed_bytes=live, available_bytes=self.max_bytes)

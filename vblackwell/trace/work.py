@@ -181,17 +181,17 @@ _CAUSAL = {
 }  # fmt: skip
 
 
-def _rows(x: Tensor) -> int:
+def rows_of(x: Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
 
 def _products(x: Tensor, weights: Iterable[Tensor]) -> float:
-    return 2.0 * _rows(x) * sum(each.numel() for each in weights)
+    return 2.0 * rows_of(x) * sum(each.numel() for each in weights)
 
 
 _OWN: dict[str, Callable[..., float]] = {
-    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: 2.0 * _rows(x) * n * k,
-    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: 2.0 * _rows(dy) * n * k,
+    "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: 2.0 * rows_of(x) * n * k,
+    "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: 2.0 * rows_of(dy) * n * k,
     "shared_input_linears": lambda x, weights: _products(x, weights),
     "shared_input_linears_dx": lambda dys, weights: _products(dys[0], weights),
     "swiglu_linear": lambda gate, up, weight, wanted: _products(gate, [weight]) if wanted else 0.0,

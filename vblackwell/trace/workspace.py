@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.machine.gpus import NUM_SMS
+from vblackwell.trace.work import rows_of
 from vblackwell.units import align_up
 
 CUBLAS = {
@@ -158,12 +159,8 @@ def _sum(num_sms: int, x: Tensor, dims: Any = None, *rest: Any) -> int:
     return reduction_bytes(reduced, x.numel() // max(1, reduced), num_sms)
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
-
-
 def _normed_input(x: Tensor) -> int:
-    return x.numel() * x.element_size() + 4 * _rows(x)  # and the norm's scale of each row, or a gradient of that size
+    return x.numel() * x.element_size() + 4 * rows_of(x)  # and the norm's scale of each row, or a gradient of that size
 
 
 CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/linears.py
@@ -171,7 +168,7 @@ CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/linears.py
 
 def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
     """A chunk's normed input and ``inner`` products of the inner width."""
-    rows = _rows(x)
+    rows = rows_of(x)
     count = max(1, -(-rows * len(gate) * x.element_size() // CHUNK_BYTES))
     chunk = min(rows, align_up(-(-rows // count), ROW_STEP))
     return chunk * ((x.shape[-1] + inner * len(gate)) * x.element_size() + 4)
@@ -192,7 +189,7 @@ FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for 
 
 _FORMULAS: dict[str, Callable[..., int]] = {
     "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: (
-        n * k * x.element_size() if _rows(x) > FUSED_FP4_ROWS else 0
+        n * k * x.element_size() if rows_of(x) > FUSED_FP4_ROWS else 0
     ),
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

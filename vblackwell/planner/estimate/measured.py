@@ -137,7 +137,7 @@ class _Record:
     def see_weights(self, model: nn.Module) -> None:
         """The model is made; a factory may have had its weights before, or have them from a file."""
         if self._on_cpu is not None:
-            self._on_cpu.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
+            self.log.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
             for tensor in [*model.parameters(), *model.buffers()]:
                 self._on_cpu.see(tensor)
 
