@@ -14,10 +14,8 @@ from vblackwell.trace.meta_answers import MetaAnswers
 aten = torch.ops.aten
 
 
-class Asking:
+class Asking(MetaAnswers):
     """Every operator runs, and nothing of it is known again."""
-
-    known = None
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)

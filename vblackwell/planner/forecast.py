@@ -19,22 +19,10 @@ from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.machine.limits import disk_thread_bytes
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
+from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step
 from vblackwell.offload.layout.groups import Formats, Group, find_groups, num_elements, range_bytes, supports
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
-from vblackwell.offload.layout.placement import (
-    AHEAD,
-    CUDA_GROUPS,
-    MAX_LOCKED,
-    MAX_RESIDENT,
-    NEWEST,
-    RING_GROUPS,
-    RING_SHARE,
-    StreamingOptions,
-    groups_kept,
-    passing_bytes,
-    state_bytes,
-)
 from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of, peak_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
@@ -52,6 +40,7 @@ GRADIENTS_LEAVING = 2  # gradients of the largest group on level 0: one is made 
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 PLENTY = 1 << 50
+ANY_RATES = assumed_rates(find_gpu("H200"))  # for bytes alone
 
 
 @dataclass(frozen=True)
@@ -235,7 +224,7 @@ class Forecast:
         found = forecast_step(
             self.model(choice.checkpointing),
             [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else []),
-            StreamingOptions(
+            layout.StreamingOptions(
                 update=choice.update,
                 weight_bytes=choice.weight_bytes,
                 resident_bytes=choice.resident_bytes,
@@ -287,21 +276,21 @@ class Forecast:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
-        passing = max((passing_bytes(group) for group in groups if group.trainable()), default=0)
-        ring = 0 if choice.update == "home" else min(int(RING_GROUPS * passing), int(free * RING_SHARE))
-        slack = min((GRADIENTS_LEAVING + MAX_LOCKED) * largest, free // 3)
+        passing = max((layout.passing_bytes(group) for group in groups if group.trainable()), default=0)
+        ring = 0 if choice.update == "home" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
+        slack = min((GRADIENTS_LEAVING + layout.MAX_LOCKED) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
-        left, for_residents = free - ring - slack, int(MAX_RESIDENT * free) - ring
+        left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
         keeps = choice.update != "home" and not self.machine.undo
-        few = min(whole, CUDA_GROUPS * largest)
-        turn = groups_kept(groups[:TURN_GROUPS], min(left - few, for_residents)) if keeps else []
-        resident = sum(state_bytes(group) for group in turn)
+        few = min(whole, layout.CUDA_GROUPS * largest)
+        turn = layout.groups_kept(groups[:TURN_GROUPS], min(left - few, for_residents)) if keeps else []
+        resident = sum(layout.state_bytes(group) for group in turn)
         loaded = whole - sum(group.num_bytes for group in turn)
         weights = max(1, min(left - resident, loaded))
         if keeps and left - resident > loaded:
-            states = sum(state_bytes(group) for group in groups) - whole
-            kept = groups_kept(groups, max(0, min(left - whole, for_residents, states)))
-            resident = max(resident, sum(state_bytes(group) for group in kept))
+            states = sum(layout.state_bytes(group) for group in groups) - whole
+            kept = layout.groups_kept(groups, max(0, min(left - whole, for_residents, states)))
+            resident = max(resident, sum(layout.state_bytes(group) for group in kept))
         needed = free if resident > 0 else min(free, ring + slack + weights + 2 * largest)
         return replace(choice, level0_bytes=needed, weight_bytes=weights, resident_bytes=resident)
 
@@ -311,7 +300,7 @@ class Forecast:
         gradient = max((p.numel() * p.element_size() for p in parameters if p.requires_grad), default=0)
         found = peak_with_gradients(trace, 0.0) + gradient
         if choice.activations == "host":
-            found -= max(0, self._num_blocks(choice) - NEWEST - AHEAD) * self._input_bytes(choice)
+            found -= max(0, self._num_blocks(choice) - layout.NEWEST - layout.AHEAD) * self._input_bytes(choice)
         return max(gradient, found)
 
     def _num_blocks(self, choice: Choice) -> int:
@@ -375,7 +364,7 @@ def estimate_offload(
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
     room = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
     host = max(host_bytes // 2, host_bytes - disk_thread_bytes()) if disk_bytes else host_bytes
-    machine = Machine(Bounds(room, host, disk_bytes), rates or _any_rates())
+    machine = Machine(Bounds(room, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
     space = Space(
@@ -402,11 +391,6 @@ def estimate_offload(
     )
 
 
-def _any_rates() -> Rates:
-    """For bytes alone."""
-    return assumed_rates(find_gpu("H200"))
-
-
 def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForecast) -> int:
     """What segments hold beyond a streamed run's step and the groups that come and go: five small decoders on an H200
     reserved 7 % more to 7 % less than with this, 5 to 13 % more than without.
@@ -424,7 +408,7 @@ def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForec
 
 def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
     """The GPU below which nothing trains this model, and what sets it; None: one of ``gpu_bytes`` streams it."""
-    forecast = Forecast(run, Machine(Bounds(0, PLENTY), _any_rates()))
+    forecast = Forecast(run, Machine(Bounds(0, PLENTY), ANY_RATES))
     context = context_bytes(run.capability) + RUNTIME_BYTES
     nothing, choice = Trace((), (), (), (), 0, 0), Choice("streamed", 1, 1, run.checkpointing)
     room, lacking = gpu_bytes - context, None

@@ -9,6 +9,7 @@ what touches tensors with bytes) runs as always.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,23 +22,27 @@ _PLAIN_ARGUMENTS = (int, float, bool, str, type(None), torch.dtype, torch.device
 _Recipe = Callable[[Any], Any]
 
 
+@dataclass(slots=True)
 class Known:
     """A call that was seen before: how to answer it (None: it must be asked again), and what a caller notes of it."""
 
-    __slots__ = ("recipe", "notes")
-
-    def __init__(self, recipe: _Recipe | None) -> None:
-        self.recipe, self.notes = recipe, dict[Any, Any]()
+    recipe: _Recipe | None
+    notes: dict[Any, Any] = field(default_factory=dict)
 
 
-class MetaAnswers:
+class MetaAnswers(TorchDispatchMode):
     """Calls operators, and remembers. ``known``: of the last call, the same for all calls of equal operator, shapes,
     strides, offsets, types and other arguments; None where these do not say everything.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._known: dict[Any, Known] = {}
         self.known: Known | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.known = None
@@ -58,18 +63,6 @@ class MetaAnswers:
             out = func(*args, **kwargs) if known.recipe is None else known.recipe(args)
         self.known = known
         return out
-
-
-class Answering(TorchDispatchMode):
-    """All operators inside are answered by ``answers``."""
-
-    def __init__(self, answers: MetaAnswers) -> None:
-        super().__init__()
-        self.answers = answers
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self.answers.call(func, args, kwargs or {})
 
 
 def _without_bytes(value: Any) -> bool:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
-from vblackwell.trace.meta_answers import Answering
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
@@ -30,6 +29,7 @@ CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_lo
 MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
+MakeBatch = Callable[[], Any]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -118,7 +118,7 @@ def refuse_frozen(model: nn.Module) -> None:
 
 def trace_training(
     model: nn.Module,
-    make_batch: Callable[[], Any],
+    make_batch: MakeBatch,
     loss: Loss,
     make_optimizer: MakeOptimizer | None,
     *,
@@ -147,7 +147,7 @@ def trace_training(
             masquerade.item_read = recorder.read
             _see_weights(recorder, model)
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-            with Answering(recorder.answers):
+            with recorder.answers:
                 head = last_module_with_weights(model, make_batch, loss)
             with _watching(head, recorder):
                 model.zero_grad(set_to_none=True)
@@ -177,7 +177,7 @@ def trace_training(
 
 
 def trace_forward(
-    model: nn.Module, make_batch: Callable[[], Any], loss: Loss, capability: tuple[int, int] = (8, 0)
+    model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int] = (8, 0)
 ) -> tuple[Work, ...]:
     """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is
     issued as one, without the host's time between them: decoding replays most of it as a graph.
@@ -214,12 +214,7 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
 
 
 def _run_step(
-    recorder: Recorder,
-    masquerade: CudaOnMeta,
-    model: nn.Module,
-    make_batch: Callable[[], Any],
-    loss: Loss,
-    optimizer: torch.optim.Optimizer | None,
+    recorder: Recorder, masquerade: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
 ) -> None:
     recorder.enter_phase("forward")
     batch = make_batch()
@@ -301,7 +296,7 @@ def weighted_calls(model: nn.Module, forward: Callable[[], Any]) -> list[tuple[s
 _known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
 
 
-def last_module_with_weights(model: nn.Module, make_batch: Callable[[], Any], loss: Loss) -> nn.Module | None:
+def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss) -> nn.Module | None:
     """The head: what the forward calls last; models of one class with the same modules are asked once."""
     modules = dict(model.named_modules())
     key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
