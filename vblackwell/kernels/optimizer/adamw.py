@@ -54,45 +54,27 @@ class AdamWStep:
             raise ValueError(f"AdamW at step {self.step}: steps count from 1; count up before the update")
 
     @property
-    def bias_correction1(self) -> float:
-        return 1 - self.beta1 ** float(self.step)
-
-    @property
-    def bias_correction2_root(self) -> float:
-        return math.sqrt(1 - self.beta2 ** float(self.step))
-
-    @property
     def step_size(self) -> float:
-        return self.lr / self.bias_correction1
-
-    @property
-    def decay(self) -> float:
-        """What weights are multiplied by. Without weight decay torch skips the product; one by 1 changes nothing."""
-        return 1 - self.lr * self.weight_decay
+        return self.lr / (1 - self.beta1 ** float(self.step))
 
     @functools.cached_property
     def words(self) -> tuple[int, ...]:
-        """fp32 bits of (decay, 1 - beta1, beta2, 1 - beta2, bias_correction2_root, eps, -step_size), a kernel's
-        arguments.
+        """fp32 bits of (what weights are multiplied by, 1 - beta1, beta2, 1 - beta2, the root of the second bias
+        correction, eps, -step_size), a kernel's arguments.
         """
-        numbers = (self.decay, 1 - self.beta1, self.beta2, 1 - self.beta2, self.bias_correction2_root, self.eps)
-        return struct.unpack("<7i", struct.pack("<7f", *numbers, -self.step_size))
+        decay = 1 - self.lr * self.weight_decay  # torch skips a product by 1, which changes nothing
+        root = math.sqrt(1 - self.beta2 ** float(self.step))
+        numbers = (decay, 1 - self.beta1, self.beta2, 1 - self.beta2, root, self.eps, -self.step_size)
+        return struct.unpack("<7i", struct.pack("<7f", *numbers))
 
 
 @dataclass(frozen=True)
 class Order:
-    """How torch's fused CPU AdamW rounds here.
+    """How torch's fused CPU AdamW rounds here, in the vector and in the scalar loop."""
 
-    Attributes:
-        width: elements of a vector; the last ``n % width`` of a tensor are done by the scalar loop.
-        lerp: whether m + w (g - m) is one fused multiply-add, in the vector and in the scalar loop.
-        square: v beta2 + (w g) g, in the vector and in the scalar loop: 0 plain, 1 the first product fused into the
-            sum, 2 the second.
-    """
-
-    width: int
-    lerp: tuple[bool, bool]
-    square: tuple[int, int]
+    width: int  # elements of a vector; the last ``n % width`` of a tensor are done by the scalar loop
+    lerp: tuple[bool, bool]  # whether m + w (g - m) is one fused multiply-add
+    square: tuple[int, int]  # v beta2 + (w g) g: 0 plain, 1 the first product fused into the sum, 2 the second
 
     def tail_start(self, n: int) -> int:
         """First element of the scalar loop."""
@@ -129,10 +111,10 @@ def torch_order() -> Order:
     for row in range(len(g)):
         _fused(torch.ones(31), gradient[row], exp_avg[row], exp_avg_sq[row], numbers)
     # For each place, the one form that gives all 256 results.
-    lerp = [[kind for kind, form in enumerate(lerps) if torch.equal(form[:, 0], exp_avg[:, i])] for i in range(31)]
-    square = [
-        [kind for kind, form in enumerate(squares) if torch.equal(form[:, 0], exp_avg_sq[:, i])] for i in range(31)
-    ]
+    lerp, square = (
+        [[kind for kind, form in enumerate(forms) if torch.equal(form[:, 0], found[:, i])] for i in range(31)]
+        for forms, found in ((lerps, exp_avg), (squares, exp_avg_sq))
+    )
     for width in (1, 4, 8, 16):
         start = 31 - 31 % width
         if all(
@@ -141,9 +123,8 @@ def torch_order() -> Order:
         ):
             return Order(width, (lerp[0] == [1], lerp[-1] == [1]), (square[0][0], square[-1][0]))
     raise Unsupported(
-        f"torch {torch.__version__} rounds AdamW on this CPU ({torch.backends.cpu.get_cpu_capability()}) "
-        "in a way that the "
-        f"kernel does not know (lerp {lerp}, square {square}): update on the CPU instead"
+        f"torch {torch.__version__} rounds AdamW on this CPU ({torch.backends.cpu.get_cpu_capability()}) in a way that"
+        f" the kernel does not know (lerp {lerp}, square {square}): update on the CPU instead"
     )
 
 
@@ -175,10 +156,8 @@ def block_sums(values: Tensor, out: Tensor) -> None:
     whole = len(values) // BLOCK
     if whole:
         out[:whole] = _sums_of_whole_blocks(values[: whole * BLOCK])
-    if len(values) > whole * BLOCK:
-        last = torch.zeros(BLOCK)
-        last[: len(values) - whole * BLOCK] = values[whole * BLOCK :]
-        out[whole:] = _sums_of_whole_blocks(last)
+    if rest := len(values) % BLOCK:
+        out[whole:] = _sums_of_whole_blocks(torch.nn.functional.pad(values[-rest:], (0, BLOCK - rest)))
 
 
 def _sums_of_whole_blocks(values: Tensor) -> Tensor:
@@ -196,31 +175,11 @@ def _halve(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
-def _norm_cpu(sums: Tensor) -> Tensor:
-    """sqrt of the sum of all block sums, in double and in one order; fp32 scalar."""
-    rows = -(-len(sums) // _NORM_LANES)
-    padded = torch.zeros(rows * _NORM_LANES, dtype=torch.float64)
-    padded[: len(sums)] = sums
-    total = torch.zeros(_NORM_LANES, dtype=torch.float64)
-    for row in padded.view(rows, _NORM_LANES):
-        total += row
-    return _halve(total).sqrt().float()
-
-
 def _summed(gradient: Tensor, previous: Tensor | None, scratch: Tensor) -> Tensor:
     """fp32 values of ``previous`` + ``gradient``; the gradient itself where that is all there is to it."""
     if previous is None:
         return gradient if gradient.dtype == torch.float32 else scratch.copy_(gradient)
     return scratch.copy_(previous).add_(gradient)
-
-
-def _square_sums_cpu(gradient: Tensor, out: Tensor, previous: Tensor | None) -> None:
-    scratch = torch.empty(min(CHUNK, len(gradient)))
-    for start in range(0, len(gradient), CHUNK):
-        part = slice(start, start + CHUNK)
-        source = gradient[part]
-        values = _summed(source, None if previous is None else previous[part], scratch[: len(source)])
-        block_sums(values, out[start // BLOCK : (start + CHUNK) // BLOCK])
 
 
 @torch.no_grad()
@@ -240,8 +199,8 @@ def _piece_cpu(
     bits, rounded = (torch.empty(size if remainder is not None else 0, dtype=torch.int32) for _ in range(2))
     for start in range(0, len(weight), CHUNK):
         part = slice(start, start + CHUNK)
-        source, count = gradient[part], len(gradient[part])
-        values = _summed(source, None if previous is None else previous[part], scratch[:count])
+        count = len(gradient[part])
+        values = _summed(gradient[part], None if previous is None else previous[part], scratch[:count])
         if sums is not None:
             block_sums(values, sums[start // BLOCK : (start + CHUNK) // BLOCK])
         if factor is not None:
@@ -272,7 +231,14 @@ def _kernel(
     return kernel(FILES, entry, macros(weight, GRADIENTS[gradient], PREVIOUS[previous]), device)
 
 
-def check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+FP32 = (torch.float32,)
+
+
+def check(
+    tensor: Tensor | None, name: str, shape: Sequence[int], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor is None:
+        return
     if tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}; "
@@ -280,16 +246,11 @@ def check(tensor: Tensor, name: str, shape: torch.Size, dtypes: tuple[torch.dtyp
         )
 
 
-FP32 = (torch.float32,)
-
-
 def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> None:
     n, device = gradient.numel(), gradient.device
-    check(gradient, "gradient", torch.Size((n,)), tuple(GRADIENTS), device)
-    if previous is not None:
-        check(previous, "previous", gradient.shape, (torch.bfloat16, torch.float32), device)
-    if sums is not None:
-        check(sums, "square_sums", torch.Size((-(-n // BLOCK),)), FP32, device)
+    check(gradient, "gradient", (n,), tuple(GRADIENTS), device)
+    check(previous, "previous", (n,), (torch.bfloat16, torch.float32), device)
+    check(sums, "square_sums", (-(-n // BLOCK),), FP32, device)
     if n > MAX_ELEMENTS:
         raise ValueError(f"a piece of {n} elements: at most {MAX_ELEMENTS} at once, cut it at a multiple of {BLOCK}")
 
@@ -348,22 +309,17 @@ def adamw_piece(
     check_gradients(gradient, previous, square_sums)
     device, shape = gradient.device, gradient.shape
     check(weight, "weight", shape, FP32 if remainder is None else (torch.bfloat16,), device)
-    if remainder is not None:
-        check(remainder, "remainder", shape, (torch.int16,), device)
+    check(remainder, "remainder", shape, (torch.int16,), device)
     check(exp_avg, "exp_avg", shape, FP32, device)
     check(exp_avg_sq, "exp_avg_sq", shape, FP32, device)
     check_factor(factor, device)
     if device.type != "cuda":
         _piece_cpu(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous, factor, square_sums)
-        return
-    n = shape[0]
-    if n == 0:
-        return
-    tail_start = torch_order().tail_start(n)
-    compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
-    tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
-    args = (*tensors, n, tail_start, aligned(*tensors[:6]), *numbers.words)
-    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
+    elif n := shape[0]:
+        compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
+        tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
+        args = (*tensors, n, torch_order().tail_start(n), aligned(*tensors[:6]), *numbers.words)
+        compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
 
 
 class Addresses(NamedTuple):
@@ -403,14 +359,17 @@ def _launcher(weight: int, gradient: torch.dtype, previous: torch.dtype | None, 
 def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None) -> None:
     """The sums of squares that `adamw_piece` gives, written to ``out`` to the same bits, without an update."""
     check_gradients(gradient, previous, out)
-    if gradient.device.type != "cuda":
-        _square_sums_cpu(gradient, out, previous)
-        return
     n = len(gradient)
-    if n == 0:
-        return
-    compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)
-    compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(gradient, previous)))
+    if gradient.device.type != "cuda":
+        scratch = torch.empty(min(CHUNK, n))
+        for start in range(0, n, CHUNK):
+            part = slice(start, start + CHUNK)
+            count = len(gradient[part])
+            values = _summed(gradient[part], None if previous is None else previous[part], scratch[:count])
+            block_sums(values, out[start // BLOCK : (start + CHUNK) // BLOCK])
+    elif n:
+        compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)
+        compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(gradient, previous)))
 
 
 def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
@@ -419,7 +378,11 @@ def norm_of(square_sums_list: Sequence[Tensor]) -> Tensor:
     """
     sums = square_sums_list[0] if len(square_sums_list) == 1 else torch.cat(list(square_sums_list))
     if sums.device.type != "cuda":
-        return _norm_cpu(sums)
+        padded = torch.nn.functional.pad(sums.double(), (0, -len(sums) % _NORM_LANES))
+        total = torch.zeros(_NORM_LANES, dtype=torch.float64)
+        for row in padded.view(len(padded) // _NORM_LANES, _NORM_LANES):
+            total += row
+        return _halve(total).sqrt().float()
     out = torch.empty((), device=sums.device)
     compiled = _kernel("block_norm", 0, torch.float32, None, sums.device)
     compiled.launch((1, 1, 1), THREADS, THREADS * 8, (sums, out, sums.numel()))

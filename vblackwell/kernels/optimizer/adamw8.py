@@ -88,9 +88,7 @@ def decode_moments(codes1: Tensor, scales1: Tensor, codes2: Tensor, scales2: Ten
 def _scales(values: Tensor, most: float) -> tuple[Tensor, Tensor]:
     """Of ``values`` >= 0: each block's scale, and for each element what it is multiplied by to be a code's value."""
     n = len(values)
-    padded = torch.zeros(-(-n // SCALE_BLOCK) * SCALE_BLOCK)
-    padded[:n] = values
-    largest = padded.view(-1, SCALE_BLOCK).amax(1)
+    largest = torch.nn.functional.pad(values, (0, -n % SCALE_BLOCK)).view(-1, SCALE_BLOCK).amax(1)
     some = largest >= SMALLEST
     up = torch.where(some, torch.full((), most) / largest, 0.0)
     return torch.where(some, largest / torch.full((), most), 0.0), up.repeat_interleave(SCALE_BLOCK)[:n]
@@ -108,39 +106,7 @@ def encode_moments(
     return codes1.to(torch.uint8), scales1, codes2.to(torch.uint8), scales2
 
 
-@torch.no_grad()
-def _piece_cpu(
-    weight: Tensor,
-    remainder: Tensor | None,
-    codes1: Tensor,
-    scales1: Tensor,
-    codes2: Tensor,
-    scales2: Tensor,
-    gradient: Tensor,
-    numbers: AdamWStep,
-    previous: Tensor | None,
-    factor: Tensor | None,
-    sums: Tensor | None,
-    counter: tuple[int, int],
-    offset: int,
-) -> None:
-    for start in range(0, len(weight), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        blocks = slice(start // SCALE_BLOCK, (start + _CHUNK) // SCALE_BLOCK)
-        g = gradient[part].float()
-        if previous is not None:
-            g = previous[part].float() + g
-        if sums is not None:
-            adamw.block_sums(g, sums[start // adamw.BLOCK : (start + _CHUNK) // adamw.BLOCK])
-        if factor is not None:
-            g = g * factor
-        states = codes1[part], scales1[blocks], codes2[part], scales2[blocks]
-        _update(
-            weight[part], None if remainder is None else remainder[part], states, g, numbers, counter, offset + start
-        )
-
-
-def _update(
+def _update_cpu(
     weight: Tensor,
     remainder: Tensor | None,
     states: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -183,9 +149,8 @@ def macros(weight: int, gradient: torch.dtype, previous: torch.dtype | None) -> 
 @functools.cache
 def _kernel(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Kernel:
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise Unsupported(
-            f"{device} is older than sm_80, which AdamW with 8-bit moments needs: update on the CPU instead"
-        )
+        needed = "which AdamW with 8-bit moments needs"
+        raise Unsupported(f"{device} is older than sm_80, {needed}: update on the CPU instead")
     return kernel(FILES, "adamw8", macros(weight, gradient, previous), device)
 
 
@@ -228,38 +193,38 @@ def adamw8_piece(
         Unsupported: a GPU before sm_80, or no NVRTC.
     """
     adamw.check_gradients(gradient, previous, square_sums)
-    device, shape = gradient.device, gradient.shape
-    n, blocks = shape[0], torch.Size((-(-shape[0] // SCALE_BLOCK),))
-    narrow = (torch.bfloat16,)
-    adamw.check(weight, "weight", shape, narrow if remainder is not None else (*narrow, *adamw.FP32), device)
-    if remainder is not None:
-        adamw.check(remainder, "remainder", shape, (torch.int16,), device)
-    for name, codes, scales in (
-        ("exp_avg", exp_avg_codes, exp_avg_scales),
-        ("exp_avg_sq", exp_avg_sq_codes, exp_avg_sq_scales),
-    ):
-        adamw.check(codes, f"{name}_codes", shape, (torch.uint8,), device)
-        adamw.check(scales, f"{name}_scales", blocks, adamw.FP32, device)
+    device, (n,) = gradient.device, gradient.shape
+    masters = () if remainder is not None else adamw.FP32
+    adamw.check(weight, "weight", (n,), (torch.bfloat16, *masters), device)
+    adamw.check(remainder, "remainder", (n,), (torch.int16,), device)
+    states = exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales
+    for name, codes, scales in (("exp_avg", *states[:2]), ("exp_avg_sq", *states[2:])):
+        adamw.check(codes, f"{name}_codes", (n,), (torch.uint8,), device)
+        adamw.check(scales, f"{name}_scales", (-(-n // SCALE_BLOCK),), adamw.FP32, device)
     adamw.check_factor(factor, device)
     if offset < 0 or offset % adamw.BLOCK or offset >> 32 != (offset + max(n, 1) - 1) >> 32:
         raise ValueError(
             f"{n} elements at offset {offset}: pieces start at multiples of {adamw.BLOCK} and do not cross one of 2^32"
         )
-    states = exp_avg_codes, exp_avg_scales, exp_avg_sq_codes, exp_avg_sq_scales
     if device.type != "cuda":
         counter = counter_words(seed, numbers.step)
-        _piece_cpu(weight, remainder, *states, gradient, numbers, previous, factor, square_sums, counter, offset)
-        return
-    if n == 0:
-        return
-    kind = _SPLIT if remainder is not None else _FP32 if weight.dtype == torch.float32 else _STOCHASTIC
-    tensors = (weight, remainder, *states, gradient, previous, factor, square_sums)
-    args = (
-        *tensors,
-        n,
-        adamw.aligned(weight, remainder, exp_avg_codes, exp_avg_sq_codes, gradient, previous),
-        *counter_args(seed, numbers.step, offset),
-        *numbers.words,
-    )
-    compiled = _kernel(kind, gradient.dtype, adamw.dtype_of(previous), device)
-    compiled.launch((-(-n // adamw.BLOCK), 1, 1), adamw.THREADS, 64, args)
+        with torch.no_grad():
+            for start in range(0, n, _CHUNK):
+                part, blocks = (slice(start // unit, (start + _CHUNK) // unit) for unit in (1, SCALE_BLOCK))
+                g = gradient[part].float()
+                if previous is not None:
+                    g = previous[part].float() + g
+                if square_sums is not None:
+                    adamw.block_sums(g, square_sums[start // adamw.BLOCK : (start + _CHUNK) // adamw.BLOCK])
+                if factor is not None:
+                    g = g * factor
+                low = None if remainder is None else remainder[part]
+                moments = exp_avg_codes[part], exp_avg_scales[blocks], exp_avg_sq_codes[part], exp_avg_sq_scales[blocks]
+                _update_cpu(weight[part], low, moments, g, numbers, counter, offset + start)
+    elif n:
+        kind = _SPLIT if remainder is not None else _FP32 if weight.dtype == torch.float32 else _STOCHASTIC
+        tensors = (weight, remainder, *states, gradient, previous, factor, square_sums)
+        whole = adamw.aligned(weight, remainder, exp_avg_codes, exp_avg_sq_codes, gradient, previous)
+        args = (*tensors, n, whole, *counter_args(seed, numbers.step, offset), *numbers.words)
+        compiled = _kernel(kind, gradient.dtype, adamw.dtype_of(previous), device)
+        compiled.launch((-(-n // adamw.BLOCK), 1, 1), adamw.THREADS, 64, args)
