@@ -50,26 +50,23 @@ def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     work = parent / f"{key}.{secrets.token_hex(4)}{SUFFIX}"
     try:
         descriptor = make_work_folder(work)
-        for leftover in parent.glob(f"*{SUFFIX}"):
-            if leftover != work:
-                remove_if_abandoned(leftover)
-    except DiskError as error:
-        raise DiskError(f"{error}; or set XDG_CACHE_HOME to a folder with room") from error
-    try:
-        build(work)
-        _sync(work)
         try:
-            os.rename(work, final)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            for leftover in parent.glob(f"*{SUFFIX}"):
+                if leftover != work:
+                    remove_if_abandoned(leftover)
+            build(work)
+            _sync(work)
+            try:
+                os.rename(work, final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            os.close(descriptor)
     except OSError as error:
-        raise DiskError(
-            f"{disk_error('writing the cache', work, error)}; or set XDG_CACHE_HOME to a folder with room"
-        ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        os.close(descriptor)
+        failed = disk_error("writing the cache", work, error)
+        raise DiskError(f"{failed}; or set XDG_CACHE_HOME to a folder with room") from error
     return final
 
 

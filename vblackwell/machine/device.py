@@ -23,10 +23,8 @@ def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
     """Raises Unsupported where a launcher started several processes."""
     size = environment.get("WORLD_SIZE", "1")
     if size.strip() not in ("", "1"):
-        raise Unsupported(
-            f"WORLD_SIZE is {size}: this version trains in one process on one GPU; start `vb train` without a "
-            "launcher, or unset it"
-        )
+        what = "this version trains in one process on one GPU"
+        raise Unsupported(f"WORLD_SIZE is {size}: {what}; start `vb train` without a launcher, or unset it")
 
 
 def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
@@ -45,8 +43,7 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
         if gpus:
             say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU")
         return torch.device("cpu")
-    reason = why_no_cuda(gpus)
-    if reason is not None:
+    if reason := why_no_cuda(gpus):
         raise Unsupported(f"{reason}; or compute on the CPU with --device cpu")
     for index in range(1, torch.cuda.device_count()):
         say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version computes on one GPU")
@@ -58,8 +55,8 @@ def avoid_fragmentation() -> None:
     """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation. In a
     streamed step a sixth of what is reserved in fixed segments lies idle.
     """
-    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -80,9 +77,6 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     if device.type != "cuda":
         return None
     return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
-
-
-# -- the type that is computed in --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -37,17 +37,11 @@ def settle_cpu_kernels() -> None:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """RAM that this process may use.
+    """RAM that this process may use."""
 
-    Attributes:
-        total_bytes: of the machine, or of the tightest cgroup where that is less.
-        available_bytes: what can still be taken without swapping or being killed.
-        limited_by: ``'machine'`` or the cgroup directory whose limit is the tighter one.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    limited_by: str
+    total_bytes: int  # of the machine, or of the tightest cgroup where that is less
+    available_bytes: int  # what can still be taken without swapping or being killed
+    limited_by: str  # 'machine' or the cgroup directory whose limit is the tighter one
 
 
 @dataclass(frozen=True)
@@ -85,11 +79,8 @@ def memory_facts(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/c
     facts = MemoryFacts(machine.total, machine.available, "machine")
     for folder, limit, usage in _cgroup_limits(proc, cgroup_root):
         available = max(0, limit - usage)
-        facts = MemoryFacts(
-            min(facts.total_bytes, limit),
-            min(facts.available_bytes, available),
-            str(folder) if available < facts.available_bytes else facts.limited_by,
-        )
+        tightest = str(folder) if available < facts.available_bytes else facts.limited_by
+        facts = MemoryFacts(min(facts.total_bytes, limit), min(facts.available_bytes, available), tightest)
     return facts
 
 
@@ -123,18 +114,13 @@ def _text(path: Path) -> str | None:
 
 
 def disk_facts(path: str | os.PathLike[str]) -> DiskFacts:
-    """Free space (for this user) and file system of an existing ``path``; raises ConfigurationError where there is
-    none.
-    """
+    """Free space (for this user) and file system of a ``path``; raises ConfigurationError where there is none."""
     buffer = (ctypes.c_long * 64)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), ctypes.byref(buffer)):
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), ctypes.byref(buffer)):
         reason = os.strerror(ctypes.get_errno())
         raise ConfigurationError(f"disk path {os.fspath(path)}: {reason}; give an existing directory on a disk")
-    magic = buffer[0] & 0xFFFFFFFF
-    status = os.statvfs(path)
-    name = FILE_SYSTEMS.get(magic, f"unknown (0x{magic:x})")
-    return DiskFacts(Path(path), status.f_bavail * status.f_frsize, name)
+    magic, status = buffer[0] & 0xFFFFFFFF, os.statvfs(path)
+    return DiskFacts(Path(path), status.f_bavail * status.f_frsize, FILE_SYSTEMS.get(magic, f"unknown (0x{magic:x})"))
 
 
 def is_wsl() -> bool:
@@ -165,7 +151,7 @@ def numa_node_of_pci(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
 
 
 def numa_node_of_cuda(device: torch.device) -> int | None:
-    """The NUMA node of a CUDA device that torch uses; None where the system does not tell."""
+    """As `numa_node_of_pci`, of a CUDA device that torch uses."""
     return numa_node_of_pci(_pci_of_cuda(device))
 
 
@@ -192,14 +178,12 @@ def list_gpus() -> list[GPUFacts]:
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle).busId
-                major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-                name, sizes = nvml.nvmlDeviceGetName(handle), (int(memory.total), int(memory.free))
-                versions = (driver, (cuda // 1000, cuda % 1000 // 10))
-                gpu = GPUFacts(index, name, *sizes, (major, minor), place, *versions, numa_node_of_pci(place))
+                name, capability = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
             except nvml.NVMLError as error:
                 warnings.warn(f"GPU {index} is left out: the NVIDIA driver says {error} of it", stacklevel=2)
-            else:
-                found.append(gpu)
+                continue
+            what = (index, name, int(memory.total), int(memory.free), tuple(capability), place)
+            found.append(GPUFacts(*what, driver, (cuda // 1000, cuda % 1000 // 10), numa_node_of_pci(place)))
         return found
     finally:
         nvml.nvmlShutdown()
@@ -214,17 +198,23 @@ def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
 
 def gpu_bytes_left(device: torch.device) -> int:
     """What torch may still allocate on a GPU: what is free there, cut to the cap of this process."""
-    allocated = torch.cuda.memory_allocated(device)
-    idle = torch.cuda.memory_reserved(device) - allocated
-    total = torch.cuda.get_device_properties(device).total_memory
+    allocated, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(torch.cuda.mem_get_info(device)[0] + idle, cap - allocated))
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(0, min(free + torch.cuda.memory_reserved(device) - allocated, cap - allocated))
 
 
 def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     """None where torch can use a GPU; else one sentence: what was found, what is needed, and the remedy."""
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        return _why_not_this_gpu()
+    if torch.version.cuda is not None and torch.cuda.is_available():  # with kernels for the first GPU?
+        arches = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+        major, minor = torch.cuda.get_device_capability(0)
+        if not arches or major * 10 + minor >= min(arches):
+            return None
+        return (
+            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels from"
+            f" sm_{min(arches)} on only: install an older torch"
+        )
     gpus = list_gpus() if gpus is None else gpus
     if not gpus:
         return "no NVIDIA GPU, or no NVIDIA driver, was found"
@@ -240,18 +230,6 @@ def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return f"{found}, but CUDA_VISIBLE_DEVICES hides it: unset the variable"
     return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
-
-
-def _why_not_this_gpu() -> str | None:
-    """CUDA works: does this torch have kernels for the first GPU?"""
-    arches = [int(arch[3:].rstrip("af")) for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
-    major, minor = torch.cuda.get_device_capability(0)
-    if arches and major * 10 + minor < min(arches):
-        return (
-            f"found {torch.cuda.get_device_name(0)} (sm_{major}{minor}), but torch {torch.__version__} has kernels from"
-            f" sm_{min(arches)} on only: install an older torch"
-        )
-    return None
 
 
 class HardwareDetector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from vblackwell.errors import ConfigurationError, nearest
@@ -66,41 +67,27 @@ _LINK_BYTES = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 def _read(line: str) -> KnownGPU:
     name, size, capability, num_sms, half, fp32, memory, link, peer = line.rsplit(None, 8)
     major, minor = capability.split(".")
-    # H200 and B200 are sold in units of 10^9 bytes, the others in 2^30.
-    unit = 10**9 if int(size) in (141, 180) else GiB
+    unit = 10**9 if int(size) in (141, 180) else GiB  # in which H200 and B200 are sold, and the others
     which = (name.strip(), int(size) * unit, (int(major), int(minor)), int(num_sms))
-    return KnownGPU(
-        *which,
-        half_flops=float(half) * 1e12,
-        fp32_flops=float(fp32) * 1e12,
-        memory_bytes_per_second=float(memory) * 1e9,
-        link_bytes=_LINK_BYTES[int(link)],
-        nvlink_bytes=float(peer) * 1e9,
-    )
+    rates = (float(half) * 1e12, float(fp32) * 1e12, float(memory) * 1e9)
+    return KnownGPU(*which, *rates, _LINK_BYTES[int(link)], float(peer) * 1e9)
 
 
 GPUS: dict[str, KnownGPU] = {gpu.name: gpu for gpu in map(_read, _TABLE.strip().splitlines())}
 
 
 def find_gpu(name: str) -> KnownGPU:
-    """The card called ``name``, whatever its case, spaces and vendor words; else ConfigurationError with the nearest
-    name.
-    """
+    """The card called ``name``, whatever its case and spaces; else ConfigurationError with the nearest name."""
     wanted = _plain(name)
     for gpu in GPUS.values():
         if _plain(gpu.name) == wanted:
             return gpu
-    near = nearest(name, GPUS) or nearest(wanted.upper(), GPUS) or _of_that_number(wanted)
+    numbers = re.findall(r"\d+", wanted)[:1]  # as in '4090ti'
+    meant = [f"; did you mean {each!r}?" for each in GPUS if numbers and numbers[0] in each.split()]
+    near = nearest(name, GPUS) or nearest(wanted.upper(), GPUS) or "".join(meant[:1])
     raise ConfigurationError(
         f"GPU {name!r} is not in the table{near}; known: {', '.join(GPUS)}; or give --gpu-memory alone"
     )
-
-
-def _of_that_number(wanted: str) -> str:
-    """The card that is meant by its number, as in '4090ti'."""
-    number = "".join(each if each.isdigit() else " " for each in wanted).split()[:1]
-    found = [each for each in GPUS if number and number[0] in each.split()]
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def _words(name: str) -> list[str]:
@@ -113,9 +100,7 @@ def _plain(name: str) -> str:
 
 
 def known_as(driver_name: str) -> KnownGPU | None:
-    """The card of the table that a driver calls so, e.g. 'NVIDIA H100 80GB HBM3'; None where no card's words are all in
-    it.
-    """
+    """The card whose words are all in a driver's name, e.g. 'NVIDIA H100 80GB HBM3'; None where there is none."""
     words = set(_words(driver_name))
     found = [gpu for gpu in GPUS.values() if set(_words(gpu.name)) <= words]
     return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)

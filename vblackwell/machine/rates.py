@@ -36,41 +36,30 @@ DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a
 
 @dataclass(frozen=True)
 class Rates:
-    """Operations, bytes and parameters a second.
+    """Operations, bytes and parameters a second; what follows ``source`` may not have been measured."""
 
-    Attributes:
-        matmul_half, matmul_fp32: FLOP/s of large matrix products in bf16 (fp16 where there is none) and in fp32.
-        memory: bytes/s of the GPU's memory, read and written.
-        up, down, up_both, down_both: bytes/s of the link to and from it, alone and at once.
-        cpu_adamw: parameters/s that the CPU updates while the link is busy.
-        issue_seconds: what the host takes to issue one operator.
-        source: where the numbers are from, for people.
-        disk_read, disk_write: bytes/s of the disk level's disk.
-        group_issues, home_group_issues: what the host does for a streamed layer group's forward, backward and update,
-            in operators; where the group is updated on level 0, and on the host.
-        busy_issues, loop_issues, read_issues: how many times `issue_seconds` one operator takes while the CPU updates,
-            one in an optimizer's loop over its parameters, and reading a number that the GPU has made; 1: not measured.
-        adds_per_update: parameters whose gradients of two micro-batches the CPU adds up while it would update one.
-    """
-
-    matmul_half: float
+    matmul_half: float  # FLOP/s of large matrix products in bf16 (fp16 where there is none)
     matmul_fp32: float
-    memory: float
-    up: float
-    down: float
-    up_both: float
+    memory: float  # bytes/s of the GPU's memory, read and written
+    up: float  # bytes/s of the link to the GPU alone,
+    down: float  # from it,
+    up_both: float  # and of both at once
     down_both: float
-    cpu_adamw: float
-    issue_seconds: float = ISSUE_SECONDS
-    source: str = "measured"
-    disk_read: float = DISK_BYTES_PER_SECOND
+    cpu_adamw: float  # parameters/s that the CPU updates while the link is busy
+    issue_seconds: float = ISSUE_SECONDS  # what the host takes to issue one operator
+    source: str = "measured"  # where the numbers are from, for people
+    disk_read: float = DISK_BYTES_PER_SECOND  # bytes/s of the disk level's disk
     disk_write: float = DISK_BYTES_PER_SECOND
+    # What the host does for a streamed layer group's forward, backward and update, in operators; where the group is
+    # updated on level 0, and on the host.
     group_issues: float = GROUP_ISSUES
     home_group_issues: float = GROUP_ISSUES
+    # How many times `issue_seconds` one operator takes while the CPU updates, one in an optimizer's loop over its
+    # parameters, and reading a number that the GPU has made; 1: not measured.
     busy_issues: float = 1.0
     loop_issues: float = 1.0
     read_issues: float = 1.0
-    adds_per_update: float = ADDS_PER_UPDATE
+    adds_per_update: float = ADDS_PER_UPDATE  # parameters whose gradients the CPU adds up while it would update one
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,9 +70,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:
-        """What `as_dict` gave. Raises ValueError where a rate without a default is missing, or one is not a number
-        above 0.
-        """
+        """What `as_dict` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
         names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:
             value = values.get(name)
@@ -94,18 +81,9 @@ class Rates:
 
 def assumed_rates(gpu: KnownGPU) -> Rates:
     """What a card's data sheet lets expect, with the shares that an H200 reaches of its own."""
-    link = gpu.link_bytes
-    return Rates(
-        matmul_half=HALF_SHARE * gpu.half_flops,
-        matmul_fp32=FP32_SHARE * gpu.fp32_flops,
-        memory=MEMORY_SHARE * gpu.memory_bytes_per_second,
-        up=LINK_SHARE * link,
-        down=LINK_SHARE * link,
-        up_both=BOTH_SHARE * link,
-        down_both=BOTH_SHARE * link,
-        cpu_adamw=CPU_ADAMW,
-        source=f"data sheet of {gpu.name}",
-    )
+    alone, both = LINK_SHARE * gpu.link_bytes, BOTH_SHARE * gpu.link_bytes
+    computing = (HALF_SHARE * gpu.half_flops, FP32_SHARE * gpu.fp32_flops, MEMORY_SHARE * gpu.memory_bytes_per_second)
+    return Rates(*computing, alone, alone, both, both, CPU_ADAMW, source=f"data sheet of {gpu.name}")
 
 
 # -- rates that were measured on this machine: a file for each GPU and disk in the cache -------------------------------
