@@ -25,12 +25,10 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 @dataclass
 class _Pair:
-    """sets (2, counters); the capture that they belong to; which the next launch counts in; what the last one used."""
-
-    sets: Tensor
-    capture: int
-    turn: int = 0
-    used: int = 0
+    sets: Tensor  # (2, counters)
+    capture: int  # that they belong to
+    turn: int = 0  # the set that the next launch counts in
+    used: int = 0  # counters of the last one
 
 
 _pairs: dict[tuple[torch.device, int, bool], _Pair] = {}
@@ -40,10 +38,8 @@ _lock = threading.Lock()
 @contextmanager
 def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the
-    current stream.
-
-    Launches that use them belong within the context, so that threads that share a stream come in the order of their
-    sets; if one fails, these counters are not used again.
+    current stream, for launches within the context: threads that share a stream come in the order of their sets. If one
+    fails, these counters are not used again.
     """
     stream, capture = _place(device)
     key = (device, stream, capture != 0)
@@ -83,9 +79,8 @@ class _Memory:
                 torch.cuda.empty_cache()  # which may hold what the driver lacks
                 result = in_context(device, allocate)
         check_driver(result, f"{4 * words} bytes of counters")
-        self.__cuda_array_interface__ = {
-            "shape": (words,), "typestr": "<i4", "data": (address.value, False), "version": 3,
-        }  # fmt: skip
+        place = {"data": (address.value, False), "version": 3}
+        self.__cuda_array_interface__ = {"shape": (words,), "typestr": "<i4"} | place
 
 
 def _zeros(length: int, device: torch.device) -> Tensor:

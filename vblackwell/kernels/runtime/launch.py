@@ -36,14 +36,10 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _STATIC_SHARED_BYTES = 48 * 1024  # more must be asked for
 
-# -- the driver --------------------------------------------------------------------------------------------------------
-
 
 @functools.lru_cache
 def driver() -> ctypes.PyDLL:
-    """The CUDA driver for calls that end at once: the interpreter's lock is held, instead of waiting for it a hundred
-    times.
-    """
+    """The CUDA driver for calls that end at once: the interpreter's lock is held."""
     found = ctypes.PyDLL("libcuda.so.1")
     found.cuMemcpyAsync.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     found.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -72,10 +68,8 @@ def check_driver(result: int, what: str) -> None:
 
 
 def in_context(device: torch.device, call: Callable[[], int]) -> int:
-    """The result of a driver's ``call``, made once more where this thread has no context yet.
-
-    CUDA's runtime gives a thread the primary context with its first call that needs one; PyTorch's allocator may hand
-    out memory without such a call, so in a new thread ours can be the first.
+    """The result of a driver's ``call``, made once more where this thread has no context yet: CUDA's runtime gives it
+    one with its first call that needs one, but in a new thread ours can be the first.
     """
     result = call()
     if result == _INVALID_CONTEXT:
@@ -89,9 +83,7 @@ def in_context(device: torch.device, call: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def outside_capture(device: torch.device, what: str) -> Iterator[None]:
-    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise; ``what`` names
-    it in errors.
-    """
+    """Inside, this thread may allocate and load, which would end the capture of a CUDA graph otherwise."""
     mode = ctypes.c_int(_RELAXED)
     exchange = lambda: driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # noqa: E731
     check_driver(in_context(device, exchange), f"{what} outside a graph's capture")
@@ -118,18 +110,14 @@ class Launch(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
+        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint)),
+        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)),
     ]
 
 
+Grid = tuple[int, int, int]
+Argument = Tensor | int | float | None
 _OVERLAP = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 class Kernel:
@@ -163,16 +151,14 @@ class Kernel:
             self._shared_bytes = shared_bytes
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, args: Sequence[Tensor | int | float | None],
-        weight: Sequence[Tensor] = (),
-    ) -> None:  # fmt: skip
+        self, grid: Grid, threads: int, shared_bytes: int, args: Sequence[Argument], weight: Sequence[Tensor] = ()
+    ) -> None:
         """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits.
 
         ``weight``: those of ``args`` that the kernel reads before it waits for the one ahead of it.
         """
         key = (threads, shared_bytes, len(args))
-        launcher = self._launchers.get(key)
-        if launcher is None:
+        if (launcher := self._launchers.get(key)) is None:
             launcher = self._launchers[key] = Launcher(self, *key)
         values = [arg.data_ptr() if isinstance(arg, Tensor) else float_bits(arg) if isinstance(arg, float) else arg or 0
                   for arg in args]  # fmt: skip
@@ -186,9 +172,7 @@ def float_bits(value: float) -> int:
 
 
 class Launcher:
-    """A kernel with a fixed block and ``num_parameters`` parameters of 4 or 8 bytes, launched by addresses. From any
-    thread.
-    """
+    """A kernel with a fixed block and so many parameters of 4 or 8 bytes, launched by addresses; from any thread."""
 
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
         kernel.allow_shared(shared_bytes)
@@ -199,9 +183,9 @@ class Launcher:
         self._launch = Launch((1, 1, 1), (threads, 1, 1), shared_bytes, None, _OVERLAP, 0)
         self._lock = threading.Lock()
 
-    def __call__(self, grid: tuple[int, int, int], values: Sequence[int], stream: int, overlap: bool = True) -> None:
-        """Queue a launch of ``values`` (addresses and 32-bit integers) on ``stream`` of the current device;
-        ``overlap``: whether it may begin before the kernel ahead of it has ended, on GPUs that can.
+    def __call__(self, grid: Grid, values: Sequence[int], stream: int, overlap: bool = True) -> None:
+        """Queue a launch of ``values`` (addresses and 32-bit integers) on ``stream`` of the current device, which may
+        ``overlap`` the kernel ahead of it.
         """
         launch, kernel = self._launch, self.kernel
         with self._lock:
@@ -227,16 +211,12 @@ _loading = threading.Lock()
 def kernel(files: tuple[str, ...], entry: str, macros: dict[str, int], device: torch.device) -> Kernel:
     """The compiled and loaded kernel, made on first use, by one thread, and kept for the life of the process."""
     key = (files, entry, tuple(macros.items()), device)
-    found = _kernels.get(key)
-    if found is None:
+    if (found := _kernels.get(key)) is None:
         with _loading:
-            found = _kernels.get(key)
-            if found is None:
+            if (found := _kernels.get(key)) is None:
                 found = _kernels[key] = Kernel(files, entry, macros, device)
     return found
 
-
-# -- which launches may overlap ----------------------------------------------------------------------------------------
 
 # By the first tensor's id and how many there are: the tensors of a weight, each with the address and the version at
 # which a launch has read it.
@@ -250,7 +230,7 @@ def may_overlap(weight: Sequence[Tensor]) -> bool:
     """
     key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
     known = _read.get(key)
-    if known is not None and len(known) == len(weight):
+    if known is not None:
         for (ref, address, version), tensor in zip(known, weight, strict=True):
             if ref() is not tensor or tensor.data_ptr() != address or tensor._version != version:
                 break

@@ -68,12 +68,8 @@ def source(files: Sequence[str]) -> str:
 
 def _options(macros: dict[str, int], arch: str) -> list[str]:
     lines = ["--generate-line-info"] if os.environ.get("VBLACKWELL_LINE_INFO") else []  # for profilers and sanitizers
-    return [
-        f"--gpu-architecture={arch}",
-        "--std=c++17",
-        *lines,
-        *(f"-D{name}={value}" for name, value in sorted(macros.items())),
-    ]
+    defines = (f"-D{name}={value}" for name, value in sorted(macros.items()))
+    return [f"--gpu-architecture={arch}", "--std=c++17", *lines, *defines]
 
 
 def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
@@ -83,19 +79,20 @@ def compile_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> by
     options = _options(macros, arch)
     program = ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, files[-1].encode(), 0, None, None))
+
+    def output(kind: str) -> ctypes.Array[ctypes.c_char]:
+        size = ctypes.c_size_t()
+        _check(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        _check(nvrtc, getattr(nvrtc, f"nvrtcGet{kind}")(program, buffer))
+        return buffer
+
     try:
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
-            size = ctypes.c_size_t()
-            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise KernelError(f"{files[-1]} does not compile for {arch} with {macros}:\n{log.value.decode()}")
-        size = ctypes.c_size_t()
-        _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        cubin = ctypes.create_string_buffer(size.value)
-        _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin.raw
+            log = output("ProgramLog").value.decode()
+            raise KernelError(f"{files[-1]} does not compile for {arch} with {macros}:\n{log}")
+        return output("CUBIN").raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

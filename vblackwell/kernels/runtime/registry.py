@@ -36,22 +36,15 @@ _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default=
 
 @dataclass(frozen=True)
 class Request:
-    """What the backends of a product or of a row-wise op may look at.
-
-    Attributes:
-        device, dtype: of the activations.
-        capability: CUDA compute capability, (0, 0) without one.
-        format: layout and format of the weight, for example 'nvfp4-tiled'; the op's name where there is none.
-        m, n, k: rows of activations; out features, or elements of a row; in features.
-    """
+    """What the backends of a product or of a row-wise op may look at; ``device`` and ``dtype`` of the activations."""
 
     device: torch.device
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # CUDA's, (0, 0) without one
     dtype: torch.dtype
-    format: str
-    m: int
-    n: int
-    k: int
+    format: str  # layout and format of the weight, for example 'nvfp4-tiled'; the op's name where there is none
+    m: int  # rows of activations
+    n: int  # out features, or elements of a row
+    k: int  # in features
 
 
 def accept(request: Any) -> list[str]:
@@ -61,30 +54,17 @@ def accept(request: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Backend(Generic[AnyRequest, Run]):
-    """One way to run an op.
+    """One way to run an op."""
 
-    Attributes:
-        name: what ``use_backend`` calls it.
-        reasons: maps a request to the reasons against it; empty means it runs.
-        run: the implementation.
-        forward_mode: torch can differentiate it forward (`torch.func.jvp`): it is made of torch's own operators.
-        slower: maps a request to the reasons why a later backend is faster; asked for by name it runs all the same.
-    """
-
-    name: str
-    reasons: Callable[[AnyRequest], list[str]]
+    name: str  # what ``use_backend`` calls it
+    reasons: Callable[[AnyRequest], list[str]]  # against a request; empty means it runs
     run: Run
-    forward_mode: bool = False
-    slower: Callable[[AnyRequest], list[str]] = accept
+    forward_mode: bool = False  # torch can differentiate it forward (`torch.func.jvp`): it is of torch's own operators
+    slower: Callable[[AnyRequest], list[str]] = accept  # why a later one is faster; asked for by name it runs
 
     def refusals(self, request: AnyRequest) -> list[str]:
-        reasons = self.reasons(request)
-        if differentiating_forward() and not self.forward_mode:
-            reasons = [*reasons, NO_FORWARD_MODE]
-        return reasons
-
-
-# -- choosing ----------------------------------------------------------------------------------------------------------
+        forward = differentiating_forward() and not self.forward_mode
+        return [*self.reasons(request), NO_FORWARD_MODE] if forward else self.reasons(request)
 
 
 def choose(
@@ -95,7 +75,7 @@ def choose(
 
     Raises:
         ConfigurationError: the name asked for is not a backend of this op.
-        Unsupported: the backend asked for refuses, or all do; the message has every reason.
+        Unsupported: the backend asked for refuses, or all do, with every reason.
     """
     if name is None and not is_compiling():
         name = _CHOSEN.get().get(op)
@@ -103,8 +83,7 @@ def choose(
         for backend in table:
             if not backend.refusals(request) and not backend.slower(request):
                 return backend
-        refusals = explain(table, request)
-        said = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
+        said = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in explain(table, request).items())
         raise Unsupported(f"no backend of {op} takes {request}: {said}")
     for backend in table:
         if backend.name == name:
@@ -133,9 +112,6 @@ def chosen(op: str) -> str | None:
     return _CHOSEN.get().get(op)
 
 
-# -- what requests are made of, and common reasons ---------------------------------------------------------------------
-
-
 @functools.lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of ``device``; (0, 0) if it is no CUDA device."""
@@ -150,18 +126,16 @@ def request_of(x_MK: Tensor, format: str, n: int, k: int) -> Request:
     return Request(x_MK.device, capability(x_MK.device), x_MK.dtype, format, m, n, k)
 
 
-def capability_reasons(found: tuple[int, int]) -> list[str]:
-    return [f"compute capability {found[0]}.{found[1]} is below 8.0"] if found < (8, 0) else []
-
-
 def cuda_reasons(request: Request) -> list[str]:
     return [] if request.device.type == "cuda" else [f"the tensors are on {request.device}: it needs a CUDA GPU"]
 
 
 def device_reasons(request: Request) -> list[str]:
-    if request.device.type != "cuda":
-        return cuda_reasons(request)
-    return capability_reasons(request.capability)
+    return cuda_reasons(request) or _capability_reasons(request.capability)
+
+
+def _capability_reasons(found: tuple[int, int]) -> list[str]:
+    return [f"compute capability {found[0]}.{found[1]} is below 8.0"] if found < (8, 0) else []
 
 
 def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str = "the tensors are") -> list[str]:
@@ -172,12 +146,11 @@ def dtype_reasons(found: torch.dtype, accepted: Sequence[torch.dtype], what: str
 
 
 def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[str]:
-    """Why Triton's kernels cannot run on ``device`` of capability ``found``; on the CPU they run in Triton's
-    interpreter.
-    """
+    """Why Triton's kernels cannot run on ``device`` of capability ``found``; on the CPU its interpreter may."""
     kind = device if isinstance(device, str) else device.type
-    reasons = capability_reasons(found) if kind == "cuda" else []
-    if kind != "cuda" and not (kind == "cpu" and interpreting()):
+    interprets = kind == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"  # set before triton is imported
+    reasons = _capability_reasons(found) if kind == "cuda" else []
+    if kind != "cuda" and not interprets:
         reasons.append(f"the tensors are on {device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
     if importlib.util.find_spec("triton") is None:
         reasons.append("triton is not installed")
@@ -192,9 +165,7 @@ def computes_at_once() -> bool:
 
 
 def differentiating_forward() -> bool:
-    """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a derivative of
-    zero.
-    """
+    """Whether forward-mode differentiation is on: what no rule covers gets no tangent, which reads as a zero one."""
     return torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
 
 
@@ -232,11 +203,6 @@ def runs_triton(op: str, x: Tensor, row: int) -> bool:
     return choose(op, _ROW_TABLES.get(x.device.type, (_TORCH,)), request).run()
 
 
-def interpreting() -> bool:
-    """Whether Triton's kernels run on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Inside, launches go to the GPU that holds ``x``: Triton takes the current one, whatever its arguments are on."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
@@ -248,7 +214,8 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 # lose bits. Without any rule autocast would reach through an op into its implementation.
 
 _LIBRARY = torch.library.Library("vblackwell", "FRAGMENT")  # registrations live as long as it does
-_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(_KEYS[0]) | torch._C.DispatchKeySet(_KEYS[1])
 
 
 def register_op(
@@ -258,42 +225,32 @@ def register_op(
     backward: Callable[..., Any] | None = None,
     autocast: Literal["cast", "keep"] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function the op ``vblackwell::<its name>``, without leading underscores, which mutates
-    nothing.
+    """Make the decorated function the op ``vblackwell::<its name>``, without underscores in front, which mutates
+    nothing; without ``backward`` (and ``save``: torch.library.register_autograd) it has no derivative.
 
-    Args:
-        fake: the result without its numbers, of the same arguments.
-        save, backward: as for `torch.library.register_autograd`; without ``backward`` the op has no derivative.
-        autocast: 'cast': the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype; 'keep': it is
-            taken as it is given, as an op of backward takes it; None: no rule.
+    ``autocast``: 'cast': the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype; 'keep': it is
+    taken as it is given, as an op of backward takes it; None: no rule.
     """
 
     def register(run: Callable[..., Any]) -> Any:
-        name = run.__name__.lstrip("_")
-        op = torch.library.custom_op(f"vblackwell::{name}", run, mutates_args=())  # type: ignore[attr-defined]
+        name = f"vblackwell::{run.__name__.lstrip('_')}"
+        op = torch.library.custom_op(name, run, mutates_args=())  # type: ignore[attr-defined]
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(backward, setup_context=save)
-        if autocast is not None:
-            register_autocast(op, autocast == "cast")
+        overload = op._opoverload
+
+        def kernel(x: Tensor, *rest: Any) -> Any:
+            if autocast == "cast" and x.is_floating_point() and x.dtype != torch.float64:
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+                return overload(x, *rest)
+
+        for key in _KEYS if autocast is not None else ():
+            _LIBRARY.impl(op._name, kernel, key.name)
         return op
 
     return register
-
-
-def register_autocast(op: Any, cast_input: bool = True) -> None:
-    """Give the custom op ``op`` the rule of this module: ``cast_input`` is 'cast', otherwise 'keep'."""
-    overload, name = op._opoverload, op._name
-    excluded = torch._C.DispatchKeySet(_KEYS["cpu"]) | torch._C.DispatchKeySet(_KEYS["cuda"])
-
-    def kernel(x: Tensor, *rest: Any) -> Any:
-        if cast_input and x.is_floating_point() and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return overload(x, *rest)
-
-    for key in _KEYS.values():
-        _LIBRARY.impl(name, kernel, key.name)
 
 
 def empty_of(x: Tensor) -> Tensor:

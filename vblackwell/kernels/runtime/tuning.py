@@ -74,14 +74,10 @@ def read_entries(path: Path) -> Entries:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(content, dict) or content.get("version") != _VERSION:
-        return {}
-    found = content.get("entries")
-    if not isinstance(found, dict):
-        return {}
+    found = content.get("entries") if isinstance(content, dict) and content.get("version") == _VERSION else None
     return {
         name: fields
-        for name, fields in found.items()
+        for name, fields in (found.items() if isinstance(found, dict) else ())
         if isinstance(fields, dict) and all(isinstance(value, int) for value in fields.values())
     }
 
