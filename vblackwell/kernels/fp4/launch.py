@@ -62,9 +62,8 @@ def run_mma(
     """One launch of ``fp4_mma`` after the ``norm``, or of ``two_part_mma`` with bf16 rows and none; ``out_dtype`` may
     be fp32, else the type of x.
 
-    Raises:
-        ConfigurationError: a LayerNorm by a plan with bulk copies of x; a norm by a plan without them that gives a row
-            no power of two of threads.
+    Raises ConfigurationError for a LayerNorm by a plan with bulk copies of x, or a norm by one without them that gives
+    a row no power of two of threads.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:

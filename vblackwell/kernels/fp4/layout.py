@@ -169,25 +169,24 @@ def live_blocks(codes: Tensor, block_scales: Tensor) -> Tensor:
     return (codes & 0x77).view(*block_scales.shape, -1).amax(-1) != 0
 
 
-def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int]:
-    """(lowest, highest) E8M0 byte among mxfp4 blocks that hold a value, (127, 127) if none does. Waits for the device.
-
-    Raises:
-        Unsupported: NaN scales, or exponents that span more than the tiled layout holds.
+def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int, int]:
+    """(lowest, highest) E8M0 byte among mxfp4 blocks that hold a value, (127, 127) if none does, and the widest span of
+    a row. Waits for the device; raises Unsupported for NaN, or a span that the tiled layout does not hold.
     """
     if bool((block_scales == 0xFF).any()):
         raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
-    low, top, band = 255, -1, max(1, _BAND_BYTES // codes.shape[1])
+    low, top, span, band = 255, -1, 0, max(1, _BAND_BYTES // codes.shape[1])
     for row in range(0, codes.shape[0], band):  # next to a layer little memory may be free
         scales = block_scales[row : row + band]
-        live = scales[live_blocks(codes[row : row + band], scales)]
-        if live.numel():
-            low, top = min(low, int(live.min())), max(top, int(live.max()))
+        live, exponents = live_blocks(codes[row : row + band], scales), scales.to(torch.int16)
+        high_N, low_N = torch.where(live, exponents, -1).amax(1), torch.where(live, exponents, 255).amin(1)
+        low, top = min(low, int(low_N.min())), max(top, int(high_N.max()))
+        span = max(span, int((high_N - low_N).max()))  # a row without a value has a negative one
     if top < 0:
-        return 127, 127
+        return 127, 127, 0
     if top - low > _E5M3_TOP - _E5M3_BOTTOM:
         raise Unsupported(f"mxfp4 exponents span 2^{top - low}; the tiled layout holds 2^{_E5M3_TOP - _E5M3_BOTTOM}")
-    return low, top
+    return low, top, span
 
 
 def to_tiled(
@@ -243,13 +242,8 @@ def from_tiled(
 
 
 def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
-    """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Waits for the
-    device.
-
-    Raises:
-        ConfigurationError: shapes that do not fit (n, k).
-        CorruptData: a fine code that leaves its coarse code's cell through zero.
-        Unsupported: NaN or negative scales.
+    """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Raises as
+    `to_tiled`, and CorruptData for a fine code that leaves its coarse code's cell through zero. Waits for the device.
     """
     check_shapes(FORM.name, n, k, codes, block_scales, fine)
     code_shape, scale_shape = shapes(TILED_PARTS, n, k)

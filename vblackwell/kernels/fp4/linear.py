@@ -60,11 +60,8 @@ def fake_gradient(dy: Tensor, *rest: Any) -> Tensor:
 
 
 def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
-    """Make the decorated function an op with gradients in its input and bias.
-
-    Args:
-        weight_tensors: the op takes x, so many tensors, the bias or None, a format perhaps, activation, N, K.
-        input_gradient: dX (..., K) of dY (..., N), the weight's tensors, the format if there is one, N and K.
+    """Make the decorated function, of x, so many tensors, the bias or None, a format perhaps, activation, N, K, an op
+    with gradients in x and bias; ``input_gradient`` is of dY, the weight's tensors, the format if there is one, N, K.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -210,8 +207,6 @@ DEQUANTIZE = (
     Backend("reference", accept, _write_reference),
 )
 
-# -- ops ---------------------------------------------------------------------------------------------------------------
-
 
 @register_op(fake_gradient, autocast="keep")
 def fp4_linear_dx(
@@ -236,12 +231,9 @@ def fp4_linear(
 ) -> Tensor:
     """``activation(x W^T + bias)`` with a packed ``W``, differentiable in ``x_MK`` and ``bias``.
 
-    Args:
-        x_MK: (..., K) bf16, fp16 or fp32; a sum in fp32 is rounded once to this type (under autocast to its type).
-        codes, block_scales, tensor_scale: in the layout of ``format``; the last one fp32 value.
-        bias: (N,) or None.
-        format: 'nvfp4', 'mxfp4', 'nf4', 'int4', 'int8', or 'nvfp4-tiled', 'mxfp4-tiled'.
-        activation: 'none', 'relu', 'gelu' (with erf) or 'silu'.
+    ``x_MK`` is (..., K) bf16, fp16 or fp32, to which (under autocast to its type) a sum in fp32 is rounded once; the
+    weight in the layout of ``format``, of numerics/formats.py or tiled; ``activation`` 'none', 'relu', 'gelu' (with
+    erf) or 'silu'.
 
     Raises:
         ConfigurationError: tensors that do not belong together, or an unknown format or activation.

@@ -51,10 +51,8 @@ def has_clusters(capability: tuple[int, int]) -> bool:
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
     """Shared memory to ask for with clusters: where each of ``blocks`` can have a multiprocessor, so much that no two
-    share one.
-
-    Blocks of the next product begin while this one's run. Two of them would go to an idle multiprocessor, and that
-    product take up to twice as long: 18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200.
+    share one. Blocks of the next product begin while this one's run: two of them would go to an idle multiprocessor,
+    and that product take up to twice as long (18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200).
     """
     return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
@@ -184,9 +182,8 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90); ``bulk``: whether x may come by
     bulk copies, which a LayerNorm on the way does not allow.
 
-    Without them one block of 12 to 16 warps a multiprocessor, and as many K ways as that leaves. From three rows on x
-    costs more to stage than a cluster to join, so blocks get taller and split K. Without clusters blocks are smaller,
-    to fit 99 KB of shared memory.
+    Without them one block of 12 to 16 warps a multiprocessor. From three rows on x costs more to stage than a cluster
+    to join: blocks get taller and split K. Without clusters blocks are smaller, to fit 99 KB of shared memory.
     """
     tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
     windows, tall = ceil_div(k, 64), _row_warps(n)

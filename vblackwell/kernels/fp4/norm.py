@@ -94,11 +94,9 @@ def fp4_norm_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(norm(x) W^T + bias)`` with a packed ``W``; not differentiable. The rest is as for ``fp4_linear``.
-
-    Args:
-        gain_K: the norm's weight, of the type of ``x_MK``.
-        gain_sums_N: None for RMSNorm; for LayerNorm (N,) fp32, ``W @ gain_K``.
+    """``activation(norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight in
+    the type of ``x_MK``, ``gain_sums_N`` for LayerNorm (N,) fp32 ``W @ gain_K``, for RMSNorm None; the rest as in
+    ``fp4_linear``.
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:

@@ -35,8 +35,6 @@ _X_BYTES = {True: 80 * 1024, False: 24 * 1024}
 _PREFETCH = {True: 4, False: 3}
 _LARGE = 1 << 25
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class TwoPartPlan(MmaPlan):
@@ -79,11 +77,9 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
 
 
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
-    """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md).
-
-    Up to 8 rows two blocks of 8 warps: while the sums of one meet, the other computes. From 9 on x takes too much
-    memory for that: one block of 16 warps and long chunks of x; where blocks split K all of their x, so that no warp
-    waits for another to free its stage.
+    """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md): up to 8 rows
+    two blocks of 8 warps, of which one computes while the other's sums meet; from 9 on, where x takes too much memory
+    for that, one block of 16 warps and long chunks of x, or all of it where blocks split K: no warp waits for a stage.
     """
     if base.tokens <= 8:
         fitting = [
@@ -120,9 +116,6 @@ def plan_two_part(m: int, n: int, k: int, clusters: bool) -> TwoPartPlan:
     return found
 
 
-# -- backends ----------------------------------------------------------------------------------------------------------
-
-
 def _mma_reasons(request: Request) -> list[str]:
     reasons = linear.linear_reasons(request)
     if request.dtype != torch.bfloat16:
@@ -138,8 +131,6 @@ def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activat
 
 
 LINEAR = (Backend("mma", _mma_reasons, _mma), *linear.BY_WHOLE_WEIGHT)
-
-# -- ops ---------------------------------------------------------------------------------------------------------------
 
 
 def _check(codes: Tensor, fine: Tensor, format: str) -> None:
@@ -166,13 +157,8 @@ def two_part_linear(
     x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, bias: Tensor | None,
     format: str, activation: str, n: int, k: int,
 ) -> Tensor:  # fmt: skip
-    """``activation(x W^T + bias)`` with ``W`` the sum of its parts: ``codes``, ``fine``, ``block_scales`` and
-    ``tensor_scale`` of a `PackedTensor` (format 'nvfp4') or of ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest
-    as for ``fp4_linear``.
-
-    Raises:
-        ConfigurationError: tensors that do not belong together, an unknown layout or activation.
-        Unsupported: a backend asked for by name refuses.
+    """``activation(x W^T + bias)`` with ``W`` the sum of its parts: those of a `PackedTensor` (format 'nvfp4') or of
+    ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``.
     """
     _check(codes, fine, format)
     linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)

@@ -25,19 +25,15 @@ FILES = ("ptx.cuh", "fp4/two_part_round.cu")
 THREADS = 256
 MAX_CTAS = 264  # that measure drift: two a multiprocessor of an H200, on every GPU, because sums depend on it
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-
 
 def macros(source: torch.dtype, target: torch.dtype) -> dict[str, int]:
     return {"FP16": 0, "IN": OUT_TYPES[source], "OUT": OUT_TYPES[target]}
 
 
 @functools.cache
-def _launcher(
-    entry: str, source: torch.dtype, target: torch.dtype, num_parameters: int, device: torch.device
-) -> Launcher:
+def _launcher(entry: str, source: torch.dtype, target: torch.dtype, arguments: int, device: torch.device) -> Launcher:
     shared_bytes = 0 if entry == "two_part_round" else 12 * THREADS
-    return Launcher(kernel(FILES, entry, macros(source, target), device), THREADS, shared_bytes, num_parameters)
+    return Launcher(kernel(FILES, entry, macros(source, target), device), THREADS, shared_bytes, arguments)
 
 
 def _stream(device: torch.device) -> int:
@@ -55,12 +51,8 @@ def _rounding(
     n: int, k: int, stride: int, source: torch.dtype, target: torch.dtype, device: torch.device
 ) -> tuple[Launcher, tuple[int, int, int], bool]:
     """(launcher, grid, whether blocks of 16 columns are whole and rows 16 bytes apart)."""
-    grid = (-(-n * -(-k // 16) // THREADS), 1, 1)
-    return (
-        _launcher("two_part_round", source, target, 8, device),
-        grid,
-        k % 16 == 0 and stride * source.itemsize % 16 == 0,
-    )
+    whole = k % 16 == 0 and stride * source.itemsize % 16 == 0
+    return _launcher("two_part_round", source, target, 8, device), (-(-n * -(-k // 16) // THREADS), 1, 1), whole
 
 
 def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,9 +108,6 @@ def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> t
     return found, drift
 
 
-# -- backends ----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _request(op: str, device: torch.device, dtype: torch.dtype) -> Request:
     return Request(device, registry.capability(device), dtype, op, 0, 0, 0)
@@ -168,9 +157,6 @@ def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: tor
         return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
     request = _request(OP, w_NK.device, w_NK.dtype)
     return choose(OP, _ROUNDING, request).run(w_NK, block_scales, tensor_scale, dtype)
-
-
-# -- the op ------------------------------------------------------------------------------------------------------------
 
 
 def _fake(w_NK, block_scales, tensor_scale, dtype):  # type: ignore[no-untyped-def]

@@ -1,11 +1,10 @@
 """FP4 weights on FP8 tensor cores: a stated choice with its own accuracy, never a silent default.
 
 mxfp4 weights become E4M3 exactly, each row relative to its largest block scale, because E2M1 times a power of two needs
-two significant bits; that holds where a row's block exponents span at most 14, which ``check_packed`` finds out when
-the layer is packed. Activations are rounded to E4M3 with one scale a row, amax / 448: about 31 dB on Gaussian rows. On
-Hopper one kernel decodes weights and rounds rows while it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many
-rows of large weights, it is PyTorch's row-scaled FP8 matmul, without fast accumulation, of operands written out by one
-launch (``cuda/fp4_e4m3.cu``).
+two significant bits, where a row's block exponents span at most 14 (``check_packed``). Activations are rounded to E4M3
+with one scale a row, amax / 448: about 31 dB on Gaussian rows. On Hopper one kernel decodes weights and rounds rows
+while it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many rows of large weights, it is PyTorch's row-scaled
+FP8 matmul, without fast accumulation, of operands written out by one launch (``cuda/fp4_e4m3.cu``).
 
 The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
 
@@ -40,7 +39,6 @@ MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
 # By times on an H200 (docs/journal/fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of
 # 1024; above MAX_ROWS PyTorch's matmul of whole operands is at least as fast, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
-_BAND_ELEMENTS = 1 << 20
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
 FILES = (
@@ -59,13 +57,9 @@ MAX_WAITING = 4  # clusters whose first rows the product's own warps round, afte
 LARGE_WEIGHT = 4096 * 4096  # elements; above, those warps come too late to the rows of a second round of tiles as well
 
 
-# -- what w4a8 can multiply --------------------------------------------------------------------------------------------
-
-
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(E4M3 rows, (M, 1) fp32 scales amax / 448), amax at least 2^-100: x is about rows * scales.
-
-    Each operation is rounded once to fp32, then ``x * (448 / amax)`` to the nearest E4M3, ties to even.
+    """(E4M3 rows, (M, 1) fp32 scales amax / 448), amax at least 2^-100: x is about rows * scales. Each operation is
+    rounded once to fp32, then ``x * (448 / amax)`` to the nearest E4M3, ties to even.
     """
     values = x_MK.to(torch.float32)
     amax = values.abs().amax(1, keepdim=True).clamp(min=MIN_TOP)
@@ -93,25 +87,15 @@ def check_device(device: torch.device, name: str = "the weight") -> None:
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
-    """That the rows of a canonical mxfp4 matrix become E4M3 without loss where it is. Waits for the device.
-
-    Raises:
-        ConfigurationError: another format, or sizes that the FP8 matmul does not take.
-        Unsupported: a GPU without FP8; a row's block exponents span more than 14, or all rows' more than tiles hold.
+    """Raises as `check_shape` and `check_device`, and Unsupported where the rows of a canonical mxfp4 matrix would not
+    become E4M3 without loss, or would not fit tiles. Waits for the device.
     """
     check_shape(packed.format, packed.n, packed.k, name)
     check_device(packed.device, name)
-    layout.live_exponents(packed.codes, packed.block_scales)  # the layout refuses, too, what spans more over all rows
-    band, widest = max(1, _BAND_ELEMENTS // packed.k), 0
-    for row in range(0, packed.n, band):
-        codes, scales = packed.codes[row : row + band], packed.block_scales[row : row + band]
-        live = layout.live_blocks(codes, scales)
-        exponents = scales.to(torch.int16)
-        span_N = torch.where(live, exponents, -1).amax(1) - torch.where(live, exponents, 255).amin(1)
-        widest = max(widest, int(span_N.max()))  # a row without a value has a negative one
-    if widest > MAX_SPAN:
+    _, _, span = layout.live_exponents(packed.codes, packed.block_scales)
+    if span > MAX_SPAN:
         raise Unsupported(
-            f"{name}: block exponents of a row span {widest}, E4M3 holds {MAX_SPAN}: use this layer without w4a8"
+            f"{name}: block exponents of a row span {span}, E4M3 holds {MAX_SPAN}: use this layer without w4a8"
         )
 
 
@@ -185,9 +169,7 @@ def cut(plan: W4A8Plan, m: int, n: int, k: int, clusters: int) -> Cut:
 def run_w4a8(
     plan: W4A8Plan, x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int
 ) -> Tensor:
-    """``activation(x W^T + bias)`` (M, N) in bf16 or fp16; N and K are multiples of 16, ``weight`` ends with
-    `row_tops`.
-    """
+    """``activation(x W^T + bias)`` in bf16 or fp16; N, K are multiples of 16, ``weight`` ends with `row_tops`."""
     codes, block_scales, tensor_scale, row_top = weight
     m, device = x_MK.shape[0], x_MK.device
     clusters = processors(device) // CLUSTER
@@ -199,16 +181,10 @@ def run_w4a8(
     head, product = (kernel(FILES, name, macros, device) for name in ("w4a8_head", "w4a8"))
     operands, shape = (x_MK, x_tiles, scale_M, codes, block_scales), (m, n, k)
     with counters.zeroed(sizes.counters, device) as (now, stale, stale_count):
-        head.launch(
-            (sizes.head_blocks, 1, 1), 256, 32,
-            (*operands, row_top, w_tiles, now, stale, stale_count, *shape, sizes.chunk),
-            weight,
-        )  # fmt: skip
-        product.launch(
-            (clusters, CLUSTER, 1), THREADS, plan.shared_bytes(),
-            (*operands, tensor_scale, row_top, bias, y_MN, w_tiles, now, *shape, ACTIVATIONS.index(activation),
-             clusters, sizes.chunk),
-        )  # fmt: skip
+        args = (*operands, row_top, w_tiles, now, stale, stale_count, *shape, sizes.chunk)
+        head.launch((sizes.head_blocks, 1, 1), 256, 32, args, weight)
+        args = (*operands, tensor_scale, row_top, bias, y_MN, w_tiles, now, *shape, ACTIVATIONS.index(activation))
+        product.launch((clusters, CLUSTER, 1), THREADS, plan.shared_bytes(), (*args, clusters, sizes.chunk))
     return y_MN
 
 
@@ -218,8 +194,7 @@ def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
 
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both operands of an FP8 matmul in one launch: `quantize_rows` of x; the weight (N, K) as E4M3, each row relative
-    to its largest scale (the fourth tensor of ``weight``), which becomes 2^6, and its (1, N) fp32 scales. K is a
-    multiple of 16.
+    to its largest scale, which becomes 2^6, and its (1, N) fp32 scales. K is a multiple of 16.
     """
     x_MK, _ = aligned(x_MK)
     m, device = x_MK.shape[0], x_MK.device
@@ -316,13 +291,8 @@ def fp4_linear_w4a8(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(x W^T + bias)`` with x rounded to E4M3 by rows and W from mxfp4 tiles, exactly.
-
-    Args:
-        x_MK: (..., K) bf16 or fp16 (fp32 on the CPU's reference path).
-        codes, block_scales, tensor_scale: of an 'mxfp4-tiled' weight.
-        row_top: from ``row_tops``.
-        bias, activation: as for ``fp4_linear``.
+    """``activation(x W^T + bias)`` with x (..., K), bf16 or fp16 (fp32 on the CPU), rounded to E4M3 by rows and W of
+    'mxfp4-tiled' tensors and ``row_tops``, exactly; the rest as in ``fp4_linear``.
 
     Raises:
         ConfigurationError: an input with another number of features.

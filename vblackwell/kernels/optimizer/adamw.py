@@ -293,12 +293,10 @@ def adamw_piece(
     finite.
 
     Args:
-        weight: (n,) bf16, or fp32 that is its own master.
-        remainder: (n,) int16, with ``weight`` the split master of a bf16 weight; None for fp32.
+        weight, remainder: (n,) bf16 and int16, a split master; or fp32 and None.
         exp_avg, exp_avg_sq: (n,) fp32.
-        gradient: (n,) bf16, fp32 or fp16.
+        gradient, previous: (n,) bf16 or fp32, or the first fp16; the second is the sum of earlier micro-batches.
         numbers: with ``step`` already counted up.
-        previous: (n,) bf16 or fp32, the sum of gradients of earlier micro-batches.
         factor: fp32 scalar on the same device, what clipping multiplies gradients by.
         square_sums: (ceil(n / 4096),) fp32; receives each block's sum of squares before ``factor``.
 

@@ -181,10 +181,8 @@ def adamw8_piece(
     named here, are those of `adamw_piece`. All codes and scales zero are zero moments, the states to start from.
 
     Args:
-        weight: (n,) bf16, or fp32 with ``remainder`` None.
-        remainder: (n,) int16, with a bf16 ``weight`` its split master; None rounds a bf16 weight at random.
-        exp_avg_codes, exp_avg_sq_codes: (n,) uint8; the second of the square root.
-        exp_avg_scales, exp_avg_sq_scales: (ceil(n / 256),) fp32.
+        weight, remainder: (n,) bf16 and int16, a split master; fp32 and None; or bf16 and None, rounded at random.
+        exp_avg_codes, exp_avg_sq_codes: (n,) uint8, the second of the square root; scales (ceil(n / 256),) fp32.
         seed: of the random bits, 64 bits, another one for each parameter.
         offset: the piece's first element within its parameter.
 
