@@ -151,9 +151,10 @@ def hopper_reasons(request: Request) -> list[str]:
 
 
 def _mma_reasons(request: Request) -> list[str]:
-    most = max_mma_rows(request.capability, request.n, request.k)
-    slower = f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU"
-    return linear_reasons(request) + [slower] * (request.m > most)
+    reasons = linear_reasons(request)
+    if request.m > (most := max_mma_rows(request.capability, request.n, request.k)):
+        reasons.append(f"{request.m} rows: above {most} another backend is faster for {request.n} features on this GPU")
+    return reasons
 
 
 def _wgmma_reasons(request: Request) -> list[str]:

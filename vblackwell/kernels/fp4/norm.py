@@ -50,9 +50,9 @@ def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = Fal
 
 
 def _slower(request: Request, layer_norm: bool) -> list[str]:
-    most = max_rows(request.capability, request.n, request.k, layer_norm)
-    slower = f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"
-    return [slower] * (request.m > most)
+    if request.m <= (most := max_rows(request.capability, request.n, request.k, layer_norm)):
+        return []
+    return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
 def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]

@@ -15,7 +15,8 @@ from vblackwell.kernels.fp4 import layout
 from vblackwell.numerics import packed
 from vblackwell.numerics.formats import FORMATS
 
-ACTIVATIONS = ("none", "relu", "gelu", "silu")
+_FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+ACTIVATIONS = ("none", *_FUNCTIONS)
 
 
 def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
@@ -42,8 +43,10 @@ def check_activation(activation: str) -> None:
 
 def activate(z: Tensor, activation: str) -> Tensor:
     """``z`` through 'none', 'relu', 'gelu' (exact, with erf) or 'silu'."""
+    if activation == "none":
+        return z
     check_activation(activation)
-    return z if activation == "none" else getattr(torch.nn.functional, activation)(z)
+    return _FUNCTIONS[activation](z)
 
 
 def activation_backward(dy: Tensor, z: Tensor, activation: str) -> Tensor:

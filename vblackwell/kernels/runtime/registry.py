@@ -131,7 +131,7 @@ def cuda_reasons(request: Request) -> list[str]:
 
 
 def device_reasons(request: Request) -> list[str]:
-    return cuda_reasons(request) or _capability_reasons(request.capability)
+    return _capability_reasons(request.capability) if request.device.type == "cuda" else cuda_reasons(request)
 
 
 def _capability_reasons(found: tuple[int, int]) -> list[str]:
