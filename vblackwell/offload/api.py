@@ -1,8 +1,7 @@
 """`enable_vgpu_stack_optimization`, `release`, `offload_of`: a model goes into a stack and comes out again.
 
-Two placements. *resident*: weights, gradients and states all fit level 0, and the model stays a plain module whose
-parameters merely live in level 0's extents: no hooks, no cost. *streamed*: the lower levels hold the model, and level 0
-what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
+*resident*: weights, gradients and states all fit level 0, and the model stays a plain module. *streamed*: the lower
+levels hold the model, and level 0 what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from torch import nn
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.engine import offload_of, stream
-from vblackwell.offload.layout.groups import EXACT, Formats, compute_dtype_of, range_bytes
+from vblackwell.offload.layout.groups import Formats, bytes_when_resident, compute_dtype_of, refuse_untrainable
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
 from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import drop_idle_weights
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers, refuse_shared_memory
-from vblackwell.offload.storage.masters import refuse_untrainable
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
@@ -102,10 +100,10 @@ def enable_vgpu_stack_optimization(
         raise ConfigurationError(
             f"{type(model).__name__} has gradients: step with them, or zero_grad(set_to_none=True), before"
         )
-    refuse_shared_memory(model)
     for param_name, param in model.named_parameters():
         if param.requires_grad:
             refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
+    refuse_shared_memory(model)
     names = _names.setdefault(stack, {})
     if name in names and names[name].alive:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
@@ -138,21 +136,6 @@ def enable_vgpu_stack_optimization(
     return model
 
 
-def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, formats: Formats = EXACT) -> int:
-    """Level-0 bytes of weights, and for trainable ones fp32 gradients, both AdamW moments, and fp32 masters where
-    narrower.
-    """
-    total = 0
-    for param in model.parameters():
-        itemsize = compute_dtype_of(param, compute_dtype).itemsize
-        total += param.numel() * itemsize
-        if param.requires_grad:
-            master = 4 if itemsize < 4 and not formats.stochastic else 0
-            total += param.numel() * (4 + master)
-            total += sum(range_bytes(kind, param.numel(), itemsize) for kind in formats.moments)
-    return total
-
-
 def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
 
@@ -174,8 +157,8 @@ _counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.
 
 
 class VGPUStackLinear(nn.Linear):
-    """``y = x W^T + b`` with ``W`` (out_features, in_features) and ``b`` on the stack's lower levels, on level 0 while
-    in use.
+    """``y = x W^T + b`` with ``W`` (out_features, in_features) and ``b`` on the stack's lower levels, on level 0 in
+    use.
 
     Trains with `VGPUAdamW`. Input and output are on level 0's device.
 

@@ -1,9 +1,8 @@
-"""Ties one model to one stack: module hooks that load weights, hooks that take gradients, and the step.
+"""Ties one model to one stack by hooks; nothing of the model is replaced.
 
-The model stays the user's object. Nothing of it is replaced: a forward pre-hook on each module that owns parameters
-loads its group and makes its parameters plain, a forward hook undoes that, and a hook on each parameter takes its
-gradient. While a group is in use, tensors saved for backward that lie in its buffer are packed as (group, view) and
-read again when backward needs them; hooks that were already active (checkpointing, save_on_cpu) keep everything else.
+A forward pre-hook on each module that owns parameters loads its group and makes its parameters plain, a forward hook
+undoes that, and a hook on each parameter takes its gradient. Meanwhile, saved tensors that lie in a loaded buffer are
+packed as (group, view) and read again when backward needs them; hooks that were active already keep everything else.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
-from vblackwell.offload.layout.groups import Group, Site, Slot, moment_ranges, of_all, smallest_buffer
+from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges, smallest_buffer
 from vblackwell.offload.layout.placement import (
     Measured,
     StreamedPlacement,
@@ -38,23 +37,22 @@ from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightS
 from vblackwell.offload.parameters import (
     SiteHook,
     UsedParameters,
+    attributes,
     computing_with_views,
     engine_and_slot,
-    forget_binding,
     is_transformed,
+    make_plain,
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.step import Loading, StepControl, is_final
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
-    close_weights,
     open_weights,
     read_truth,
-    read_weight,
     refuse_unprepared,
-    write_masters,
-    write_parameter,
+    store_weights,
+    write_parameters,
 )
 from vblackwell.offload.storage.storage import Shadows, Storage, spaces_of
 
@@ -82,13 +80,8 @@ def stream(
     model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: Source,
     store: ActivationStore | None = None, measured: Measured | None = None,
 ) -> Offload:  # fmt: skip
-    """Write ``model`` to the levels below level 0, and let it stream.
-
-    Args:
-        store: where checkpoints' inputs wait for backward; None: on level 0. measured: as `place_streamed`.
-
-    Raises:
-        As `place_streamed`; the model is as it was.
+    """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
+    as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
     """
     found = place_streamed(model, spaces_of(stack), options, measured)
     storage = Storage(stack, name, found.storage)
@@ -99,7 +92,7 @@ def stream(
             opened = open_weights(storage, group, load=False)
             for slot in group.slots:
                 source.write(slot, opened)
-            close_weights(storage, group, opened, store=True)
+            store_weights(storage, group, opened)
         source.take_over(found.groups)
         move_buffers(model, stack.level0_device)
         params = [slot.param for group in found.groups for slot in group.slots]
@@ -107,10 +100,7 @@ def stream(
         return Offload(model, stack, name, found, storage, store)
     except BaseException:
         for param, data, kind in plain:
-            forget_binding(param)
-            param.__class__ = kind
-            with torch.inference_mode(False):
-                param.data = data
+            make_plain(param, kind, data)
         source.give_back()
         storage.close()
         raise
@@ -129,11 +119,17 @@ def _close_parts(
         alive.prefetchers.remove(prefetcher)
 
 
-class Offload:
-    """The engine of one streamed model. Made by `stream`; users meet it through `offload_of(model)`.
+class _Entered(threading.local):
+    """What one thread has entered: of the forward of the whole model, and of modules' sites, the last one last."""
 
-    Args:
-        storage: with ``weight`` ranges that already hold the compute weights (and ``master`` ranges the fp32 truth).
+    def __init__(self) -> None:
+        self.forward = ExitStack()
+        self.sites: list[tuple[Site, ExitStack]] = []
+
+
+class Offload:
+    """The engine of one streamed model, whose weights and masters ``storage`` holds already. Made by `stream`; users
+    meet it through `offload_of(model)`.
     """
 
     placement = "streamed"
@@ -142,9 +138,7 @@ class Offload:
         self, model: nn.Module, stack: VGPUStack, name: str, found: StreamedPlacement, storage: Storage,
         activations: ActivationStore | None = None,
     ) -> None:  # fmt: skip
-        self.model = model
-        self.stack = stack
-        self.name = name
+        self.model, self.stack, self.name = model, stack, name
         self.groups = found.groups
         self.storage = storage
         self.budget_bytes = found.budget_bytes
@@ -155,7 +149,7 @@ class Offload:
         self.worker = Worker(name)
         self._build(found, ring)
         self._handles: list[Any] = []
-        self._entered = threading.local()
+        self._entered = _Entered()
         self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
         self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] | None = None
@@ -169,7 +163,7 @@ class Offload:
             raise
         if activations is not None:
             activations.leave_out(self.weights)
-        prefetcher = _prefetcher_of(self)
+        prefetcher = _weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
         self.room.join()
         self.finalizer = weakref.finalize(
@@ -201,11 +195,12 @@ class Offload:
             )
             room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
         room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
-        self.step_control = StepControl(
-            self.name, groups, states, storage, weights, gradients, worker, self.host_updates, self.level0
-        )
-        self.loading = Loading(stack, groups, states, storage, weights, self.step_control)
-        self.used = UsedParameters(self, lambda slot: _gradient_hook(self, slot), self._write_back)
+        places: dict[Group, DeviceUpdates | HostUpdates] = dict.fromkeys(groups, self.host_updates)
+        if self.level0 is not None:
+            places |= dict.fromkeys(found.on_level0, self.level0)
+        self.step_control = StepControl(shared, weights, gradients, places, self.level0)
+        self.loading = Loading(shared, weights, self.step_control)
+        self.used = UsedParameters(self, _weakly(self._take_gradient), self._write_back)
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
@@ -260,55 +255,58 @@ class Offload:
                 self.weights.trace.begin_pass()
                 self.step_control.begin_forward()
             if self.activations is not None and torch.is_grad_enabled():
-                self._forward_context().enter_context(self.activations.forward_of(self.model))
+                self._entered.forward.enter_context(self.activations.forward_of(self.model))
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
-            self._forward_context().close()
-
-    def _forward_context(self) -> ExitStack:
-        """What this thread's forward of the whole model has entered."""
-        return self._entered.__dict__.setdefault("forward", ExitStack())
+            self._entered.forward.close()
 
     def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not site.when(args, kwargs):
             return
-        entered: list[tuple[Site, Any]] = self._entered.__dict__.setdefault("stack", [])
-        with self.lock:
-            self.step_control.reached(site.groups[-1])
+        if self.level0 is not None:
+            with self.lock:
+                self.level0.advance(site.groups[-1])
         slots = [slot for group in site.groups for slot in group.slots]
         with ExitStack() as context:
             context.enter_context(self.used.using(slots))
             if is_transformed():
                 context.enter_context(computing_with_views(site.module, slots))
-            entered.append((site, context.pop_all()))
+            self._entered.sites.append((site, context.pop_all()))
 
     def _leave(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
-        entered = self._entered.__dict__.get("stack", [])
+        entered = self._entered.sites
         if entered and entered[-1][0] is site:  # not so where the way in failed: `_leave` is called even then
-            entered.pop()[1].__exit__(None, None, None)
+            entered.pop()[1].close()
 
     def _unwind(self) -> None:
         """Leave what an interrupted forward entered: torch calls no hook after a KeyboardInterrupt."""
-        self._forward_context().close()
-        entered = self._entered.__dict__.get("stack", [])
-        while entered:
-            entered.pop()[1].__exit__(None, None, None)
+        self._entered.forward.close()
+        while self._entered.sites:
+            self._entered.sites.pop()[1].close()
 
-    def ask(self, group: Group) -> None:
-        """Load ``group`` ahead: now, or, as only the thread that runs the model may, at that one's next use."""
-        if threading.get_ident() == self._thread:
+    def _prefetch(self, item: Any) -> bool:
+        """Load what the stack was asked for, a name such as 'model/layers.3' or a parameter, if it is this model's:
+        now, or, as only the thread that runs the model may, at that one's next use.
+        """
+        if isinstance(item, torch.Tensor):
+            found = engine_and_slot(item)
+            group = found[1].group if found is not None and found[0] is self else None
+        else:
+            group = next((group for group in self.groups if self.key_of(group) == item), None)
+        if group is not None and threading.get_ident() == self._thread:
             with self.lock:
                 self.loading.prefetch(group)
-        else:
+        elif group is not None:
             self.loading.asked[group] = None
+        return group is not None
 
     # -- autograd ----------------------------------------------------------------------------------------------------
 
     def packing(self) -> AbstractContextManager[Any]:
         """Inside, tensors saved for backward that lie in a loaded buffer are kept as references.
 
-        Hooks that are active already keep everything. Checkpointing's must see the same tensors in the first pass and
+        Hooks that are active already keep everything; checkpointing's must see the same tensors in the first pass and
         in the recompute, where modules may be called without their hooks: they stay, and get parameters detached.
         """
         if is_transformed():
@@ -317,9 +315,9 @@ class Offload:
         if active is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         pack, unpack = active
-        if pack == self._pack or isinstance(pack, _Detaching):
+        if pack == self._pack or getattr(pack, "func", None) is _pack_detached:
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(_Detaching(pack), unpack)
+        return torch.autograd.graph.saved_tensors_hooks(partial(_pack_detached, pack), unpack)
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor | PackedView:
         return self.weights.pack(tensor) or SavedTensor.of(tensor)
@@ -330,7 +328,8 @@ class Offload:
         with self.lock:
             return self.loading.unpack(packed)
 
-    def take_gradient(self, slot: Slot) -> None:
+    def _take_gradient(self, param: torch.Tensor) -> None:
+        slot: Slot = attributes(param)["_vb_slot"]
         task = torch._C._current_graph_task_id()
         if task not in self._backward_ends:
             self._backward_ends.add(task)
@@ -357,7 +356,7 @@ class Offload:
         with self.lock:
             self.step_control.wait_for_updates(slot.group)
             self.before_overwrite(slot.group)
-            self.worker.submit(write_parameter, self.storage, slot, source.detach().to("cpu")).result()
+            self.worker.submit(write_parameters, self.storage, [slot], source.detach().to("cpu")).result()
         return True
 
     def before_overwrite(self, group: Group) -> None:
@@ -375,13 +374,13 @@ class Offload:
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
             self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
-            self.worker.submit(write_masters, self.storage, group, changed).result()
+            self.worker.submit(write_parameters, self.storage, changed).result()
 
     def _read_stored(self, slot: Slot) -> torch.Tensor:
         """A copy of a slot's compute weight on the CPU, after every update whose step came."""
         self.step_control.wait_for_updates(slot.group)
         self.worker.drain()  # ranges may be staged, and staging is the worker's
-        return read_weight(self.storage, slot)
+        return slot.view(self.storage.open(slot.group, "weight")).clone(memory_format=torch.preserve_format)
 
     # -- state_dict --------------------------------------------------------------------------------------------------
 
@@ -391,9 +390,8 @@ class Offload:
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """``module`` is about to save its own parameters, each once; where it fails, later reads are just that.
-
-        The state_dict of a part, which begins without a prefix, reads as any other code does.
+        """``module`` is about to save its own parameters, each once; a part's state_dict, which begins without a
+        prefix, reads as any other code does.
         """
         if not prefix and module is not self.model:
             self._end_export()  # of one that raised
@@ -423,11 +421,10 @@ class Offload:
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
     def adopt_optimizer(self, optimizer: Any, slots: list[Slot]) -> None:
-        """Give ``optimizer`` states for ``slots``: both moments in storage, zero.
+        """Give ``optimizer`` states for ``slots``: moments in storage, zero; all or nothing.
 
         Raises:
-            Unsupported: another optimizer has this model already.
-            InsufficientMemory: no room for the states; nothing was reserved.
+            Unsupported: another optimizer has this model already. InsufficientMemory: no room for the states.
         """
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
@@ -485,24 +482,23 @@ class Offload:
             "weights_budget_bytes": self.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.plan.bytes_by_level(),
-            "formats": of_all(group.formats for group in self.groups).summary(),
+            "formats": formats_summary(self.groups),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0],
             "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.host_updates.undo_peak_bytes + self.shadows.num_bytes,
         }
 
     def release(self, device: torch.device) -> None:
-        """Give every parameter, its gradient and the optimizer's states memory of their own on ``device``.
-
-        Raises:
-            ConfigurationError: another thread is in a forward; nothing was changed.
+        """Give every parameter, its gradient and its states separate memory on ``device``; ConfigurationError, and
+        nothing changed, if another thread is in a forward.
         """
         self._unwind()  # a forward that an interrupt ended
-        used = next((group for group in self.groups if self.weights.is_pinned(group)), None)
-        if used is not None:
-            raise ConfigurationError(
-                f"{self.name!r} is in use: a forward of {used.name!r} runs in another thread; release after its end"
-            )
+        for group in self.groups:
+            if self.weights.is_pinned(group):
+                raise ConfigurationError(
+                    f"{self.name!r} is in use: a forward of {group.name!r} runs in another thread; release after its "
+                    "end"
+                )
         self.finish()
         self.detach()
         with self.lock:
@@ -514,14 +510,10 @@ class Offload:
 
     @torch.no_grad()
     def _make_plain(self, slot: Slot, device: torch.device) -> None:
-        opened = open_weights(self.storage, slot.group)
-        values = read_truth(slot, opened).to(device, copy=True)
-        close_weights(self.storage, slot.group, opened, store=False)
+        values = read_truth(slot, open_weights(self.storage, slot.group)).to(device, copy=True)
         gradient = self.gradients.host.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
-        slot.param.__class__ = slot.plain_class
-        slot.param.data = values
+        make_plain(slot.param, slot.plain_class, values)
         slot.param.grad = gradient
-        forget_binding(slot.param)
 
     def detach(self) -> None:
         """Remove every hook; parameters keep their placeholders (the caller gives them data)."""
@@ -552,43 +544,19 @@ def _refuse_assignment(module: nn.Module, state_dict: Any, prefix: str, metadata
         )
 
 
-def _gradient_hook(engine: Offload, slot: Slot) -> Callable[[torch.Tensor], None]:
-    """Weak, because these hooks live in C++ where Python's collector does not see the cycle they would close."""
-    engine_ref, slot_ref = weakref.ref(engine), weakref.ref(slot)
+def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``method`` while its object is alive. C++ and the stack hold hooks out of the collector's sight: they keep
+    nothing alive.
+    """
+    alive = weakref.WeakMethod(method)
 
-    def take(param: torch.Tensor) -> None:
-        alive, place = engine_ref(), slot_ref()
-        if alive is not None and place is not None:
-            alive.take_gradient(place)
+    def call(item: Any) -> Any:
+        found = alive()
+        return None if found is None else found(item)
 
-    return take
-
-
-def _prefetcher_of(engine: Offload) -> Callable[[Any], bool]:
-    """What the stack asks about keys it does not know: group names such as 'model/layers.3', and parameters."""
-    engine_ref = weakref.ref(engine)
-
-    def take(item: Any) -> bool:
-        alive = engine_ref()
-        if alive is None:
-            return False
-        if isinstance(item, torch.Tensor):
-            found = engine_and_slot(item)
-            group = found[1].group if found is not None and found[0] is alive else None
-        else:
-            group = next((group for group in alive.groups if alive.key_of(group) == item), None)
-        if group is not None:
-            alive.ask(group)
-        return group is not None
-
-    return take
+    return call
 
 
-class _Detaching:
-    """The pack hook ``outer``, which gets parameters as detached tensors."""
-
-    def __init__(self, outer: Callable[[torch.Tensor], Any]) -> None:
-        self._outer = outer
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        return self._outer(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
+def _pack_detached(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """What ``pack`` makes of a tensor; it gets parameters detached."""
+    return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)

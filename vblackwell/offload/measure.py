@@ -1,12 +1,8 @@
-"""Quick rates of this machine, about a second each: what `vb doctor` prints next to the facts, and a plan is made by.
+"""Quick rates of this machine, about a second each and good to about a tenth, for `vb doctor` and plans.
 
-Medians of a few repetitions after a warm-up; good to about a tenth. Serious comparisons belong in benchmarks/.
-
-What disturbs the host's time for an operator (memory that an earlier process gave back, neighbours, where the system
-puts threads) makes it longer, never shorter, and lasts for seconds: within minutes one machine had 19 and 26 us. So it
-is sampled again and again between all other measurements, and the quicker steps count (`HostSamples`). So is AdamW on
-the CPU during copies (`TogetherSamples`): both work in the same host memory and slow each other down, by machine
-between a tenth and a third.
+What disturbs the host's time for an operator makes it longer, never shorter, and lasts for seconds: so it is sampled
+between all other measurements, and the quicker steps count (`HostSamples`). So is AdamW on the CPU during copies
+(`TogetherSamples`), as both work in the same memory and slow each other down.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -24,8 +21,9 @@ import torch
 
 from vblackwell.errors import ConfigurationError, DiskError
 from vblackwell.machine.facts import gpu_bytes_left, memory_facts
-from vblackwell.machine.rates import ADDS_PER_UPDATE, GROUP_ISSUES, Rates
+from vblackwell.machine.rates import Rates
 from vblackwell.memory.cache.stack import create_vgpu_stack
+from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import map_slab
 from vblackwell.offload.engine import stream
 from vblackwell.offload.layout.placement import StreamingOptions
@@ -49,9 +47,7 @@ WARM_SECONDS = 0.1  # of steps that issue, before any counts: threads and caches
 QUICK = 0.2  # of the steps of all samples: so many are not disturbed, whatever the others are
 GROUPS_STREAMED, MATRICES_OF_A_LAYER, WIDTH_OF_A_LAYER = 12, 9, 64
 GROUP_LEVELS = 64 * MiB, 64 * MiB
-GROUP_WEIGHTS = (
-    GROUPS_STREAMED * MATRICES_OF_A_LAYER * WIDTH_OF_A_LAYER**2
-)  # bytes: half of what weights of 2 bytes take
+GROUP_WEIGHTS = GROUPS_STREAMED * MATRICES_OF_A_LAYER * WIDTH_OF_A_LAYER**2  # half of the bytes of 2-byte weights
 CPU_ELEMENTS = 16 << 20  # at least, 224 MiB of states: more than most caches
 # A parameter: of an update three fp32 and a bf16, of sums at the same time one fp32 and two bf16.
 MEASURED_BYTES = 22
@@ -98,35 +94,30 @@ def quick(times: list[float]) -> float:
 
 
 class HostSamples:
-    """What the host takes to issue operators, sampled again and again while other things are measured."""
+    """What the host takes to issue operators, in seconds by the quicker steps of all samples.
+
+    ``issue``: an operator of a training step; ``loop``: of an optimizer's loop over its parameters; ``read``: one
+    number of a device that has nothing else to do.
+    """
+
+    issue = loop = read = math.inf
 
     def __init__(self, device: torch.device) -> None:
-        self._finish, self._issue, self._loop = _finish(device), _issuing_step(device), looping_optimizer(device)
-        self._number = torch.ones((), device=device)
-        self._issued: list[float] = []
-        self._read: list[float] = []
-        self._looped: list[float] = []
+        finish = _finish(device)
+        self._actions = [
+            (_issuing_step(device), finish),
+            (looping_optimizer(device), finish),
+            (torch.ones((), device=device).item, lambda: None),
+        ]
+        self._times: list[list[float]] = [[], [], []]
 
     def take(self) -> None:
         """Once more, about a third of a second."""
-        self._issued += steps_seconds(self._issue, self._finish)
-        self._looped += steps_seconds(self._loop, self._finish)
-        self._read += steps_seconds(self._number.item, lambda: None)
-
-    @property
-    def issue(self) -> float:
-        """Seconds of an operator of a training step, as `issue_seconds`, by the quicker steps of all samples."""
-        return quick(self._issued) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
-
-    @property
-    def loop(self) -> float:
-        """Likewise of an operator of an optimizer's loop over its parameters, in the same unit."""
-        return quick(self._looped) / (LOOP_PARAMETERS * LOOP)
-
-    @property
-    def read(self) -> float:
-        """Seconds in which the host reads one number of a device that has nothing else to do."""
-        return quick(self._read)
+        for times, action in zip(self._times, self._actions, strict=True):
+            times += steps_seconds(*action)
+        issued, looped, self.read = map(quick, self._times)
+        self.issue = issued / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
+        self.loop = looped / (LOOP_PARAMETERS * LOOP)
 
 
 def host_copy_gbps() -> float:
@@ -159,32 +150,25 @@ def adamw_gparams(device: torch.device, count: int = ADAMW_PARAMETERS) -> float:
 
 def disk_gbps(path: str) -> dict[str, float | str]:
     """Write and read rate of a disk level at ``path``, or why it cannot be one. What is written is gone afterwards."""
-    from vblackwell.memory.disk import DiskLevel
-
     try:
-        level = DiskLevel(path, DISK_BYTES)
+        with closing(DiskLevel(path, DISK_BYTES)) as level:
+            extents = [level.allocate(DISK_PIECE_BYTES) for _ in range(DISK_BYTES // DISK_PIECE_BYTES)]
+            # Not zeros: some disks and file systems keep those for free.
+            piece = torch.randint(0, 256, (DISK_PIECE_BYTES,), dtype=torch.uint8)
+            pieces = [torch.empty_like(piece) for _ in extents]
+
+            def write() -> None:
+                for transfer in [level.write(extent, piece) for extent in extents]:
+                    transfer.wait()
+
+            def read() -> None:
+                for transfer in [level.read(extent, out) for extent, out in zip(extents, pieces, strict=True)]:
+                    transfer.wait()
+
+            ways = {"write": write, "read": read}
+            return {way: DISK_BYTES / seconds_of(do, limit_seconds=DISK_SECONDS) / 1e9 for way, do in ways.items()}
     except (ConfigurationError, DiskError) as error:
         return {"refused": str(error)}
-    try:
-        extents = [level.allocate(DISK_PIECE_BYTES) for _ in range(DISK_BYTES // DISK_PIECE_BYTES)]
-        # Not zeros: some disks and file systems keep those for free.
-        piece = torch.randint(0, 256, (DISK_PIECE_BYTES,), dtype=torch.uint8)
-        pieces = [torch.empty_like(piece) for _ in extents]
-
-        def write() -> None:
-            for transfer in [level.write(extent, piece) for extent in extents]:
-                transfer.wait()
-
-        def read() -> None:
-            for transfer in [level.read(extent, out) for extent, out in zip(extents, pieces, strict=True)]:
-                transfer.wait()
-
-        ways = {"write": write, "read": read}
-        return {way: DISK_BYTES / seconds_of(do, limit_seconds=DISK_SECONDS) / 1e9 for way, do in ways.items()}
-    except DiskError as error:
-        return {"refused": str(error)}
-    finally:
-        level.close()
 
 
 def is_measured_in_full(device: torch.device) -> bool:
@@ -193,9 +177,8 @@ def is_measured_in_full(device: torch.device) -> bool:
 
 
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links alone and both at once, memory, products, AdamW on it and on the CPU during copies, issue of operators.
-
-    Sizes follow what the process may still take of the GPU: a cap holds while rates are measured, too.
+    """Links alone and both at once, memory, products, AdamW on it and on the CPU during copies, issue of operators; in
+    sizes that a cap allows.
     """
     room = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
     samples, update = HostSamples(device), HostUpdate()
@@ -218,7 +201,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     samples.take()
     together.take()
     return found | {
-        "cpu_adamw_beside_copies_gparams": together.rates[1] / 1e9,
+        "cpu_adamw_beside_copies_gparams": median_sample(together.samples)[1] / 1e9,
         "adds_per_update": added,
         "issue_us": samples.issue * 1e6,
         "issue_beside_updates_us": busy * 1e6,
@@ -248,10 +231,8 @@ def issue_seconds(device: torch.device) -> float:
 
 
 def _issuing_step(device: torch.device) -> Callable[[], None]:
-    layers = torch.nn.Sequential(
-        *(part for _ in range(ISSUED_LAYERS) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
-    )
-    layers.to(device)
+    parts = (part for _ in range(ISSUED_LAYERS) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
+    layers = torch.nn.Sequential(*parts).to(device)
     x = torch.zeros(64, 64, device=device)
 
     def step() -> None:
@@ -263,17 +244,25 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
 
 def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
     """What the host takes for a layer group that streams, in addition to its operators: seconds of each of ``passes``
-    forwards and backwards, the last with the update.
-
-    Of groups so small that links and device have nothing to do, against the same model where it lives.
+    forwards and backwards, the last with the update. The groups leave links and device nothing to do.
     """
-    with torch.random.fork_rng(devices=[]):
-        plain, streamed = _Layers(), _Layers()
+    linear, width = torch.nn.Linear, WIDTH_OF_A_LAYER
+    with torch.random.fork_rng(devices=[]):  # layers of as many matrices as a transformer's block has, and no more
+        plain, streamed = (
+            torch.nn.Sequential(
+                *(
+                    torch.nn.Sequential(*(linear(width, width, bias=False) for _ in range(MATRICES_OF_A_LAYER)))
+                    for _ in range(GROUPS_STREAMED)
+                )
+            )
+            for _ in range(2)
+        )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain.to(device, dtype)
-    x = torch.zeros(WIDTH_OF_A_LAYER, WIDTH_OF_A_LAYER, device=device, dtype=dtype)
+    x = torch.zeros(width, width, device=device, dtype=dtype)
     with create_vgpu_stack(*GROUP_LEVELS, 0, device=device) as stack:
-        options = StreamingOptions(dtype, update=update, weight_bytes=GROUP_WEIGHTS)
+        names = tuple(name for name, _ in streamed.named_children())
+        options = StreamingOptions(dtype, names, update, weight_bytes=GROUP_WEIGHTS)
         with closing(stream(streamed, stack, "model", options, Source(streamed, None))) as engine:
             optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False, accumulation_steps=passes)
 
@@ -295,23 +284,6 @@ def group_seconds(device: torch.device, update: str = "level0", passes: int = 1)
     return max(0.0, times[1] - times[0]) / (GROUPS_STREAMED * passes)
 
 
-class _Layers(torch.nn.Module):
-    """Layers of as many matrices as a transformer's block has, and nothing to compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = WIDTH_OF_A_LAYER
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(MATRICES_OF_A_LAYER)))
-            for _ in range(GROUPS_STREAMED)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def cpu_rates() -> Rates:
     """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
     source = torch.ones(QUICK_COPY_BYTES, dtype=torch.uint8)
@@ -328,30 +300,26 @@ def cpu_rates() -> Rates:
 def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:
     """What the simulation of a step takes of `gpu_rates`, and of `disk_gbps` where the disk can be used."""
     of_disk = {} if disk is None or "refused" in disk else {f"disk_{way}": disk[way] * 1e9 for way in ("read", "write")}
+    issue, both = gpu["issue_us"], gpu["both_ways_gbps"] * 1e9
     return Rates(
         matmul_half=gpu["matmul_half_tflops"] * 1e12,
         matmul_fp32=gpu["matmul_fp32_tflops"] * 1e12,
         memory=gpu["memory_gbps"] * 1e9,
         up=gpu["host_to_gpu_gbps"] * 1e9,
         down=gpu["gpu_to_host_gbps"] * 1e9,
-        up_both=gpu["both_ways_gbps"] * 1e9,
-        down_both=gpu["both_ways_gbps"] * 1e9,
+        up_both=both,
+        down_both=both,
         cpu_adamw=gpu["cpu_adamw_beside_copies_gparams"] * 1e9,
-        issue_seconds=gpu["issue_us"] / 1e6,
-        group_issues=_issues(gpu, "streamed_group_us"),
-        home_group_issues=_issues(gpu, "streamed_home_group_us"),
-        busy_issues=max(1.0, gpu.get("issue_beside_updates_us", gpu["issue_us"]) / gpu["issue_us"]),
-        loop_issues=gpu.get("issue_of_loop_us", gpu["issue_us"]) / gpu["issue_us"],
-        read_issues=gpu.get("read_us", gpu["issue_us"]) / gpu["issue_us"],
-        adds_per_update=gpu.get("adds_per_update", ADDS_PER_UPDATE),
+        issue_seconds=issue / 1e6,
+        group_issues=max(1.0, gpu["streamed_group_us"] / issue),
+        home_group_issues=max(1.0, gpu["streamed_home_group_us"] / issue),
+        busy_issues=max(1.0, gpu["issue_beside_updates_us"] / issue),
+        loop_issues=gpu["issue_of_loop_us"] / issue,
+        read_issues=gpu["read_us"] / issue,
+        adds_per_update=gpu["adds_per_update"],
         source="measured here by vb doctor",
         **of_disk,
     )
-
-
-def _issues(gpu: dict[str, float], name: str) -> float:
-    """A time of `gpu_rates` in operators; what is usual where it was not measured."""
-    return max(1.0, gpu[name] / gpu["issue_us"]) if name in gpu else GROUP_ISSUES
 
 
 def _finish(device: torch.device) -> Callable[[], None]:
@@ -362,8 +330,8 @@ def _finish(device: torch.device) -> Callable[[], None]:
 
 
 def update_elements() -> int:
-    """Parameters of a measured update: as many full parts for each thread, so that none waits at the end for others, as
-    they hardly do in the large groups that a rate stands for. `CPU_ELEMENTS` where RAM is short.
+    """Parameters of a measured update: as many full parts for each thread, so that none waits for others at the end;
+    `CPU_ELEMENTS` where RAM is short.
     """
     each_once = update_threads() * MIN_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
@@ -390,9 +358,8 @@ class HostUpdate:
 
 
 def adds_per_update(update: HostUpdate) -> float:
-    """Gradients that the host adds up while ``update`` does one parameter: of the second of two micro-batches.
-
-    In turns, so that what slows one slows the other; the median.
+    """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median, in
+    turns.
     """
     sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
@@ -418,14 +385,12 @@ def rates_together(device: torch.device) -> tuple[float, float]:
     samples = TogetherSamples(HostUpdate(), device)
     for _ in range(SAMPLES):
         samples.take()
-    return samples.rates
+    return median_sample(samples.samples)
 
 
 class TogetherSamples:
-    """Samples of AdamW on the host and a GPU's link while both work; the median by what the CPU updated counts.
-
-    What disturbs a sample (a machine that hands out memory as it is first touched, threads that have not found their
-    cores, an earlier process that gives memory back) lasts for a part of a second: one alone found 0.2 G parameters/s.
+    """Samples of AdamW on the host and a GPU's link while both work; `median_sample` of them counts, because what
+    disturbs one lasts for a part of a second.
     """
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
@@ -433,7 +398,7 @@ class TogetherSamples:
         self._update()  # makes threads, and scratch
         alone = self._copies.rate_after(self._copies.queue(COPIES))
         self._count = max(COPIES, round(TOGETHER_SECONDS * alone / self._copies.num_bytes))
-        self._samples: list[tuple[float, float]] = []
+        self.samples: list[tuple[float, float]] = []  # bytes/s of the link each way, and parameters/s of AdamW
 
     def take(self) -> None:
         """One more sample, `TOGETHER_SECONDS`."""
@@ -443,12 +408,7 @@ class TogetherSamples:
             self._update()
             updates += 1
         cpu = updates * self._update.count / (time.perf_counter() - began)
-        self._samples.append((self._copies.rate_after(done), cpu))
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Bytes/s of the link each way, and parameters/s of AdamW."""
-        return median_sample(self._samples)
+        self.samples.append((self._copies.rate_after(done), cpu))
 
 
 def median_sample(samples: list[tuple[float, float]]) -> tuple[float, float]:
@@ -474,17 +434,13 @@ class _BothWays:
 
     def queue(self, count: int) -> list[torch.cuda.Event]:
         """Starts ``count`` copies each way: the events after the last of each."""
-        self.count, self.begun = count, [torch.cuda.Event(enable_timing=True) for _ in self.streams]
-        done = [torch.cuda.Event(enable_timing=True) for _ in self.streams]
-        for way, event in zip(self.streams, self.begun, strict=True):
-            event.record(way)
+        self.count = count
+        self.begun = [way.record_event(torch.cuda.Event(enable_timing=True)) for way in self.streams]
         for _ in range(count):
             for way, (target, source) in zip(self.streams, self.pairs, strict=True):
                 with torch.cuda.stream(way):
                     target.copy_(source, non_blocking=True)
-        for way, event in zip(self.streams, done, strict=True):
-            event.record(way)
-        return done
+        return [way.record_event(torch.cuda.Event(enable_timing=True)) for way in self.streams]
 
     def rate_after(self, done: list[torch.cuda.Event]) -> float:
         """Waits for what `queue` started: bytes/s of the slower direction."""
@@ -496,33 +452,26 @@ class _BothWays:
 
 @contextmanager
 def updating(update: HostUpdate) -> Iterator[None]:
-    """``update`` runs with the runtime's threads, again and again, until the block ends.
-
-    Raises:
-        RuntimeError: an update failed, and what was measured did not run during one.
-    """
+    """``update`` runs with the runtime's threads, again and again, until the block ends; RuntimeError if it failed."""
     enough, first = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             while not enough.is_set():
                 update()
                 first.set()
-        except BaseException as error:
-            errors.append(error)
+        finally:
             first.set()
 
-    thread = threading.Thread(target=run, name="measured-updates", daemon=True)
-    thread.start()
-    first.wait()  # the first makes threads, and touches the memory
-    try:
-        yield
-    finally:
-        enough.set()
-        thread.join()
-        if errors:
-            raise RuntimeError("an update during the measurement failed") from errors[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="measured-updates") as thread:
+        done = thread.submit(run)
+        try:
+            first.wait()  # the first makes threads, and touches the memory
+            yield
+        finally:
+            enough.set()
+            if (error := done.exception()) is not None:
+                raise RuntimeError("an update during the measurement failed") from error
 
 
 def looping_optimizer(device: torch.device) -> Callable[[], Any]:

@@ -1,9 +1,8 @@
 """`VGPUAdamW`: AdamW whose states live in the stack next to the weights they belong to.
 
-It is a `torch.optim.AdamW`: parameters that are plain (not offloaded, or all resident on level 0) are stepped by
-torch's own fused kernels at torch's own cost. Parameters of a streamed model are stepped group by group in the
-background, where their states are. Clipping is exact: the norm of per-parameter norms in optimizer order, then ``g *=
-min(1, max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does, over both kinds together.
+Plain parameters are stepped by torch's own fused kernels; those of a streamed model group by group in the background.
+Clipping is exact, over both kinds together: the norm of per-parameter norms in optimizer order, then ``g *= min(1,
+max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[torch.Tensor]:
-    """The parameters that a step is restricted to.
-
-    Raises:
-        ConfigurationError: a key names no group of the optimizer's models.
-    """
+    """The parameters that a step is restricted to; ConfigurationError if a key names no group of the models."""
     by_key = {engine.key_of(group): group for engine in engines for group in engine.groups}
     params: set[torch.Tensor] = set()
     for item in only:
@@ -77,6 +72,9 @@ class VGPUAdamW(torch.optim.AdamW):
         loss_scale: the factor that the loss was multiplied by, a power of two; gradients are divided by it. May be
             changed between steps through the attribute of this name.
 
+    Attributes:
+        skipped: whether the last `step` changed nothing because a gradient was not finite.
+
     Raises:
         ConfigurationError: a number outside its range, or no parameters.
         Unsupported: an earlier optimizer has some of the parameters of an offloaded model and others; one that has no
@@ -100,47 +98,33 @@ class VGPUAdamW(torch.optim.AdamW):
             )
         if accumulation_steps < 1:
             raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
-        if not isinstance(params, torch.Tensor):  # which torch refuses in words of its own
-            params = list(params)
-        if isinstance(params, list) and not params:
+        if not isinstance(params, torch.Tensor) and not (params := list(params)):  # torch refuses a tensor by itself
             raise ConfigurationError(
                 "there are no parameters to update: every one was left out, or the whole model is frozen; "
                 "give those to train requires_grad=True before the optimizer is made"
             )
-        self.max_grad_norm = max_grad_norm
-        self.update_in_backward = update_in_backward
-        self.undo = undo
-        self.accumulation_steps = accumulation_steps
-        self.loss_scale = loss_scale
+        self.max_grad_norm, self.update_in_backward, self.undo = max_grad_norm, update_in_backward, undo
+        self.accumulation_steps, self.loss_scale = accumulation_steps, loss_scale
         self._norm: torch.Tensor | None = None
-        self._skipped = False
+        self.skipped = False
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._slots: dict[torch.Tensor, Slot] = {}
         self._engines: list[Offload] = []
         self._updates_here = False
         self._replaced = False
-        if isinstance(params, list):
-            params = [
-                {**item, "params": list(item["params"])}  # a generator is read once
-                if isinstance(item, dict) and not isinstance(item["params"], torch.Tensor)
-                else item
-                for item in params
-            ]
-            stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
-            # What torch refuses it refuses here, while an earlier optimizer still has its states.
-            torch.optim.AdamW(
-                _stand_in(params, stand_ins), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-            )
-            self._replace_earlier(params)
+        self._adopts = False
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        # What torch refuses it has refused by now, while an earlier optimizer still has its states.
+        self._replace_earlier()
+        self._adopts = True
+        for group in self.param_groups:
+            self._adopt(group)
 
-    def _replace_earlier(self, params: list[Any]) -> None:
-        """An optimizer all of whose parameters are among ``params`` loses them: states begin anew.
-
-        Raises:
-            Unsupported: an earlier optimizer has some of the parameters, and others.
+    def _replace_earlier(self) -> None:
+        """An optimizer all of whose parameters are among these loses them: states begin anew. Unsupported: it has some,
+        and others.
         """
-        wanted = set(_tensors_in(params))
+        wanted = {param for group in self.param_groups for param in group["params"]}
         engines = dict.fromkeys(engine for param in wanted if (engine := _engine_of(param)) is not None)
         replaced: list[tuple[Offload | Resident, VGPUAdamW]] = []
         for engine in engines:
@@ -168,18 +152,19 @@ class VGPUAdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check_current()
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        if self._adopts:
+            self._adopt(self.param_groups[-1])
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Let the models that hold the group's parameters make its states."""
         fresh: dict[Offload, list[Slot]] = {}
         residents: dict[Resident, list[torch.Tensor]] = {}
         for param in group["params"]:
             self._group_of[param] = group
-            found = engine_and_slot(param)
-            if found is not None:
-                engine, slot = found
-                self._slots[param] = slot
-                fresh.setdefault(engine, []).append(slot)
-            resident = resident_of(param)
-            if resident is not None:
+            if (found := engine_and_slot(param)) is not None:
+                self._slots[param] = found[1]
+                fresh.setdefault(found[0], []).append(found[1])
+            elif (resident := resident_of(param)) is not None:
                 residents.setdefault(resident, []).append(param)
         self._updates_here |= any(updates_here(param) for param in group["params"])
         for resident, held in residents.items():
@@ -229,14 +214,14 @@ class VGPUAdamW(torch.optim.AdamW):
             for param in self._group_of:
                 restride(param)
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
-        self._skipped = False
+        self.skipped = False
         for engine in self._engines:
             engine.host_updates.check_gradients()
         if self.max_grad_norm is not None:
             factor = self._measure(only)
         else:
             factor = None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
-        if self._skipped:
+        if self.skipped:
             for engine in self._engines:
                 engine.step_control.skip_step()
             return
@@ -247,65 +232,32 @@ class VGPUAdamW(torch.optim.AdamW):
     def _measure(self, only: set[torch.Tensor] | None) -> torch.Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
         assert self.max_grad_norm is not None
-        for engine in self._engines:
-            engine.step_control.collect()
-        norms = []
-        for param, slot in self._in_order(only):
-            if slot is not None:
-                found = engine_and_slot(param)
-                assert found is not None
-                norms.append(found[0].gradients.norm(slot))
-            else:
-                norms.append(plain_norm(param))
-        if not norms:
-            self._norm = torch.zeros(())
+        total, measured = _measured((param for param in self._group_of if only is None or param in only), self._engines)
+        if not measured:
+            self._norm = total
             return None
-        total = norm_of_norms(norms, self._engines[0].device if self._engines else norms[0].device)
         inverse_scale = 1.0 / self.loss_scale
         if inverse_scale != 1.0:
             total = total * inverse_scale
         self._norm = total
-        self._skipped = not bool(torch.isfinite(total))
+        self.skipped = not bool(torch.isfinite(total))
         factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
         return None if factor == 1.0 else factor.cpu()
 
-    def _in_order(self, only: set[torch.Tensor] | None) -> Iterable[tuple[torch.Tensor, Slot | None]]:
-        """Parameters that have gradients, in optimizer order, with their slot if they are offloaded."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if only is not None and param not in only:
-                    continue
-                slot = self._slots.get(param)
-                if slot is not None:
-                    found = engine_and_slot(param)
-                    if found is not None and found[0].gradients.has(slot):
-                        yield param, slot
-                elif param.grad is not None:
-                    yield param, None
-
     def _step_plain(self, only: set[torch.Tensor] | None, factor: torch.Tensor | None) -> None:
-        plain = [param for param in self._group_of if param not in self._slots]
-        if not plain:
-            return
-        ours = [param for param in plain if updates_here(param)]
-        for param in ours:
-            if param.grad is not None and (only is None or param in only):
-                update_resident(param, param.grad, self.state[param], self._hyper(self._group_of[param]), factor)
-        set_aside = []
-        for param in plain:
-            if param.grad is None or updates_here(param):
+        torchs: set[torch.Tensor] = set()
+        for param, group in self._group_of.items():
+            if param in self._slots or param.grad is None or (only is not None and param not in only):
                 continue
-            if only is not None and param not in only:
-                set_aside.append((param, param.grad))
-                param.grad = None
-            elif factor is not None:
+            if updates_here(param):
+                update_resident(param, param.grad, self.state[param], self._hyper(group), factor)
+                continue
+            torchs.add(param)
+            if factor is not None:
                 param.grad.mul_(factor.to(param.grad.device))
-        try:
-            with self._without(self._slots.keys() | set(ours)):
+        if torchs:
+            with self._without(self._group_of.keys() - torchs):
                 _ADAMW_STEP(self)
-        finally:
-            for param, gradient in set_aside:
-                param.grad = gradient
 
     @contextmanager
     def _without(self, params: Collection[torch.Tensor]) -> Iterator[None]:
@@ -328,25 +280,19 @@ class VGPUAdamW(torch.optim.AdamW):
         if not self._engines:
             return super().zero_grad(set_to_none)
         with locked(self._engines):
-            self._forget_gradients(set_to_none)
+            for engine in self._engines:
+                control, slots = engine.step_control, self._slots.values()
+                control.begin_window()
+                held = [
+                    slot
+                    for slot in slots
+                    if engine_and_slot(slot.param) == (engine, slot) and engine.gradients.has(slot)
+                ]
+                if held:
+                    (control.clear_gradients if set_to_none else control.zero_gradients)(held)
+                engine.host_updates.forgive()
         with self._without(self._slots.keys()):
             super().zero_grad(set_to_none)
-
-    def _forget_gradients(self, set_to_none: bool) -> None:
-        """`zero_grad` of offloaded parameters."""
-        for engine in self._engines:
-            engine.step_control.roll_back()
-            engine.step_control.begin_window()
-            slots = [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
-            held = [slot for slot in slots if engine.gradients.has(slot)]
-            if held:
-                engine.gradients.finish_backward()
-                if set_to_none:
-                    engine.gradients.clear(held)
-                else:
-                    engine.step_control.drain()  # they may still read what is about to be zero
-                    engine.gradients.zero(held)
-            engine.host_updates.forgive()
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -402,37 +348,10 @@ class VGPUAdamW(torch.optim.AdamW):
         """The global 2-norm of the gradients at the last `step` before clipping; None without ``max_grad_norm``."""
         return None if self._norm is None else float(self._norm)
 
-    @property
-    def skipped(self) -> bool:
-        """Whether the last `step` changed nothing because a gradient was not finite."""
-        return self._skipped
-
 
 def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
     found = engine_and_slot(param)
     return resident_of(param) if found is None else found[0]
-
-
-def _stand_in(params: Any, known: dict[torch.Tensor, torch.nn.Parameter]) -> Any:
-    """``params`` as torch takes them, with an empty parameter for each leaf: ``known`` has those that were made."""
-    if isinstance(params, torch.Tensor):
-        if params not in known:
-            known[params] = torch.nn.Parameter(torch.empty(0))
-        return known[params] if params.is_leaf else params
-    if isinstance(params, dict):
-        return {**params, "params": _stand_in(params["params"], known)}
-    if isinstance(params, (list, tuple)):
-        return type(params)(_stand_in(item, known) for item in params)
-    return params
-
-
-def _tensors_in(params: Any) -> Iterator[torch.Tensor]:
-    """In what torch takes for parameters: tensors, pairs of names and tensors, lists of these, and groups."""
-    if isinstance(params, torch.Tensor):
-        yield params
-    elif isinstance(params, (list, tuple, dict)):
-        for item in params["params"] if isinstance(params, dict) else params:
-            yield from _tensors_in(item)
 
 
 # -- gradients between backward and step -------------------------------------------------------------------------------
@@ -447,33 +366,44 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     Returns:
         The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
     """
-    params = list(model.parameters() if isinstance(model, nn.Module) else model)
-    found = {param: engine_and_slot(param) for param in params}
-    engines = list(dict.fromkeys(pair[0] for pair in found.values() if pair is not None))
+    params = list(dict.fromkeys(model.parameters() if isinstance(model, nn.Module) else model))
+    engines = list(dict.fromkeys(found[0] for param in params if (found := engine_and_slot(param)) is not None))
     for engine in engines:
         engine.step_control.roll_back()
-        engine.step_control.collect()
-    norms: list[torch.Tensor] = []
-    offloaded: dict[Any, list[Slot]] = {engine: [] for engine in engines}
-    plain: list[torch.Tensor] = []
-    for param, pair in found.items():
-        if pair is None:
-            if param.grad is not None:
-                restride(param)
-                plain.append(param.grad)
-                norms.append(plain_norm(param))
-        elif pair[0].gradients.has(pair[1]):
-            offloaded[pair[0]].append(pair[1])
-            norms.append(pair[0].gradients.norm(pair[1]))
-    if not norms:
-        return torch.zeros(())
-    total = norm_of_norms(norms, engines[0].device if engines else norms[0].device)
+    for param in params:
+        restride(param)
+    total, measured = _measured(params, engines)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in plain:
-        gradient.mul_(factor.to(gradient.device))
+    offloaded: dict[Offload, list[Slot]] = {}
+    for param, found in measured:
+        if found is not None:
+            offloaded.setdefault(found[0], []).append(found[1])
+        elif param.grad is not None:
+            param.grad.mul_(factor.to(param.grad.device))
     for engine, slots in offloaded.items():
         engine.step_control.scale_gradients(slots, factor)
     return total
+
+
+def _measured(
+    params: Iterable[torch.Tensor], engines: Sequence[Offload]
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, tuple[Offload, Slot] | None]]]:
+    """The global 2-norm of the gradients of ``params``, and those that have one, in order, with engine and slot."""
+    for engine in engines:
+        engine.step_control.collect()
+    norms, measured = [], []
+    for param in params:
+        found = engine_and_slot(param)
+        if found is not None and found[0].gradients.has(found[1]):
+            norms.append(found[0].gradients.norm(found[1]))
+        elif found is None and param.grad is not None:
+            norms.append(plain_norm(param))
+        else:
+            continue
+        measured.append((param, found))
+    if not norms:
+        return torch.zeros(()), measured
+    return norm_of_norms(norms, engines[0].device if engines else norms[0].device), measured
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
@@ -494,38 +424,24 @@ def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
         raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")
     found = [engine_and_slot(param) for param in model.parameters()]
     engines = list(dict.fromkeys(pair[0] for pair in found if pair is not None))
-    ranked = [item for engine in engines for item in _rank_offloaded(engine)] if engines else _rank_plain(model)
+    for engine in engines:
+        engine.step_control.collect()
+    groups = [(engine, group) for engine in engines for group in engine.groups]
+    ranked: list[tuple[float, list[Any]]] = []
+    for engine, group in groups or [(None, group) for group in find_groups(model)[0]]:
+        if engine is not None:
+            slots = [slot for slot in group.slots if engine.gradients.has(slot)]
+            norms = [engine.gradients.norm(slot) for slot in slots]
+        else:
+            slots = [slot for slot in group.slots if slot.param.grad is not None]
+            gradients = [slot.param.grad for slot in slots if slot.param.grad is not None]
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        if slots:  # ranked by the root mean square: groups of different sizes become comparable
+            norm = float(norm_of_norms(norms, norms[0].device if engine is None else engine.device))
+            keys = [slot.param for slot in slots] if engine is None else [engine.key_of(group)]
+            ranked.append((norm / math.sqrt(sum(slot.num_elements for slot in slots)), keys))
     if not ranked:
         raise ConfigurationError("no parameter has a gradient: call backward() before selecting by gradient")
     ranked.sort(key=lambda item: -item[0])
     chosen = ranked[: max(1, math.ceil(fraction * len(ranked)))]
     return [key for _, keys in chosen for key in keys]
-
-
-def _rank_offloaded(engine: Any) -> list[tuple[float, list[Any]]]:
-    engine.step_control.collect()
-    ranked = []
-    for group in engine.groups:
-        slots = [slot for slot in group.slots if engine.gradients.has(slot)]
-        if slots:
-            norms = [engine.gradients.norm(slot) for slot in slots]  # taken on level 0, or on the host
-            density = _density(norms, sum(slot.num_elements for slot in slots), engine.device)
-            ranked.append((density, [engine.key_of(group)]))
-    return ranked
-
-
-def _rank_plain(model: nn.Module) -> list[tuple[float, list[Any]]]:
-    ranked = []
-    for group in find_groups(model)[0]:
-        params = [slot.param for slot in group.slots if slot.param.grad is not None]
-        if params:
-            gradients = [param.grad for param in params if param.grad is not None]
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            density = _density(norms, sum(param.numel() for param in params), params[0].device)
-            ranked.append((density, list(params)))
-    return ranked
-
-
-def _density(norms: list[torch.Tensor], num_elements: int, device: torch.device) -> float:
-    """Root mean square of a group's gradient: groups of different sizes become comparable."""
-    return float(norm_of_norms(norms, device)) / math.sqrt(num_elements)

@@ -1,12 +1,8 @@
 """A parameter whose bytes are elsewhere: every read loads it, every write is carried to storage, nothing is ever stale.
 
-A managed parameter keeps its identity and always shows the shape, dtype and device of its compute weight. While its
-layer group is in use (inside the forward of a module that needs it) it is a plain `nn.Parameter` over the loaded
-buffer, and costs nothing. Otherwise its class is `OffloadedParameter` and its data a single NaN seen through stride
-zero: should any code get past the interception below, NaN is loud where old weights would be silent.
-
-Swapping ``__class__`` is how torch itself turns lazy parameters into real ones. A tensor subclass for the model's whole
-life would tax every operator call instead.
+It keeps its identity and shows the shape, dtype and device of its compute weight. While its group is in use it is plain
+and costs nothing; otherwise its class is `OffloadedParameter`, swapped as torch does with lazy parameters, and its data
+a NaN of stride zero: should code get past the interception, NaN is loud where old weights would be silent.
 """
 
 from __future__ import annotations
@@ -30,41 +26,30 @@ _GRAD_GET = _T.grad.__get__
 _GRAD_SET = _T.grad.__set__
 _DATA_GET = _T.data.__get__
 _DATA_SET = _T.data.__set__
-_METADATA = frozenset(
-    {
-        getattr(_T, name).__get__
-        for name in (
-            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "itemsize", "nbytes",
-            "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps",
-            "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_xla", "is_sparse_csr", "retains_grad", "grad_fn",
-            "output_nr", "_version", "name", "_backward_hooks", "_post_accumulate_grad_hooks", "_base", "grad_dtype",
-        )
-        if hasattr(getattr(_T, name, None), "__get__")
-    }
+
+
+def _of_tensor(names: str) -> frozenset[Any]:
+    """What ``__torch_function__`` gets for tensors' attributes and methods, of those that this torch has."""
+    found = [getattr(_T, name) for name in names.split() if hasattr(_T, name)]
+    return frozenset(each if callable(each) else each.__get__ for each in found)
+
+
+_SHAPE = _of_tensor(
+    "shape dtype device layout is_cuda is_cpu is_sparse is_sparse_csr is_meta ndim requires_grad is_leaf grad_fn nbytes"
+    " itemsize size dim numel nelement element_size is_floating_point is_complex __len__ __hash__"
+)
+_METADATA = (
+    _SHAPE
     | {_T.requires_grad.__set__}
-    | {
-        getattr(_T, name)
-        for name in (
-            "size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
-            "get_device", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__",
-            "__len__", "ndimension", "is_inference", "is_shared", "is_pinned", "retain_grad",
-        )
-        if hasattr(_T, name)
-    }
-)  # fmt: skip
+    | _of_tensor(
+        "names is_quantized is_nested is_mkldnn is_xpu is_mps is_ipu is_maia is_vulkan is_mtia is_xla retains_grad"
+        " output_nr _version name _backward_hooks _post_accumulate_grad_hooks _base grad_dtype is_signed get_device"
+        " register_hook register_post_accumulate_grad_hook requires_grad_ ndimension is_inference is_shared is_pinned"
+        " retain_grad"
+    )
+)
 _TO_NUMPY = frozenset({_T.numpy, _T.__array__})
 _NOT_MUTATING = {"requires_grad_", "share_memory_", "rename_"}
-_GRADIENT_METADATA = frozenset(
-    {
-        getattr(_T, name).__get__
-        for name in (
-            "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_sparse", "ndim", "requires_grad", "is_leaf",
-            "grad_fn", "nbytes", "itemsize", "is_sparse_csr", "is_meta",
-        )
-    }
-    | {_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.__len__}
-    | {_T.__hash__}
-)  # fmt: skip
 _ITSELF = frozenset({_T.data.__get__, _T.detach, _T.detach_})  # a gradient is not part of a graph
 _NORMS = frozenset({_T.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm})
 _TWO = (2, "fro", None)  # how callers name the 2-norm
@@ -80,11 +65,8 @@ def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _flatten(item)
     else:
         yield value
@@ -100,8 +82,10 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return change(value) if isinstance(value, torch.Tensor) else value
 
 
-def _guarded(result: Any, binding: Any, is_alias: Callable[[torch.Tensor], object]) -> Any:
-    """``result`` with every tensor for which ``is_alias`` holds made read-only."""
+def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[torch.Tensor], object]) -> Any:
+    """What ``func`` gave, with every tensor for which ``is_alias`` holds made read-only, and every array."""
+    if func in _TO_NUMPY:  # numpy would write through it, past everybody who could see it
+        result.flags.writeable = False
 
     def guard(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) is not torch.Tensor or not is_alias(tensor):
@@ -113,18 +97,8 @@ def _guarded(result: Any, binding: Any, is_alias: Callable[[torch.Tensor], objec
     return _map_tensors(result, guard)
 
 
-def _sealed(func: Any, result: Any) -> Any:
-    """An array that numpy would write through, past everybody who could see it, is read-only."""
-    if func in _TO_NUMPY:
-        result.flags.writeable = False
-    return result
-
-
 class ReadOnlyView(torch.Tensor):
-    """A view into a loaded weight that was handed out. It stays valid while held; writing to it is refused.
-
-    It is a snapshot: the bytes of the weight when it was read, not of later steps.
-    """
+    """A view into a loaded weight that was handed out: a snapshot, valid while held; writing to it is refused."""
 
     _vb_binding: Any
 
@@ -142,17 +116,13 @@ class ReadOnlyView(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass(), binding.packing():
             result = func(*args, **kwargs)
             storages = {view.untyped_storage()._cdata for view in views}
-        return _guarded(_sealed(func, result), binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
+        return _guarded(func, result, binding, lambda tensor: tensor.untyped_storage()._cdata in storages)
 
 
 class OffloadedParameter(nn.Parameter):
-    """See the module's text. Never constructed: `Slot.param.__class__` is switched to and from this.
+    """See the module's text. Never constructed: `Slot.param.__class__` is switched to and from this."""
 
-    Attributes:
-        _vb_binding: the `Offload` that holds its bytes.
-    """
-
-    _vb_binding: Any
+    _vb_binding: Any  # the `Offload` that holds its bytes
     _vb_slot: Slot
 
     @classmethod
@@ -167,16 +137,13 @@ class OffloadedParameter(nn.Parameter):
             return _write_gradient(args[0], args[1])
         if func == _DATA_SET:
             return _write_data(args[0], args[1])
-        if func is _T.detach and type(args[0]) is OffloadedParameter:
-            exported = args[0]._vb_binding.export(args[0]._vb_slot)
+        first = args[0] if args and type(args[0]) is OffloadedParameter else None
+        if func is _T.detach and first is not None:
+            exported = first._vb_binding.export(first._vb_slot)
             if exported is not None:
                 return exported
-        if (
-            func is _T.copy_
-            and type(args[0]) is OffloadedParameter
-            and args[0]._vb_binding.overwrite(args[0]._vb_slot, args[1])
-        ):
-            return args[0]
+        if func is _T.copy_ and first is not None and first._vb_binding.overwrite(first._vb_slot, args[1]):
+            return first
         found = list(_flatten((args, kwargs)))
         if any(isinstance(item, DepartedGradient) for item in found):
             return DepartedGradient.__torch_function__(func, types, args, kwargs)
@@ -191,14 +158,11 @@ class OffloadedParameter(nn.Parameter):
             for binding, slots in by_binding.items():
                 stack.enter_context(binding.reading(slots))
             if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given: views keep bytes
-                ours = {id(param) for param in managed}
-                args, kwargs = _map_tensors(
-                    (args, kwargs), lambda item: item.view_as(item) if id(item) in ours else item
-                )
+                ours = set(map(id, managed))
+                args, kwargs = _map_tensors((args, kwargs), lambda x: x.view_as(x) if id(x) in ours else x)
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
-            result = _sealed(func, result)
             for binding in by_binding:
-                result = _guarded(result, binding, binding.weights.find)
+                result = _guarded(func, result, binding, binding.weights.find)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -215,9 +179,8 @@ class OffloadedParameter(nn.Parameter):
 
 
 class UsedParameter(nn.Parameter):
-    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count.
-
-    What ``data`` gives has a version counter of its own; it is kept until the use ends, which asks it.
+    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count. What it
+    gives has a version counter of its own, and is kept until the use ends, which asks it.
     """
 
     @property
@@ -261,10 +224,13 @@ def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
     return None if binding is None else (binding, param.__dict__["_vb_slot"])
 
 
-def forget_binding(param: torch.Tensor) -> None:
-    """Make ``param`` a stranger to every engine; its class and data are the caller's business."""
+def make_plain(param: torch.Tensor, plain_class: type, data: torch.Tensor) -> None:
+    """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
         attributes(param).pop(name, None)
+    param.__class__ = plain_class
+    with torch.inference_mode(False):
+        param.data = data
 
 
 def attributes(param: torch.Tensor) -> dict[str, Any]:
@@ -291,12 +257,11 @@ def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) 
 class SiteHook:
     """A module hook that a deep copy or a pickle of the module does not carry: that is a plain module."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    def __init__(self, call: Callable[..., None] = lambda *args: None) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
+        self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
         return SiteHook()
@@ -321,20 +286,15 @@ def _unseen() -> Iterator[None]:
 class UsedParameters:
     """Which parameters of one model are in use, and by how many.
 
-    Args:
-        engine: the `Offload` that parameters that are not in use ask for their bytes; its lock is held while what is
-            loaded changes.
-        gradient_hook: makes the hook that takes a parameter's gradient.
-        write_back: carries to storage what was written to parameters in place.
+    ``engine``: the `Offload` that the others ask for their bytes, whose lock is held while what is loaded changes.
+    ``write_back``: carries to storage what was written to parameters in place.
     """
 
     def __init__(
-        self, engine: Any, gradient_hook: Callable[[Slot], Callable[[torch.Tensor], None]],
+        self, engine: Any, take_gradient: Callable[[torch.Tensor], None],
         write_back: Callable[[list[Slot]], None],
     ) -> None:  # fmt: skip
-        self._engine = engine
-        self._gradient_hook = gradient_hook
-        self._write_back = write_back
+        self._engine, self._take_gradient, self._write_back = engine, take_gradient, write_back
         self._pins: dict[Slot, int] = {}
         self._seen_versions: dict[Slot, int] = {}
         self._placeholders: dict[torch.dtype, torch.Tensor] = {}
@@ -380,7 +340,7 @@ class UsedParameters:
             with torch.inference_mode(False):
                 _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
             if param.requires_grad and slot not in self._hooks:
-                self._hooks[slot] = param.register_post_accumulate_grad_hook(self._gradient_hook(slot))
+                self._hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
             self._seen_versions[slot] = param._version
 
     def _was_written(self, slot: Slot) -> bool:
@@ -405,7 +365,6 @@ class UsedParameters:
         held.update(_vb_binding=self._engine, _vb_slot=slot)
 
     def remove_hooks(self) -> None:
-        """Nobody takes gradients any more."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -417,10 +376,8 @@ class UsedParameters:
 class DepartedGradient(torch.Tensor):
     """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values.
 
-    `torch.nn.utils.clip_grad_norm_`, and so accelerate's and `transformers.Trainer`'s, asks each gradient for its norm
-    and multiplies it by the factor that clips; ``zero_grad(set_to_none=False)`` makes it zero. All of this happens in
-    host memory, in the arithmetic of `vblackwell.clip_grad_norm_`. What else is asked of it is refused, so that torch's
-    own optimizers and scalers do not pass it by.
+    What `torch.nn.utils.clip_grad_norm_` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
+    `vblackwell.clip_grad_norm_`. Anything else is refused: torch's own optimizers and scalers must not pass it by.
     """
 
     _vb_engine: Any
@@ -429,7 +386,7 @@ class DepartedGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _GRADIENT_METADATA:
+        if func in _SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -531,8 +488,8 @@ def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
 def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator[None]:
     """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``.
 
-    A transform allows no `saved_tensors_hooks` and keeps what it saves by reference: a parameter that is saved itself
-    (a norm's weight) would be a placeholder again by then. A view keeps the loaded bytes.
+    A transform allows no `saved_tensors_hooks` and saves by reference: a parameter itself would be a placeholder by
+    then, while a view keeps the loaded bytes.
     """
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     wanted = set(slots)
@@ -540,9 +497,7 @@ def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator
         for inner in module.modules():
             params: dict[str, Any] = inner._parameters
             for name, param in params.items():
-                if param is None:
-                    continue
-                found = engine_and_slot(param)
+                found = None if param is None else engine_and_slot(param)
                 if found is not None and found[1] in wanted:
                     replaced.append((params, name, param))
                     params[name] = param.view_as(param)

@@ -1,9 +1,7 @@
-"""Everything fits level 0: the model stays plain, its bytes lie in level 0's extents, and nothing else happens.
+"""Everything fits level 0: the model stays plain, and its bytes lie in level 0's extents.
 
-Parameters become views of one reserved range (so that the stack's books and `peak_bytes` are true), AdamW's moments of
-another. With a compute type narrower than fp32 a third completes them to fp32 masters (`masters`). Where torch's own
-AdamW would give other bits than a streamed run (narrow weights, 8-bit moments, and any on CUDA), `VGPUAdamW` updates
-with `update_resident`.
+Weights, what completes them to fp32 masters, and moments are views of one reserved range each. Where torch's own AdamW
+would give other bits than a streamed run (narrow weights, 8-bit moments, any on CUDA), `update_resident` runs.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.groups import MOMENTS, Formats, Group, Slot, find_groups, moment_ranges, of_all
+from vblackwell.offload.layout.groups import MOMENTS, Formats, Group, Slot, find_groups, formats_summary, moment_ranges
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
@@ -38,35 +36,36 @@ from vblackwell.offload.storage.masters import (
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
-class UncachedForward:
-    """Hooks that turn autocast's cache of cast weights off while the forward of ``model`` runs, as streaming does.
+class _Entered(threading.local):
+    """Whether autocast's cache was on before each of the forwards that a thread is in."""
 
-    It changes bits: a weight that is used twice is cast once, and its gradients are summed in the narrow type, not in
-    fp32; and a step inside the context does not reach the next forward. Inside torch.compile, which caches no casts,
-    they do nothing. torch calls no hook after a KeyboardInterrupt: then the cache is on again when the autocast context
-    has ended.
+    def __init__(self) -> None:
+        self.cached: list[bool] = []
+
+
+def uncached_forward(model: nn.Module) -> list[Any]:
+    """Turn autocast's cache of cast weights off while the forward of ``model`` runs, as streaming does; the hooks.
+
+    The cache changes bits: a weight used twice is cast once and its gradients are summed in the narrow type; and a step
+    inside the context would not reach the next forward. torch.compile caches no casts. torch calls no hook after a
+    KeyboardInterrupt: then the cache is on again when the autocast context has ended.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._entered = threading.local()
-        self._handles = [
-            model.register_forward_pre_hook(SiteHook(self._enter), prepend=True),
-            model.register_forward_hook(SiteHook(self._leave), always_call=True),
-        ]
+    entered = _Entered()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._entered.__dict__.setdefault("before", []).append(torch.is_autocast_cache_enabled())
+            entered.cached.append(torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        before: list[bool] = [] if torch.compiler.is_compiling() else self._entered.__dict__.get("before", [])
-        if before:  # not so where the way in failed: `_leave` is called even then
-            torch.set_autocast_cache_enabled(before.pop())
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and entered.cached:  # none where the way in failed: it is called even then
+            torch.set_autocast_cache_enabled(entered.cached.pop())
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    return [
+        model.register_forward_pre_hook(SiteHook(enter), prepend=True),
+        model.register_forward_hook(SiteHook(leave), always_call=True),
+    ]
 
 
 class Resident:
@@ -78,10 +77,9 @@ class Resident:
         self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None,
         formats: Formats, source: Source,
     ) -> None:  # fmt: skip
-        self.stack = stack
-        self.name = name
+        self.stack, self.name = stack, name
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)
-        self._states: dict[Slot, dict[str, torch.Tensor]] = {}
+        self._states: dict[Slot, dict[str, Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
         wide = [
@@ -91,34 +89,27 @@ class Resident:
         ]
         self.storage.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
+        forms = ("weight", "master", "remainder")
+        opened = [{kind: self._view(g, kind) for kind in forms if (g, kind) in self.storage} for g in self.groups]
+        places = [(slot, ranges) for group, ranges in zip(self.groups, opened, strict=True) for slot in group.slots]
         try:
-            for group in self.groups:
-                for slot in group.slots:
-                    source.write(slot, self._opened(group))
+            for place in places:
+                source.write(*place)
             source.take_over(self.groups)
         except BaseException:
             source.give_back()
             self.storage.close()
             raise
-        for group in self.groups:
-            self._move_in(group)
+        for slot, ranges in places:
+            slot.param.data = _by_itself(slot.view(ranges["weight"]))
+            attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, ranges))
+            self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
         cached = any(slot.dtype == torch.float32 for group in self.groups for slot in group.slots)
-        self._uncached = UncachedForward(model) if cached else None
+        self._handles = uncached_forward(model) if cached else []
         self.finalizer = weakref.finalize(model, self.storage.close)
         self.finalizer.atexit = False  # at exit the stack closes itself
-
-    def _opened(self, group: Group) -> Opened:
-        kinds = ("weight", "master", "remainder")
-        return {kind: self._view(group, kind) for kind in kinds if (group, kind) in self.storage}
-
-    def _move_in(self, group: Group) -> None:
-        opened = self._opened(group)
-        for slot in group.slots:
-            slot.param.data = _by_itself(slot.view(opened["weight"]))
-            attributes(slot.param).update(_vb_resident=self, _vb_place=(slot, opened))
-            self._round_gradients(slot)
 
     def _round_gradients(self, slot: Slot) -> None:
         """Let micro-batches add up in fp32, each rounded to the compute type first, as gradients that leave level 0."""
@@ -127,7 +118,7 @@ class Resident:
             dtype = slot.dtype
             self._hooks[slot] = slot.param.register_hook(lambda gradient: gradient.to(dtype).to(torch.float32))
 
-    def _view(self, group: Group, kind: str) -> torch.Tensor:
+    def _view(self, group: Group, kind: str) -> Tensor:
         view = self.storage.range(group, kind).view()
         assert view is not None, "level 0 is addressable"
         return view
@@ -139,13 +130,9 @@ class Resident:
     def forget_optimizer(self) -> None:
         """As `Offload.forget_optimizer`: `adopt_optimizer` begins anew."""
 
-    def adopt_optimizer(
-        self, optimizer: Any, params: list[torch.Tensor]
-    ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Fresh AdamW states for ``params`` inside level 0, as `torch.optim.AdamW` keeps them (8-bit: codes, scales).
-
-        Raises:
-            Unsupported: parameters that were frozen when the model was moved here lack their masters.
+    def adopt_optimizer(self, optimizer: Any, params: list[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
+        """Fresh AdamW states for ``params`` inside level 0, as `torch.optim.AdamW` keeps them (8-bit: codes, scales);
+        Unsupported where parameters were frozen when the model was moved here.
         """
         wanted = set(params)
         slots = [slot for group in self.groups for slot in group.slots if slot.param in wanted]
@@ -158,7 +145,7 @@ class Resident:
         self._optimizers.add(optimizer)
         return {slot.param: self._states[slot] for slot in slots}
 
-    def _state(self, slot: Slot) -> dict[str, torch.Tensor]:
+    def _state(self, slot: Slot) -> dict[str, Tensor]:
         opened = {kind: self._view(slot.group, kind) for kind in slot.group.formats.moments}
         moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
         if not slot.group.formats.packed:
@@ -178,55 +165,50 @@ class Resident:
             "sliced": [],
             "weights_budget_bytes": sum(group.num_bytes for group in self.groups),
             "bytes_by_level": self.storage.plan.bytes_by_level(),
-            "formats": of_all(group.formats for group in self.groups).summary(),
+            "formats": formats_summary(self.groups),
             "undo_bytes": 0,
         }
 
     @torch.no_grad()
     def release(self, device: torch.device) -> None:
         """Give every parameter, its fp32 master where there is one, memory on ``device``; 8-bit states become plain."""
-        for hook in self._hooks.values():
-            hook.remove()
-        if self._uncached is not None:
-            self._uncached.remove()
-        for group in self.groups:
-            for slot in group.slots:
-                param = slot.param
-                truth = truth_of(param)
-                if slot in self._states and slot.group.formats.packed:  # what torch's own AdamW goes on from
-                    state = self._states[slot]
-                    plain = {"step": state["step"], **read_moments(slot, state)}
-                    state.clear()
-                    state.update({key: value.to(device) for key, value in plain.items()})
-                for name in ("_vb_resident", "_vb_place"):
-                    attributes(param).pop(name)
-                gradient, param.grad = param.grad, None
-                param.data = truth.to(device, copy=True)
-                param.grad_dtype = param.dtype
-                param.grad = None if gradient is None else gradient.to(device, param.dtype)
+        for handle in [*self._hooks.values(), *self._handles]:
+            handle.remove()
+        for param in (slot.param for group in self.groups for slot in group.slots):
+            truth = truth_of(param)
+            slot, _ = attributes(param).pop("_vb_place")
+            if slot in self._states and slot.group.formats.packed:  # what torch's own AdamW goes on from
+                state = self._states[slot]
+                plain = {"step": state["step"], **read_moments(slot, state)}
+                state.clear()
+                state.update({key: value.to(device) for key, value in plain.items()})
+            del attributes(param)["_vb_resident"]
+            gradient, param.grad = param.grad, None
+            param.data = truth.to(device, copy=True)
+            param.grad_dtype = param.dtype
+            param.grad = None if gradient is None else gradient.to(device, param.dtype)
 
     def close(self) -> None:
         """Give everything back to the stack. The optimizer's states, if any, stay valid while it holds them."""
         self.finalizer()
 
 
-def _by_itself(view: torch.Tensor) -> torch.Tensor:
+def _by_itself(view: Tensor) -> Tensor:
     """The same bytes as a separate storage: safetensors takes views of one storage for tied, and may keep one alone."""
     start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
     storage = view.untyped_storage()[start : start + num_bytes]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def resident_of(param: torch.Tensor) -> Resident | None:
-    """The engine of a resident parameter; None for any other."""
+def resident_of(param: Tensor) -> Resident | None:
     return param.__dict__.get("_vb_resident")
 
 
-def _place_of(param: torch.Tensor) -> tuple[Slot, Opened] | None:
+def _place_of(param: Tensor) -> tuple[Slot, Opened] | None:
     return param.__dict__.get("_vb_place")
 
 
-def has_truth(param: torch.Tensor) -> bool:
+def has_truth(param: Tensor) -> bool:
     """Whether ``param`` is resident and narrower than the fp32 in which it is updated."""
     place = _place_of(param)
     if place is None or not place[0].dtype.is_floating_point:
@@ -234,7 +216,7 @@ def has_truth(param: torch.Tensor) -> bool:
     return len(place[1]) > 1 or place[0].group.formats.stochastic
 
 
-def updates_here(param: torch.Tensor) -> bool:
+def updates_here(param: Tensor) -> bool:
     """Whether `update_resident`, not torch's own AdamW, gives ``param`` the bits of a streamed run."""
     place = _place_of(param)
     if place is None:
@@ -242,13 +224,13 @@ def updates_here(param: torch.Tensor) -> bool:
     return has_truth(param) or place[0].group.formats.packed or (param.is_cuda and place[0].dtype == torch.float32)
 
 
-def restride(param: torch.Tensor) -> None:
+def restride(param: Tensor) -> None:
     """Give the gradient the parameter's strides: one that autograd widened may lie transposed in memory."""
     if updates_here(param) and param.grad is not None and param.grad.stride() != param.stride():
         param.grad = torch.empty_like(param, dtype=param.grad.dtype).copy_(param.grad)
 
 
-def plain_norm(param: torch.Tensor) -> torch.Tensor:
+def plain_norm(param: Tensor) -> Tensor:
     """The 2-norm of the gradient of a plain or resident parameter, after `restride`: the bits of a streamed run."""
     assert param.grad is not None
     if updates_here(param) and param.is_cuda:
@@ -256,13 +238,13 @@ def plain_norm(param: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(param.grad, dtype=torch.float32)
 
 
-def truth_of(param: torch.Tensor) -> torch.Tensor:
+def truth_of(param: Tensor) -> Tensor:
     """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
     place = _place_of(param)
     return param.detach() if place is None else read_truth(*place)
 
 
-def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's ``state`` of any parameter as `torch.optim.AdamW` would hold it: 8-bit moments in fp32."""
     place = _place_of(param)
     if place is None or not place[0].group.formats.packed:
@@ -271,25 +253,28 @@ def plain_state(param: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str
 
 
 @torch.no_grad()
-def write_state(param: torch.Tensor, held: dict[str, torch.Tensor], state: dict[str, torch.Tensor] | None) -> None:
-    """Make the resident ``param``'s state, where it lies, the plain ``state``; None: as before the first step."""
-    place = _place_of(param)
-    assert place is not None
-    slot = place[0]
+def write_state(param: Tensor, held: dict[str, Tensor], state: dict[str, Tensor] | None) -> None:
+    """Make ``held``, the state of a plain or resident parameter, the plain ``state``; None: as never stepped."""
     if state is None:
         for tensor in held.values():
             tensor.zero_()
         return
-    held["step"].copy_(state["step"])
-    if slot.group.formats.packed:
-        write_moments(slot, held, state)
-    else:
-        for kind in MOMENTS:
-            held[kind].copy_(state[kind])
+    place = _place_of(param)
+    if place is not None and held and updates_here(param):
+        held["step"].copy_(state["step"])
+        if place[0].group.formats.packed:
+            write_moments(place[0], held, state)
+            return
+    else:  # where torch's fused AdamW wants it
+        held["step"] = state["step"].to(param.device, torch.float32, copy=True)
+    for kind in MOMENTS:
+        if kind not in held:
+            held[kind] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+        held[kind].copy_(state[kind])
 
 
 @torch.no_grad()
-def write_param(param: torch.Tensor, source: torch.Tensor) -> None:
+def write_param(param: Tensor, source: Tensor) -> None:
     """Make ``source`` the value of a plain or resident parameter, and of its master."""
     place = _place_of(param)
     if place is None:
@@ -299,11 +284,7 @@ def write_param(param: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def update_resident(
-    param: torch.Tensor,
-    gradient: torch.Tensor,
-    state: dict[str, torch.Tensor],
-    hyper: Hyper,
-    factor: torch.Tensor | None,
+    param: Tensor, gradient: Tensor, state: dict[str, Tensor], hyper: Hyper, factor: Tensor | None
 ) -> None:
     """One AdamW step for a parameter that `updates_here`; ``gradient`` has its strides and is times ``factor``."""
     place = _place_of(param)
@@ -312,9 +293,10 @@ def update_resident(
     state["step"].add_(1)
     moments = {kind: in_memory_order(state[kind]) for kind in slot.group.formats.moments}
     flat = in_memory_order(gradient)
+    factor = None if factor is None else factor.to(flat.device)
     if "master" in opened and has_truth(param):
         if factor is not None:
-            flat.mul_(factor.to(flat.device))
+            flat.mul_(factor)
         update_master(
             slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), moments["exp_avg"], moments["exp_avg_sq"],
             flat, state["step"], hyper,
@@ -323,9 +305,6 @@ def update_resident(
     part = {"weight": slot.flat(opened["weight"]), **moments}
     if "remainder" in opened:
         part["remainder"] = slot.flat(opened["remainder"], torch.int16)
-    numbers = AdamWStep(**vars(hyper), step=int(state["step"]))
-    if factor is not None:
-        factor = factor.to(flat.device)
-    update_part(slot, part, flat, numbers, factor=factor)  # the product in fp32
+    update_part(slot, part, flat, AdamWStep(**vars(hyper), step=int(state["step"])), factor=factor)  # a product in fp32
     if factor is not None:
         flat.mul_(factor)  # as torch's clipping leaves it

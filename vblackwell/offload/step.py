@@ -1,39 +1,33 @@
-"""When a group is updated and loaded: after `step()`, or already after its backward with a rollback; then its next use.
+"""When a group is updated, after `step()` or already after its backward with a rollback, and loaded for its next use.
 
-The updates that `step()` queues run on under the next forward, and what needs a group's weights waits for that group
-alone (`order_loads`, `wait_for_updates`). With ``update_in_backward`` a group whose gradient is complete is updated at
-once, on the speculation that the step will come, will not clip and will use today's hyperparameters. Any sign of the
-opposite (a new forward, a late gradient, somebody reading the weights, a norm over the limit) rolls the group back, and
-the update is done exactly at the step.
-
-Each group is updated in one of two places, decided when the model was offloaded: on level 0 (`DeviceUpdates`), or by
-the worker on the ranges in storage (`HostUpdates`). The arithmetic is the same.
+Updates run on under the next forward; what needs a group's weights waits for that group alone. An early update
+speculates that the step will come, will not clip and will use today's hyperparameters: any sign of the opposite (a new
+forward, a late gradient, a read of the weights, a norm over the limit) rolls it back, and the step does it exactly.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from vblackwell.errors import InsufficientMemory, StepAbandoned
-from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, Group, Slot
 from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
     GradientBuffer,
-    GroupStates,
     Job,
+    Mover,
     Phase,
-    Worker,
+    Shared,
     defer_sigint,
 )
 from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
-from vblackwell.offload.storage.storage import Storage
 
 # Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
 # a load may wait for a ring of them.
@@ -45,126 +39,94 @@ def is_final(optimizer: Any) -> bool:
     return optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
 
 
-class Speculation:
-    """Updates that were started before their step: committed with it, or rolled back. Both places work alike.
-
-    Args:
-        places: where each group is updated. consumed: called with a group whose update is final and stays: its gradient
-            never left level 0, or was overwritten in storage. model: its name, for errors.
+class Speculation(Mover):
+    """Updates that were started before their step: committed with it, or rolled back, in both places alike. One that is
+    final has consumed its gradient and stays: where it should be undone, `StepAbandoned` is raised.
     """
 
     def __init__(
-        self, states: GroupStates, places: dict[Group, DeviceUpdates | HostUpdates],
-        consumed: Callable[[Group], None], model: str,
-    ) -> None:  # fmt: skip
-        self._states = states
-        self._places = places
-        self._consumed = consumed
-        self._model = model
-        self._early: dict[Group, None] = {}
+        self, shared: Shared, places: dict[Group, DeviceUpdates | HostUpdates], gradients: GradientCollector
+    ) -> None:
+        super().__init__(shared)
+        self._places, self._gradients = places, gradients
+        self._early: dict[Group, EarlyUpdate] = {}
 
     def start(self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` now; None if there is no room for a rollback."""
         with defer_sigint():
             early = self._places[group].start_early(group, jobs, gradient, final=final)
             if early is not None:
-                self._states[group].early = early
+                self._early[group] = early
                 self._states[group].to(Phase.EARLY)
-                self._early[group] = None
         return early
 
     def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> bool:
-        """The step has come: whether the group was updated early as it asks; any other update is rolled back.
-
-        Raises:
-            StepAbandoned: it is not, and it was final.
-        """
-        early = self._states[group].early
+        """The step has come: whether the group was updated early as it asks; any other update is rolled back."""
+        early = self._early.get(group)
         if early is None:
             return False
         if factor is not None or early.jobs != jobs:
             self.roll_back(group)
             return False
-        self._keep(group, early)
+        self._keep(group)
         self._places[group].commit(group, early)
         return True
 
-    def _keep(self, group: Group, early: EarlyUpdate) -> None:
-        state = self._states[group]
-        state.early = None
-        del self._early[group]
-        state.update_is_queued()
+    def _keep(self, group: Group) -> None:
+        early = self._early.pop(group)
+        self._states[group].update_is_queued()
         if early.is_final:
-            self._consumed(group)
+            self._gradients.clear(group.slots)
 
     def roll_back(self, group: Group) -> None:
-        """Undo the group's early update, if there is one.
-
-        Raises:
-            StepAbandoned: it was final, and stays.
-        """
-        state = self._states[group]
-        early = state.early
+        """Undo the group's early update, if there is one."""
+        early = self._early.get(group)
         if early is None:
             return
         if early.is_final:
-            self._keep(group, early)
+            self._keep(group)
             raise self._abandoned(group)
-        place = self._places[group]
+        place, state = self._places[group], self._states[group]
         with defer_sigint():
             place.roll_back(group, early)
-            state.early = None
             del self._early[group]
             state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
         place.wait(group)
 
     def roll_back_all(self) -> None:
-        """Undo all early updates.
-
-        Raises:
-            StepAbandoned: some were final, and stay; the others are undone.
-        """
-        early = [(group, update) for group in self._early if (update := self._states[group].early) is not None]
-        final = [(group, update) for group, update in early if update.is_final]
-        for group, update in final:
-            self._keep(group, update)
+        """Undo all early updates that are not final."""
+        final = [group for group, early in self._early.items() if early.is_final]
+        for group in final:
+            self._keep(group)
         for group in list(self._early):
             self.roll_back(group)
         if final:  # after everything else is in order: the error comes once
-            raise self._abandoned(final[0][0])
+            raise self._abandoned(final[0])
 
     def _abandoned(self, group: Group) -> StepAbandoned:
         return StepAbandoned(
-            f"{group.name!r} of {self._model!r} was updated after its backward, and with undo=False that is final, but "
+            f"{group.name!r} of {self._name!r} was updated after its backward, and with undo=False that is final, but "
             "the step did not come as announced (a second backward, another forward or a read of the weights before "
             "step(), changed hyperparameters, step(only=...), or zero_grad() before step()): reload the last "
             "checkpoint, and use undo=True"
         )
 
 
-class StepControl:
+class StepControl(Mover):
     """Decides when the groups of one model are updated.
 
     Attributes:
         steps: torch's count of each parameter's steps. source: the `VGPUAdamW`.
-        follow_clipping: after a step that clipped, the next most likely does too, and an early update would be made in
-            vain. Speed only; tests switch it off to force rollbacks.
+        follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
     """
 
     def __init__(
-        self, name: str, groups: list[Group], states: GroupStates, storage: Storage, weights: WeightStreamer,
-        gradients: GradientCollector, worker: Worker, host: HostUpdates, device: DeviceUpdates | None,
+        self, shared: Shared, weights: WeightStreamer, gradients: GradientCollector,
+        places: dict[Group, DeviceUpdates | HostUpdates], device: DeviceUpdates | None,
     ) -> None:  # fmt: skip
-        self._groups = groups
-        self._storage = storage
-        self._weights = weights
-        self._gradients = gradients
-        self._worker = worker
-        self._device = device
-        self._states = states
-        self._on_device = {group for group in groups if device is not None and group in device}
-        self._places = {group: device if device is not None and group in device else host for group in groups}
-        self._speculation = Speculation(states, self._places, lambda group: gradients.clear(group.slots), name)
+        super().__init__(shared)
+        self._weights, self._gradients, self._places, self._device = weights, gradients, places, device
+        self._speculation = Speculation(shared, places, gradients)
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self.steps: dict[Slot, torch.Tensor] = {}
@@ -183,11 +145,6 @@ class StepControl:
         if torch.is_grad_enabled():
             self._forwards += 1
 
-    def reached(self, group: Group) -> None:
-        """``group`` is about to be used."""
-        if self._device is not None:
-            self._device.advance(group)
-
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
         self._speculation.roll_back(group)
@@ -196,8 +153,8 @@ class StepControl:
             self._device.expect_backward()
 
     def use_of(self, buffer: GradientBuffer, adding: bool) -> UpdateUse:
-        """A group's gradient is about to leave level 0: measure it there, and update from it if that was asked for and
-        is possible. ``adding``: it will be added to a gradient in host memory.
+        """A group's gradient is about to leave level 0 (``adding``: to be added in host memory): measure it there, and
+        update from it if that was asked for and is possible.
         """
         source, group = self.source, buffer.group
         if source is None:
@@ -209,7 +166,7 @@ class StepControl:
             return UpdateUse()
         if adding and not (buffer.is_whole() and self._gradients.has_all_on_host(group)):
             return UpdateUse()  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self._device is None or group not in self._on_device:
+        if self._device is None or self._places[group] is not self._device:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
             # master. If that is sure to come, the gradient needs no range of its own.
             certain = not adding and not source.undo and (group, "master") in self._storage
@@ -241,10 +198,8 @@ class StepControl:
             return
         if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
             self._gradients.measure_later(group)
-        if group not in self._on_device and self._may_start_early(group):
-            jobs = self.jobs(group)
-            if jobs:
-                self._speculation.start(group, jobs, None, final=not source.undo)
+        if self._places[group] is not self._device and self._may_start_early(group) and (jobs := self.jobs(group)):
+            self._speculation.start(group, jobs, None, final=not source.undo)
 
     # -- for callers that need a group ---------------------------------------------------------------------------------
 
@@ -282,11 +237,7 @@ class StepControl:
         self._worker.drain()
 
     def _arrive(self) -> None:
-        """Let gradients be in host memory, or on their way. What was updated early stays so: to read is not to clip.
-
-        Raises:
-            StepAbandoned: updates are final (``undo=False``) and have consumed them.
-        """
+        """Let gradients be in host memory, or on their way. Early updates stay, unless they consumed them."""
         if self.source is not None and not self.source.undo:
             self.roll_back()
         self._gradients.finish_backward()
@@ -321,9 +272,8 @@ class StepControl:
         self._gradients.scale_later(group, slots, factor)
 
     def _scale_stored(self, group: Group) -> None:
-        """Multiply the gradient that a step with a factor left behind by that factor, as torch's clipping does at once.
-
-        Nearly every step is followed by `zero_grad`, so that the bytes in storage are touched only for one that is not.
+        """Multiply the gradient that a step with a factor left behind by it, as torch's clipping does at once: rarely
+        needed, as nearly every step is followed by `zero_grad`.
         """
         held = self._unscaled.pop(group, None)
         if held is not None:
@@ -370,7 +320,7 @@ class StepControl:
             jobs = self.jobs(group, wanted)
             if not self._speculation.commit(group, jobs, factor) and jobs:
                 self._places[group].update(group, jobs, factor)
-                if factor is not None and (group in self._on_device or not group.is_fp32):
+                if factor is not None and (self._places[group] is self._device or not group.is_fp32):
                     self._unscaled[group] = [job.slot for job in jobs], factor
         if self._device is not None:
             self._device.end_step()
@@ -384,24 +334,19 @@ class StepControl:
         self._forwards = 0
 
     def begin_window(self) -> None:
-        """All gradients were given up: if there were any since the last step, micro-batches are counted anew."""
+        """All gradients are given up: if there were any since the last step, micro-batches are counted anew."""
+        self.roll_back()
         if self._open_window:
             self._forwards, self._open_window = 0, False
 
 
-class Loading:
+class Loading(Mover):
     """Brings groups of one model to level 0 in time, each after its updates."""
 
-    def __init__(
-        self, stack: VGPUStack, groups: list[Group], states: GroupStates, storage: Storage, weights: WeightStreamer,
-        control: StepControl,
-    ) -> None:  # fmt: skip
-        self._stack = stack
-        self._groups = groups
-        self._states = states
-        self._storage = storage
-        self._weights = weights
-        self._control = control
+    def __init__(self, shared: Shared, weights: WeightStreamer, control: StepControl) -> None:
+        super().__init__(shared)
+        self._weights, self._control = weights, control
+        groups = shared.groups
         largest = max((group.num_bytes for group in groups), default=1) or 1
         self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, weights.budget_bytes // largest // 2))
         if any(group.name.endswith(TRAINED) for group in groups):  # a layer is two groups, one of them small
@@ -423,11 +368,7 @@ class Loading:
         return buffer
 
     def unpack(self, packed: PackedView) -> torch.Tensor:
-        """The tensor that autograd packed, loading its group if it was dropped.
-
-        Raises:
-            StaleTensor: the weights were updated since the forward.
-        """
+        """The tensor that autograd packed, loading its group if it was dropped; StaleTensor if it was updated since."""
         self._control.order_loads(packed.group)
         self._weights.check_unchanged(packed)
         self._load(packed.group)
@@ -468,24 +409,17 @@ class Loading:
 
     def _prefetch_upcoming(self) -> None:
         weights = self._weights
-        if weights.frozen:
-            self._prefetch_frozen()
+        frozen = weights.frozen
+        if frozen and weights.all_loaded:
             return
-        for index in weights.trace.upcoming(self._ahead):
-            if not self.prefetch(self._groups[index]):
-                return
-
-    def _prefetch_frozen(self) -> None:
-        """The next copies begin whatever pass they belong to: no update lies between, and the link always works."""
-        weights, begun = self._weights, 0
-        if weights.all_loaded:
-            return
-        for index in weights.trace.upcoming(len(self._groups), wrap=True):
-            group = self._groups[index]
-            if weights.is_loaded(group) or group.num_bytes > weights.budget_bytes:
-                continue
+        upcoming = weights.trace.upcoming(len(self._groups) if frozen else self._ahead, wrap=frozen)
+        groups = (self._groups[index] for index in upcoming)
+        if (
+            frozen
+        ):  # the next copies begin whatever pass they belong to: no update lies between, and the link always works
+            budget = weights.budget_bytes
+            absent = (group for group in groups if not weights.is_loaded(group) and group.num_bytes <= budget)
+            groups = itertools.islice(absent, WEIGHT_PLACES)
+        for group in groups:
             if not self.prefetch(group):
-                return
-            begun += 1
-            if begun == WEIGHT_PLACES:
                 return

@@ -127,7 +127,7 @@ def test_sums_go_before_updates_of_other_groups():
     """The runtime's worker does what need not wait first, and updates when nothing else could be done."""
     cpu = replace(FAST, cpu_adamw=100.0, adds_per_update=1.0)
     graph = Graph(LanePlan(chain(on_host=True), 12000, 20000, micro_batches=2), cpu, 4)
-    clock = Clock(graph, cpu, graph.plan)
+    clock = Clock(graph)
     clock.run()
     tasks = [(begun, task) for task, begun in clock.ends.items() if task.lane == "cpu" and task.step == 0]
     kinds = [task.postponable for _, task in sorted(tasks, key=lambda each: each[0])]

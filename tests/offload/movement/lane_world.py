@@ -134,7 +134,7 @@ class World:
         values = self._values(self.storage.range(group, kind).num_bytes, kind)
         opened = self.storage.open(group, kind, load=False)
         opened.copy_(values)
-        self.storage.close_range(group, kind, opened, store=True)
+        self.storage.store(group, kind, opened)
         return values
 
     def _after(self, group: Group, before: Bytes, gradient: torch.Tensor, numbers: AdamWStep) -> Bytes:
@@ -212,7 +212,7 @@ class World:
                 self.ends[group].computed.wait()
             opened = self.storage.open(group, "gradient", load=False)
             opened.copy_(values)
-            self.storage.close_range(group, "gradient", opened, store=True)
+            self.storage.store(group, "gradient", opened)
             return
         if group in self.ends:
             self.ends[group].computed.wait_on(self.queues.leaving)
@@ -259,7 +259,6 @@ class World:
         for kind, expected in self.truth[group].items():
             opened = self.storage.open(group, kind)
             assert torch.equal(opened, expected), (group.name, kind, self.step)
-            self.storage.close_range(group, kind, opened, store=False)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 

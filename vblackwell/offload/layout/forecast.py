@@ -1,8 +1,7 @@
 """Bytes and seconds of a streamed step beforehand: the runtime's placement of a model, and a simulation of its lanes.
 
-Nothing is moved and no GPU is asked; the model may be on meta. Seconds of compute come from a trace of the resident
-model, by phase; groups get their parts by the parameters that they multiply tokens with, and the last of those the
-head's and the loss's.
+Seconds of compute come from a trace of the resident model, by phase; groups get parts of them by the parameters that
+they multiply tokens with, and the last of those the head's and the loss's.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ HELD = 3
 
 @dataclass(frozen=True)
 class StepForecast:
-    """A streamed model before it is one.
-
-    Attributes:
-        bytes_by_level: of each kind of range and of 'staging', 'ring', 'loaded', 'leaving', 'lent' and 'undo', by
-            level.
-        lanes: what a step asks of them.
+    """A streamed model before it is one: bytes by level of each kind of range and of 'staging', 'ring', 'loaded',
+    'leaving', 'lent' and 'undo', and what a step asks of the lanes.
     """
 
     bytes_by_level: dict[str, list[int]]
@@ -118,9 +113,8 @@ def gradient_traffic(
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
 
-    Each micro-batch's gradient is written as it leaves. One in fp32 is itself the sum: the next is added to it and it
-    is written again. Of narrower ones the first alone is read, and the sum is written with every later micro-batch and
-    read after each. ``norms``: one more pass takes norms on the host.
+    One in fp32 is itself the sum. Of narrower ones the first alone is read, and the sum is written with every later
+    micro-batch and read after each. ``norms``: one more pass takes norms on the host.
     """
     again = norms * (sums if micro_batches > 1 and not is_fp32 else gradients)
     if is_fp32:
@@ -140,9 +134,7 @@ def _plan(
 ) -> LanePlan:
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     on_level0, late = set(found.on_level0), set(found.deferred)
-    multiplied = [
-        sum(slot.num_elements for slot in group.slots if id(slot.param) not in looked_up) for group in found.groups
-    ]
+    multiplied = [sum(slot.num_elements for slot in g.slots if id(slot.param) not in looked_up) for g in found.groups]
     last = max((index for index, count in enumerate(multiplied) if count), default=len(found.groups) - 1)
     body = sum(count for index, count in enumerate(multiplied) if index != last) or 1
     works = []
@@ -153,11 +145,8 @@ def _plan(
             forward, backward = (seconds.get(phase, 0.0) * count / body for phase in ("forward", "backward"))
         is_block = index != last and count * 10 > max(multiplied)  # not a norm
         trained = num_elements(group) if group.trainable() else 0
-        on_disk = {
-            kind: storage.range(group, kind).num_bytes
-            for kind in KINDS
-            if (group, kind) in storage and storage.level_of(group, kind).kind == "disk"
-        }
+        kinds = [kind for kind in KINDS if (group, kind) in storage and storage.level_of(group, kind).kind == "disk"]
+        on_disk = {kind: group.size_of(kind) for kind in kinds}
         states = sum(on_disk.get(kind, 0) for kind in PARAMETER_KINDS if kind != "weight")
         gradients, sums = (on_disk.get(kind, 0) for kind in GRADIENTS)
         read, written = gradient_traffic(gradients, sums, micro_batches, group.is_fp32, host_norms)

@@ -1,4 +1,4 @@
-"""Level 0 while a text is written, by arithmetic on sizes: weights that stay, keys and values, and bytes to compute in.
+"""Level 0 while a text is written: weights that stay, keys and values, and bytes to compute in.
 
 Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
 fit next to the weights that pass through, and otherwise pass through as well.
@@ -62,10 +62,8 @@ def cache_shape(config: Any, rows: int, positions: int, dtype: torch.dtype) -> C
 
 
 def layers_on_level0(shape: CacheShape, free_bytes: int) -> int:
-    """How many layers' caches live in ``free_bytes`` of level 0 next to the places through which the others pass.
-
-    Raises:
-        InsufficientMemory: not even those places fit.
+    """How many layers' caches live in ``free_bytes`` of level 0 next to the places through which the others pass;
+    InsufficientMemory if not even those fit.
     """
     if shape.num_bytes <= free_bytes:
         return shape.layers

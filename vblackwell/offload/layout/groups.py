@@ -1,11 +1,8 @@
 """Which parameters stream together, what AdamW keeps of them, where they may be cut, and in which order they are used.
 
-A *layer group* is what moves as one flat range: each child of an outermost `nn.ModuleList` (a transformer block), and
-each remaining module that owns parameters directly (an embedding, a head, a final norm). A parameter that several
-modules share belongs to the first; the others list that group among what they need.
-
-Within a group every parameter starts at a multiple of 512 bytes, as torch's allocators place single tensors, so that
-matrix kernels choose the same path for a view as for a separate tensor, and vectorised optimizers round alike.
+A *layer group* moves as one flat range: each child of an outermost `nn.ModuleList`, and each remaining module that owns
+parameters directly. Within it every parameter starts at a multiple of 512 bytes, as torch's allocators place single
+tensors: matrix kernels choose the same path, and vectorised optimizers round alike.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ MAX_TRAINED = 4  # where frozen parameters are more than so many times the other
 # These read the parameters of modules inside them, whose forwards do not run; in eval mode for kernels with other bits,
 # if all are plain.
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRAINED = "/trained"  # the name of the others' group then ends with this
 
 CUT = 256  # elements: 512 bytes of the narrowest range, and more than any vector has
@@ -97,7 +95,6 @@ class Formats:
 
     @property
     def packed(self) -> bool:
-        """Whether moments are codes and scales."""
         return self.states == "8bit"
 
     @property
@@ -124,10 +121,6 @@ class Formats:
         """64 bits for the parameter called ``name``."""
         return int.from_bytes(hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest(), "little")
 
-    def summary(self) -> dict[str, str]:
-        """For reports."""
-        return {"states": self.states, "masters": self.masters}
-
 
 EXACT = Formats()
 
@@ -139,6 +132,19 @@ def range_bytes(kind: str, num_elements: int, itemsize: int) -> int:
     if kind in SCALES:
         return -(-num_elements // SCALE_BLOCK) * 4
     return num_elements * (itemsize if kind in NARROW_KINDS else 4)
+
+
+def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, formats: Formats = EXACT) -> int:
+    """Level-0 bytes of weights, and of what training adds: fp32 gradients and masters, both moments."""
+    total = 0
+    for param in model.parameters():
+        itemsize = compute_dtype_of(param, compute_dtype).itemsize
+        total += param.numel() * itemsize
+        if param.requires_grad:
+            master = 4 if itemsize < 4 and not formats.stochastic else 0
+            total += param.numel() * (4 + master)
+            total += sum(range_bytes(kind, param.numel(), itemsize) for kind in formats.moments)
+    return total
 
 
 def element_type(kind: str, compute_dtype: torch.dtype) -> torch.dtype:
@@ -157,9 +163,10 @@ def supports(formats: Formats, dtypes: Iterable[torch.dtype]) -> bool:
     return not formats.packed or (len(found) == 1 and found <= able)
 
 
-def of_all(each: Iterable[Formats]) -> Formats:
-    """What a model was told, from what its groups took of it (frozen groups that cannot be kept so stay exact)."""
-    return next((formats for formats in each if formats.packed), EXACT)
+def formats_summary(groups: Iterable[Group]) -> dict[str, str]:
+    """What a model was told, for reports: frozen groups that cannot be kept so stay exact."""
+    formats = next((group.formats for group in groups if group.formats.packed), EXACT)
+    return {"states": formats.states, "masters": formats.masters}
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -167,13 +174,11 @@ def of_all(each: Iterable[Formats]) -> Formats:
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's place in its group.
+    """One parameter's place in its group, under its first name in the model.
 
     Attributes:
-        name: the parameter's first name in the model.
         shape, stride, dtype: of the compute weight; ``stride`` so that layouts such as channels_last survive.
-        offset: bytes from the group's start, for anything in ``dtype`` (compute weight, gradient).
-        offset_fp32: bytes from the group's start in ranges of fp32 (master, moments, accumulated gradient).
+        offset: bytes from the group's start, for anything in ``dtype``. offset_fp32: likewise in ranges of fp32.
         plain_class: what the parameter is while its group is in use, `nn.Parameter` or the user's own child of it.
     """
 
@@ -193,11 +198,14 @@ class Slot:
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter inside ``flat``, the group's uint8 range in compute dtype; in its own shape and stride."""
-        return _strided(flat, self.offset, self.dtype, self.shape, self.stride)
+        return self._shaped(self.flat(flat))
 
     def view_fp32(self, flat: torch.Tensor) -> torch.Tensor:
         """The same inside a range of fp32."""
-        return _strided(flat, self.offset_fp32, torch.float32, self.shape, self.stride)
+        return self._shaped(self.flat_fp32(flat))
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def flat(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Like `view`, as one dimension in memory order; ``dtype``: of the same width, to read the bytes as."""
@@ -206,13 +214,6 @@ class Slot:
     def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
         """Like `view_fp32`, as one dimension in memory order."""
         return flat[self.offset_fp32 : self.offset_fp32 + self.num_elements * 4].view(torch.float32)
-
-
-def _strided(
-    flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
-) -> torch.Tensor:
-    piece = flat[offset : offset + shape.numel() * dtype.itemsize].view(dtype)
-    return piece.as_strided(shape, stride, piece.storage_offset())
 
 
 @dataclass(eq=False)
@@ -262,7 +263,6 @@ class Group:
 
     @property
     def dtype_names(self) -> str:
-        """The compute types, for messages."""
         return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
 
     def size_of(self, kind: str) -> int:
@@ -272,7 +272,7 @@ class Group:
         return self.num_bytes if kind in NARROW_KINDS else self.num_bytes_fp32
 
     def trainable(self) -> list[Slot]:
-        """Slots whose parameter requires a gradient now; read anew each time because users freeze and unfreeze."""
+        """Slots whose parameter requires a gradient now: users freeze and unfreeze."""
         return [slot for slot in self.slots if slot.param.requires_grad]
 
 
@@ -296,6 +296,16 @@ def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.d
     return wanted if wanted is not None and param.is_floating_point() else param.dtype
 
 
+def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
+    """Raise Unsupported if a parameter of this compute type cannot be trained exactly: AdamW's arithmetic is fp32."""
+    if dtype not in TRAINED_DTYPES:
+        raise Unsupported(
+            f"{name!r} is {str(dtype).removeprefix('torch.')}, and AdamW of a model in a stack computes in fp32: give "
+            "compute_dtype=torch.float32, make the model fp32 by .float(), or freeze the parameter by "
+            "requires_grad_(False)"
+        )
+
+
 def find_groups(
     model: nn.Module,
     compute_dtype: torch.dtype | None = None,
@@ -305,15 +315,16 @@ def find_groups(
     """Layer groups of ``model`` in registration order, and the modules that need them.
 
     Args:
-        given: names of modules that each form one group (with all that is inside them), instead of the children of
-            outermost ModuleLists.
+        given: names of modules that each form one group, instead of the children of outermost ModuleLists.
         formats: of what AdamW keeps; frozen groups that cannot be kept so stay exact.
 
     Raises:
-        ConfigurationError: a given name is not a module of the model.
-        Unsupported: a group that is to be trained cannot be kept so.
+        ConfigurationError: a given name is no module. Unsupported: a group that is to be trained cannot be kept so.
     """
-    whole = _with_readers(model, _given_roots(model, given) if given is not None else _list_children(model))
+    whole = _list_children(model) if given is None else _modules_named(model, given)
+    # The readers that have none of these inside are read as a whole, too.
+    readers = {module for module in model.modules() if isinstance(module, READERS)}
+    whole |= {reader for reader in readers if whole.isdisjoint(reader.modules())}
     groups: list[Group] = []
     sites: list[Site] = []
     owner: dict[nn.Parameter, Group] = {}
@@ -321,24 +332,19 @@ def find_groups(
     for name, module in model.named_modules():
         if module in inside:
             continue
-        recurse = module in whole
-        if recurse:
+        if module in whole:
             inside.update(module.modules())
-        params = list(module.named_parameters(prefix=name, recurse=recurse))
-        if not params:
-            continue
+        params = list(module.named_parameters(prefix=name, recurse=module in whole))
         fresh = [(param_name, param) for param_name, param in params if param not in owner]
         for part in _apart(fresh):
-            label = (name or type(model).__name__) + (
-                TRAINED if len(part) < len(fresh) and part[0][1].requires_grad else ""
-            )
-            group = Group(len(groups), label, formats=formats)
+            ending = TRAINED if len(part) < len(fresh) and part[0][1].requires_grad else ""
+            group = Group(len(groups), (name or type(model).__name__) + ending, formats=formats)
             for param_name, param in part:
                 group.append(param_name, param, compute_dtype_of(param, compute_dtype))
                 owner[param] = group
             groups.append(group)
-        needed = list(dict.fromkeys(owner[param] for _, param in params))
-        sites.append(Site(name, module, needed))
+        if params:
+            sites.append(Site(name, module, list(dict.fromkeys(owner[param] for _, param in params))))
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder) and module not in inside:
             first = dict.fromkeys(owner[param] for param in module.layers[0].parameters())
@@ -356,9 +362,8 @@ def find_groups(
 
 
 def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """Frozen parameters and the others, each as a separate group, where only a little is trained, as with adapters.
-
-    Gradients, masters and moments have the length of their group, which must not be that of a frozen base.
+    """Frozen parameters and the others, each as a separate group, where only a little is trained, as with adapters:
+    gradients and states have the length of their group.
     """
     frozen = [(name, param) for name, param in params if not param.requires_grad]
     trained = [(name, param) for name, param in params if param.requires_grad]
@@ -386,19 +391,13 @@ def _may_nest(encoder: nn.TransformerEncoder, args: Any, kwargs: Any) -> bool:
     return padding is not None and not encoder.layers[0].training
 
 
-def _with_readers(model: nn.Module, roots: set[nn.Module]) -> set[nn.Module]:
-    """``roots`` and the `READERS` that have none of them inside."""
-    readers = {module for module in model.modules() if isinstance(module, READERS)}
-    return roots | {reader for reader in readers if roots.isdisjoint(reader.modules())}
-
-
-def _given_roots(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
+def _modules_named(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
     modules = dict(model.named_modules())
-    unknown = [name for name in given if name not in modules]
-    if unknown:
-        raise ConfigurationError(
-            f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
-        )
+    for name in given:
+        if name not in modules:
+            raise ConfigurationError(
+                f"no module named {name!r} in {type(model).__name__}: give names as in named_modules()"
+            )
     return {modules[name] for name in given}
 
 
@@ -412,7 +411,7 @@ class Piece:
     """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges.
 
     It starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds as on the
-    whole, and no block of elements that share a scale is divided. ``parts`` is filled by the first call of `parts_of`.
+    whole, and no block that shares a scale is divided. ``parts``: filled by `parts_of`.
     """
 
     start: int
@@ -472,24 +471,19 @@ def parts_of(group: Group, piece: Piece) -> list[Part]:
     return piece.parts
 
 
-def sliceable(group: Group, sites: Sequence[Site]) -> bool:
-    """Whether only plain embeddings, and linear layers without bias, need ``group``, each nothing but it."""
+def rows_per_slice(group: Group, sites: Sequence[Site], free_bytes: int) -> int:
+    """Rows of which `SLICES_AT_ONCE` slices fit ``free_bytes``; 0 if not even the smallest slice does, or something
+    but plain embeddings, and linear layers without bias, needs ``group``, each nothing but it.
+    """
 
     def reads_rows(module: nn.Module) -> bool:
-        if type(module) is nn.Linear:
-            return module.bias is None
-        return (
-            type(module) is nn.Embedding
-            and module.max_norm is None
-            and not (module.scale_grad_by_freq or module.sparse)
-        )
+        if type(module) is nn.Embedding:
+            return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
+        return type(module) is nn.Linear and module.bias is None
 
     users = [site for site in sites if group in site.groups]
-    return len(group.slots) == 1 and all(site.groups == [group] and reads_rows(site.module) for site in users)
-
-
-def rows_per_slice(group: Group, free_bytes: int) -> int:
-    """Rows of which `SLICES_AT_ONCE` slices fit ``free_bytes``; 0 if not even the smallest slice does."""
+    if len(group.slots) > 1 or not all(site.groups == [group] and reads_rows(site.module) for site in users):
+        return 0
     slot = group.slots[0]
     row_bytes = slot.shape[1] * slot.dtype.itemsize
     return min(slot.shape[0], free_bytes // SLICES_AT_ONCE // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
@@ -499,14 +493,10 @@ def rows_per_slice(group: Group, free_bytes: int) -> int:
 
 
 class AccessTrace:
-    """Records uses of group indices; a pass predicts the next.
+    """Records uses of group indices; the last pass, a forward with what follows it, predicts the next.
 
-    A pass is one forward of the whole model with what follows it (recompute, backward). A deviation (a branch, a module
-    called twice) only costs the prediction: the cursor moves to the next place where the group occurs, and until there
-    is one nothing is predicted.
-
-    Attributes:
-        last_pass: the recorded pass that is the prediction.
+    A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the next place where
+    the group occurs, and until there is one nothing is predicted.
     """
 
     def __init__(self) -> None:

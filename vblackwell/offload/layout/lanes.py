@@ -1,32 +1,32 @@
 """Seconds of a streamed training step: a discrete-event simulation of the lanes that the offload runtime keeps busy.
 
-Lanes are *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and
-*disk*. Each does one thing at a time. What the runtime does is here as tasks with what they wait for:
+Lanes: *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and
+*disk*.
 
-- A group's weights come up before its forward and its backward, unless they are there still: loaded weights have a
-  budget, and the group whose next use is farthest is dropped; a load waits for the last use of what it displaces.
-- Inputs of checkpointed groups go down after forward and come up before backward, where they wait in host memory.
-- A group updated on the GPU needs its states, which pass in pieces through a ring: up, update after the group's
-  backward, down again, in the order of backward, giving way to loads after every piece. Deferred updates wait for the
-  next forward, with their gradients in host memory. While steps clip, all do: none may begin before the norm is known.
-- A group updated on the host sends its gradient down; the CPU updates it; its next load waits for that. The CPU takes
-  the first of the forward.
-- States on a disk are read ahead into a few sets of host memory, in the order of the updates, and written after them; a
-  set is free again when its write is over. The disk does one thing at a time, writes first.
-- Before the last micro-batch of a step the CPU adds gradients up in host memory, sums before updates. The last one's is
-  added on the GPU where an update follows it there and no rollback is kept; elsewhere by the CPU too.
+- A group's weights come up before its forward and its backward unless they are there; loaded weights have a budget, the
+  group whose next use is farthest is dropped, and a load waits for the last use of what it displaces.
+- Inputs of checkpointed groups that wait in host memory go down after forward and come up before backward.
+- States of a group updated on the GPU pass in pieces through a ring: up, update after the group's backward, down again,
+  giving way to loads after every piece. Deferred updates wait for the next forward with their gradients in host memory;
+  while steps clip, all do, as none may begin before the norm is known.
+- A group updated on the host sends its gradient down; its next load waits for the CPU, which takes the first groups of
+  the forward first.
+- States on a disk are read ahead into a few sets of host memory and written after their updates, writes first.
+- Before a step's last micro-batch the CPU adds gradients up, sums before updates. The last one's is added on the GPU
+  where an update follows it there and no rollback is kept.
 
-A transfer that starts while the other direction works has the rate for both directions; while the CPU updates, links
-are slower. The last steps of a few are counted, when the lanes repeat themselves.
+A transfer that starts while the other direction works has the rate for both; while the CPU updates, links are slower.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vblackwell.machine.rates import Rates
 from vblackwell.units import MiB
@@ -116,10 +116,8 @@ class LaneTimes:
 
 
 def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
-    """Run ``steps`` steps and count all but the first two and the last.
-
-    Raises:
-        ValueError: fewer than four steps, no groups, or no micro-batch.
+    """Run ``steps`` steps and count all but the first two and the last; ValueError for fewer than four, or none of what
+    a step is made of.
     """
     if steps < 4 or not plan.groups or plan.micro_batches < 1:
         raise ValueError(
@@ -127,7 +125,7 @@ def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
             "micro-batch and a group are needed"
         )
     graph = Graph(plan, rates, steps)
-    clock = Clock(graph, rates, plan)
+    clock = Clock(graph)
     clock.run()
     begin, end = clock.ends[graph.done[1]], clock.ends[graph.done[-2]]
     shares, moved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
@@ -157,12 +155,10 @@ def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
         return simulate(larger, rates).step_seconds <= HIDDEN * simulate(larger, free).step_seconds
 
     low, high = 0.0, 1.0
-    for _ in range(MAX_DOUBLINGS):
-        if hidden(high):
-            break
+    while not hidden(high):
         low, high = high, 2 * high
-    else:
-        return None
+        if high == 2**MAX_DOUBLINGS:
+            return None
     while high - low > 0.05 * high and high * tokens > 1:
         middle = (low + high) / 2
         low, high = (low, middle) if hidden(middle) else (middle, high)
@@ -174,9 +170,10 @@ def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
 
 @dataclass(eq=False)
 class Task:
-    """Work of one lane ('' for none) that begins when ``waits_for`` others are over."""
+    """Work of one lane ('' for none) in one step that begins when ``waits_for`` others are over."""
 
     lane: str
+    step: int
     seconds: float = 0.0
     num_bytes: float = 0.0
     waits_for: int = 0
@@ -186,7 +183,6 @@ class Task:
     writes: bool = False  # to the disk
     index: int = 0  # of its group, where the CPU goes by that
     postponable: bool = False  # after what the CPU could do for other groups
-    step: int = 0
     then: list[Task] = field(default_factory=list)
 
     def after(self, *others: Task | None) -> Task:
@@ -199,191 +195,165 @@ class Task:
 
 
 class Graph:
-    """Tasks of ``steps`` steps in the order of each lane.
-
-    Attributes:
-        gpu, loads, states, reads: tasks that go in this order. first: those that go when they can.
-        done: what ends each step.
-    """
+    """Tasks of ``steps`` steps: ``ordered`` by lane in queues, ``free`` when they can; ``done`` ends each step."""
 
     def __init__(self, plan: LanePlan, rates: Rates, steps: int) -> None:
         self.plan, self.rates = plan, rates
-        self.gpu, self.loads = deque[Task](), deque[Task]()
-        self.states, self.reads = deque[Task](), deque[Task]()
+        self._gpu, self._loads, self._states, self._reads = (deque[Task]() for _ in range(4))
+        self.ordered = {"gpu": [self._gpu], "up": [self._loads, self._states], "disk": [self._reads]}
+        self.free: list[Task] = []
         self.done: list[Task] = []
-        self.first: list[Task] = []
-        count = len(plan.groups)
-        self.stored: list[Task | None] = [None] * count  # what new weights in storage wait for
-        self.updated: list[Task | None] = [None] * count  # what new weights on level 0 wait for
-        self.late: dict[int, Task] = {}
-        self.written: list[Task | None] = [None] * count  # states of the last step, on the disk
-        self.summed: list[Task | None] = [None] * count
-        self.missing = loads_of(plan, steps)
-        self.uses: list[Task] = []
+        none: list[Task | None] = [None] * len(plan.groups)
+        self._stored = none.copy()  # what new weights in storage wait for
+        self._updated = none.copy()  # what new weights on level 0 wait for
+        self._late = none.copy()  # what starts a deferred update
+        self._written = none.copy()  # states of the last step, on the disk
+        self._summed = none.copy()
+        self._missing = loads_of(plan, steps)
+        self._uses: list[Task] = []
         for step in range(steps):
+            self._step = step
             for number in range(plan.micro_batches):
-                self._pass(step, number)
+                self._pass(is_last=number == plan.micro_batches - 1)
 
-    def _pass(self, step: int, number: int) -> None:
+    def _pass(self, *, is_last: bool) -> None:
         """One forward and its backward; after the last of a step's the updates."""
-        groups, is_last = self.plan.groups, number == self.plan.micro_batches - 1
+        groups = self.plan.groups
         inputs: list[Task | None] = []
-        last: Task | None = self.uses[-1] if self.uses else None
+        last: Task | None = self._uses[-1] if self._uses else None
         for index, group in enumerate(groups):
-            load = self._load(step, index)
-            late = self._late_update(step, index, load)
-            last = self._compute(step, group.forward).after(last, load, self.updated[index], late)
-            inputs.append(self._down(step, group.input_bytes).after(last) if group.input_bytes else None)
-        first_gradient = last
-        norm = self._free(Task("", step=step))
+            load = self._load(index)
+            late = self._late_update(index, load)
+            last = self._compute(group.forward).after(last, load, self._updated[index], late)
+            inputs.append(self._task("down", num_bytes=group.input_bytes).after(last) if group.input_bytes else None)
+        first_gradient, norm = last, self._task("")
         computed: list[Task] = []
         for index in reversed(range(len(groups))):
-            group = groups[index]
-            load = self._load(step, index)
-            back = None
+            group, load, back = groups[index], self._load(index), None
             if group.input_bytes:
                 ahead = computed[-PREFETCHED] if len(computed) >= PREFETCHED else None
-                back = self._up(step, group.input_bytes, self.loads).after(inputs[index], ahead)
+                back = self._task("up", self._loads, num_bytes=group.input_bytes).after(inputs[index], ahead)
             updates = is_last and not group.on_host
             update = group.parameters * GPU_UPDATE_BYTES / self.rates.memory if updates else 0.0
-            last = self._compute(step, group.backward + update).after(last, load, back, self.updated[index])
+            last = self._compute(group.backward + update).after(last, load, back, self._updated[index])
             computed.append(last)
             if group.parameters and is_last:
-                self._update(step, index, last, first_gradient, norm)
+                self._update(index, last, first_gradient, norm)
             elif group.parameters:
-                self.summed[index] = self._added_up(step, index, last)
+                self._summed[index] = self._added_up(index, last)
         assert last is not None
         norm.after(last)
         if is_last:
             self.done.append(last)
 
-    def _added_up(self, step: int, index: int, backward: Task) -> Task:
+    def _added_up(self, index: int, backward: Task) -> Task:
         """A gradient is stored, and the CPU adds it to that of earlier micro-batches, if there is one."""
-        group, earlier = self.plan.groups[index], self.summed[index]
-        gradient = self._down(step, group.parameters * self.plan.gradient).after(backward)
+        group, earlier = self.plan.groups[index], self._summed[index]
+        gradient = self._task("down", num_bytes=group.parameters * self.plan.gradient).after(backward)
         if earlier is None:
             return gradient
         seconds = group.parameters / (self.rates.cpu_adamw * self.rates.adds_per_update)
-        return self._cpu(step, seconds, index).after(gradient, earlier)
+        return self._task("cpu", seconds=seconds, index=index).after(gradient, earlier)
 
-    def _update(self, step: int, index: int, backward: Task, first_gradient: Task | None, norm: Task) -> None:
-        plan, group = self.plan, self.plan.groups[index]
-        self.updated[index] = None
-        earlier = self.summed[index]
+    def _update(self, index: int, backward: Task, first_gradient: Task | None, norm: Task) -> None:
+        plan, group, earlier = self.plan, self.plan.groups[index], self._summed[index]
+        self._updated[index] = None
         added = 0.0 if earlier is None else (plan.gradient if plan.micro_batches == 2 else SUMMED_BYTES)
         waits_for_norm = norm if plan.clips else None
         stays = group.resident and plan.stores_gradients  # no rollback on level 0: the update waits for its step
         waits = group.on_host or group.deferred or stays or plan.clips
         # A rollback needs the sum in storage as well.
-        gradient = self._added_up(step, index, backward) if waits or plan.stores_gradients else None
-        self.summed[index] = None
+        gradient = self._added_up(index, backward) if waits or plan.stores_gradients else None
+        self._summed[index] = None
         if waits and group.on_host:
-            read = self._read(step, index, gradient, None)
+            read = self._read(index, gradient, sets=0)
             wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
             seconds = group.parameters / self.rates.cpu_adamw * (1 + wider / CPU_UPDATE_BYTES)
-            update = self._cpu(step, seconds, index, postponable=True)
-            self.stored[index] = update.after(gradient, read, waits_for_norm)
-            self._write(step, index, update, sets=0)
+            update = self._task("cpu", seconds=seconds, index=index, postponable=True)
+            self._stored[index] = update.after(gradient, read, waits_for_norm)
+            self._write(index, update, sets=0)
         elif waits:
-            self.late[index] = self._free(Task("", step=step)).after(gradient, waits_for_norm)
+            self._late[index] = self._task("").after(gradient, waits_for_norm)
         elif not group.resident:
-            before = (first_gradient, earlier)
-            self.stored[index], self.updated[index] = self._pieces(step, index, added, before, (backward,))
+            self._stored[index], self._updated[index] = self._pieces(index, added, (first_gradient, earlier), backward)
         elif earlier is not None:  # what earlier micro-batches left in storage comes up for the update
-            came = self._up(step, group.parameters * added, self.states).after(first_gradient, earlier)
-            self.updated[index] = self._free(Task("", step=step)).after(came, backward)
+            came = self._task("up", self._states, num_bytes=group.parameters * added).after(first_gradient, earlier)
+            self._updated[index] = self._task("").after(came, backward)
 
-    def _late_update(self, step: int, index: int, load: Task | None) -> Task | None:
+    def _late_update(self, index: int, load: Task | None) -> Task | None:
         """Before the forward of a deferred group: states and gradient come up, the loaded weights are updated."""
-        gradient = self.late.pop(index, None)
+        gradient, self._late[index] = self._late[index], None
         if gradient is None:
             return None
         plan, group = self.plan, self.plan.groups[index]
         brought = plan.gradient if plan.micro_batches == 1 else SUMMED_BYTES
         if group.resident:
-            return self._up(step, group.parameters * brought, self.loads).after(gradient)
-        self.stored[index], here = self._pieces(step, index, brought, (gradient,), (load,))
-        return here
+            return self._task("up", self._loads, num_bytes=group.parameters * brought).after(gradient)
+        self._stored[index], updated = self._pieces(index, brought, (gradient,), load)
+        return updated
 
     def _pieces(
-        self, step: int, index: int, more_up: float, before: Sequence[Task | None], after: Sequence[Task | None]
-    ) -> tuple[Task, Task]:
+        self, index: int, more_up: float, before: Sequence[Task | None], after: Task | None
+    ) -> tuple[Task, Task]:  # fmt: skip
         """States in pieces; tasks that end when all are (stored, updated). An update is part of its backward."""
         plan, parameters = self.plan, self.plan.groups[index].parameters
         size = (plan.states_up + more_up) * parameters
         count = max(1, round(size / min(plan.piece_bytes, plan.ring_bytes)))
         taken = int(min(size / count, plan.ring_bytes))
-        stored, updated = self._free(Task("", step=step)), self._free(Task("", step=step))
-        read = self._read(step, index, None, 1)
+        stored, updated, read = self._task(""), self._task(""), self._read(index, None, sets=1)
         for _ in range(count):
-            arrived = self._up(step, size / count, self.states).after(*before, read)
-            arrived.ring = taken
-            left = self._down(step, plan.states_down * parameters / count).after(arrived, *after)
-            left.frees = taken
-            stored.after(left)
-            updated.after(arrived, *after)
-        self._write(step, index, stored, sets=-1)
+            arrived = self._task("up", self._states, num_bytes=size / count, ring=taken).after(*before, read)
+            left = self._task("down", num_bytes=plan.states_down * parameters / count, frees=taken)
+            stored.after(left.after(arrived, after))
+            updated.after(arrived, after)
+        self._write(index, stored, sets=-1)
         return stored, updated
 
-    def _read(self, step: int, index: int, before: Task | None, sets: int | None) -> Task | None:
-        """The group's states from the disk: ahead into a set of host memory, or (None) when the worker comes to it."""
-        group = self.plan.groups[index]
-        if not group.disk_read:
+    def _read(self, index: int, before: Task | None, sets: int) -> Task | None:
+        """The group's states from the disk: ahead into a set of host memory, or (0) when the worker comes to it."""
+        num_bytes, queue = self.plan.groups[index].disk_read, self._reads if sets else None
+        if not num_bytes:
             return None
-        task = Task("disk", group.disk_read / self.rates.disk_read, group.disk_read, sets=sets or 0, step=step)
-        task.after(self.written[index], before)
-        if sets:
-            self.reads.append(task)
-            return task
-        return self._free(task)
+        seconds = num_bytes / self.rates.disk_read
+        task = self._task("disk", queue, seconds=seconds, num_bytes=num_bytes, sets=sets)
+        return task.after(self._written[index], before)
 
-    def _write(self, step: int, index: int, update: Task, sets: int) -> None:
+    def _write(self, index: int, update: Task, sets: int) -> None:
         group = self.plan.groups[index]
         if group.disk_read or group.disk_write:
-            seconds = group.disk_write / self.rates.disk_write
-            task = Task("disk", seconds, group.disk_write, sets=sets if group.disk_read else 0, writes=True, step=step)
-            self.written[index] = self._free(task).after(update)
+            seconds, freed = group.disk_write / self.rates.disk_write, sets if group.disk_read else 0
+            task = self._task("disk", seconds=seconds, num_bytes=group.disk_write, sets=freed, writes=True)
+            self._written[index] = task.after(update)
 
-    def _load(self, step: int, index: int) -> Task | None:
+    def _load(self, index: int) -> Task | None:
         """The load before the next use, if it is one; it displaces groups whose last uses must be over."""
-        victims = self.missing[len(self.uses)]
+        victims = self._missing[len(self._uses)]
         if victims is None:
             return None
-        group = self.plan.groups[index]
-        task = self._up(step, group.weight_bytes, self.loads)
-        task.after(self.stored[index], *(self.uses[use] for use in victims))
+        group, stored = self.plan.groups[index], self._stored[index]
+        task = self._task("up", self._loads, num_bytes=group.weight_bytes)
+        task.after(stored, *(self._uses[use] for use in victims))
         if group.weights_on_disk:
-            read = Task("disk", group.weight_bytes / self.rates.disk_read, group.weight_bytes, step=step)
-            task.after(self._free(read).after(self.stored[index], self.uses[-1] if self.uses else None))
-        self.updated[index] = None
+            read = self._task("disk", seconds=group.weight_bytes / self.rates.disk_read, num_bytes=group.weight_bytes)
+            task.after(read.after(stored, self._uses[-1] if self._uses else None))
+        self._updated[index] = None
         return task
 
-    def _compute(self, step: int, seconds: float) -> Task:
-        task = Task("gpu", seconds, step=step)
-        self.gpu.append(task)
-        self.uses.append(task)
+    def _compute(self, seconds: float) -> Task:
+        task = self._task("gpu", self._gpu, seconds=seconds)
+        self._uses.append(task)
         return task
 
-    def _up(self, step: int, num_bytes: float, queue: deque[Task]) -> Task:
-        task = Task("up", num_bytes=num_bytes, step=step)
-        queue.append(task)
-        return task
-
-    def _down(self, step: int, num_bytes: float) -> Task:
-        return self._free(Task("down", num_bytes=num_bytes, step=step))
-
-    def _cpu(self, step: int, seconds: float, index: int, postponable: bool = False) -> Task:
-        return self._free(Task("cpu", seconds, index=index, step=step, postponable=postponable))
-
-    def _free(self, task: Task) -> Task:
-        self.first.append(task)
+    def _task(self, lane: str, queue: deque[Task] | None = None, **numbers: Any) -> Task:
+        """A new task of this step, the next of ``queue``; None: it goes when it can."""
+        task = Task(lane, self._step, **numbers)
+        (self.free if queue is None else queue).append(task)
         return task
 
 
-def loads_of(plan: LanePlan, steps: int) -> list[tuple[int, ...] | None]:
-    """For every use in order of time: None where the weights are there, else the uses that the load must wait for.
-
-    Belady's choice among those that are there. Weights that change on the host are needed again in a new step.
+def loads_of(plan: LanePlan, steps: int) -> list[list[int] | None]:
+    """For every use in order of time: None where the weights are there, else the uses that the load must wait for, by
+    Belady's choice. Weights that change on the host are needed again in a new step.
     """
     groups, budget = plan.groups, plan.weight_budget
     order = [*range(len(groups)), *reversed(range(len(groups)))] * steps * plan.micro_batches
@@ -391,28 +361,24 @@ def loads_of(plan: LanePlan, steps: int) -> list[tuple[int, ...] | None]:
     for use in reversed(range(len(order))):
         following[order[use]].append(use)
     held: dict[int, int] = {}  # group to its last use
-    found: list[tuple[int, ...] | None] = []
+    found: list[list[int] | None] = []
     gone: list[int] = []
     for use, index in enumerate(order):
         following[index].pop()
+        victims: list[int] | None = None
         if use % (2 * len(groups) * plan.micro_batches) == 0:
             gone += [held.pop(each) for each in list(held) if groups[each].on_host]
-        if groups[index].resident:
-            found.append(None)
-            continue
-        if index in held:
-            found.append(None)
-        else:
-            victims = []
-            size = groups[index].weight_bytes
-            while held and sum(groups[each].weight_bytes for each in held) + size > budget:
-                farthest = max(held, key=lambda each: following[each][-1] if following[each] else len(order))
-                victims.append(held.pop(farthest))
-            # What went because it was stale left its bytes for others: for the loads that follow, one each.
-            if not victims and gone:
-                victims.append(gone.pop(0))
-            found.append(tuple(victims))
-        held[index] = use
+        if not groups[index].resident:
+            if index not in held:
+                victims = []
+                while held and sum(groups[each].weight_bytes for each in (*held, index)) > budget:
+                    farthest = max(held, key=lambda each: following[each][-1] if following[each] else len(order))
+                    victims.append(held.pop(farthest))
+                # What went because it was stale left its bytes for others: for the loads that follow, one each.
+                if not victims and gone:
+                    victims.append(gone.pop(0))
+            held[index] = use
+        found.append(victims)
     return found
 
 
@@ -422,82 +388,67 @@ def loads_of(plan: LanePlan, steps: int) -> list[tuple[int, ...] | None]:
 class Clock:
     """Runs a graph: every lane takes what is ready, in its order."""
 
-    def __init__(self, graph: Graph, rates: Rates, plan: LanePlan) -> None:
-        self.graph, self.rates, self.now = graph, rates, 0.0
-        self.ring, self.sets = plan.ring_bytes, plan.disk_sets
-        self.working: dict[str, Task | None] = dict.fromkeys(LANES)
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._rates, self._now = graph, graph.rates, 0.0
+        self._ring, self._sets = graph.plan.ring_bytes, graph.plan.disk_sets
+        self._working: dict[str, Task | None] = dict.fromkeys(LANES)
         self.ends: dict[Task, float] = {}
         self.busy: list[tuple[str, float, float, float]] = []  # lane, from, to, bytes
-        self._queues: dict[str, deque[Task]] = {"down": deque(), "cpu": deque(), "disk": deque()}
+        self._ready: dict[str, list[tuple[tuple[int, ...], int, Task]]] = {"down": [], "cpu": [], "disk": []}
+        self._count = itertools.count()
 
     def run(self) -> None:
         """Until nothing is left."""
-        for task in self.graph.first:
+        for task in self._graph.free:
             if not task.waits_for:
-                self._ready(task)
+                self._make_ready(task)
         events: list[tuple[float, int, Task]] = []
         while True:
             for lane in LANES:
-                if self.working[lane] is None and (task := self._choose(lane)) is not None:
+                if self._working[lane] is None and (task := self._choose(lane)) is not None:
                     end = self._begin(task)
                     heapq.heappush(events, (end, len(self.busy), task))
             if not events:
                 break
-            self.now, _, task = heapq.heappop(events)
-            self.working[task.lane] = None
+            self._now, _, task = heapq.heappop(events)
+            self._working[task.lane] = None
             self._finish(task)
-        graph = self.graph
-        assert not graph.gpu and not graph.loads and not graph.states and not graph.reads, "tasks wait for each other"
+        assert not any(map(any, self._graph.ordered.values())), "tasks wait for each other"
 
     def _begin(self, task: Task) -> float:
-        end = self.now + self._seconds(task)
-        self.ring -= task.ring
-        self.sets -= max(0, task.sets)
-        self.working[task.lane] = task
-        self.busy.append((task.lane, self.now, end, task.num_bytes))
+        end = self._now + self._seconds(task)
+        self._ring -= task.ring
+        self._sets -= max(0, task.sets)
+        self._working[task.lane] = task
+        self.busy.append((task.lane, self._now, end, task.num_bytes))
         return end
 
     def _finish(self, task: Task) -> None:
-        self.ends[task] = self.now
-        self.ring += task.frees
-        self.sets += max(0, -task.sets)
+        self.ends[task] = self._now
+        self._ring += task.frees
+        self._sets += max(0, -task.sets)
         for other in task.then:
             other.waits_for -= 1
             if other.waits_for == 0:
-                self._ready(other)
+                self._make_ready(other)
 
-    def _ready(self, task: Task) -> None:
+    def _make_ready(self, task: Task) -> None:
         if task.lane == "":
             self._finish(task)
-        elif task.lane in self._queues and task.sets <= 0:
-            self._queues[task.lane].append(task)
+        elif task.lane in self._ready and task.sets <= 0:
+            orders = {"cpu": (task.postponable, task.step, task.index), "disk": (not task.writes,)}
+            heapq.heappush(self._ready[task.lane], (orders.get(task.lane, ()), next(self._count), task))
 
     def _choose(self, lane: str) -> Task | None:
-        if lane in self._queues:
-            return self._choose_free(lane)
-        ordered = (self.graph.gpu,) if lane == "gpu" else (self.graph.loads, self.graph.states)
-        for queue in ordered:
-            if queue and not queue[0].waits_for and queue[0].ring <= self.ring:
+        if self._ready.get(lane):
+            return heapq.heappop(self._ready[lane])[-1]
+        for queue in self._graph.ordered.get(lane, ()):
+            if queue and not queue[0].waits_for and queue[0].ring <= self._ring and queue[0].sets <= self._sets:
                 return queue.popleft()
         return None
 
-    def _choose_free(self, lane: str) -> Task | None:
-        waiting, reads = self._queues[lane], self.graph.reads
-        if lane == "disk" and not waiting and reads and not reads[0].waits_for and self.sets > 0:
-            return reads.popleft()
-        if not waiting:
-            return None
-        if lane == "cpu":
-            first = min(waiting, key=lambda task: (task.postponable, task.step, task.index))
-        elif lane == "disk":
-            first = min(waiting, key=lambda task: not task.writes)
-        else:
-            return waiting.popleft()
-        waiting.remove(first)
-        return first
-
     def _seconds(self, task: Task) -> float:
-        rates, working = self.rates, self.working
+        rates, working = self._rates, self._working
         if task.lane == "up":
             rate = rates.up if working["down"] is None else rates.up_both
         elif task.lane == "down":

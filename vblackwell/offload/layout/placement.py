@@ -1,23 +1,16 @@
-"""Which level holds each byte of a streamed model: arithmetic on sizes, which the runtime then carries out.
+"""Which level holds each byte of a streamed model, and where its AdamW runs: arithmetic, which the runtime carries out.
 
-Level 0 keeps a ring for states, loaded weights, gradients on their way out and, where asked for, whole groups with
-their states; the levels below store the model. `place_streamed` decides it for levels of which it knows the sizes
-alone, so the code that places a model also forecasts where every byte of it will be, or that there is no room.
+On a GPU, updates run on level 0 for most groups: a CPU's update is what makes offloaded training slow, while a group's
+states pass the link in about the time of its backward. The CPU gets a share. Without a GPU the host updates all but
+8-bit moments, which are updated on level 0 everywhere.
 
-Where each group's AdamW runs. On a GPU, on level 0 for most: a CPU's update is what makes offloaded training slow,
-while the states of a group pass the link in about the time that its backward takes. A share stays in host memory, where
-the CPU updates some groups while the link serves the others. Without a GPU, level 0 is RAM like the levels below, and
-the states would only be copied to and fro. Groups with 8-bit moments are updated on level 0 everywhere.
-
-The CPU's share. A parameter that is updated on level 0 costs the link `STATE_BYTES` up; one that is updated on the host
-costs the CPU its AdamW. Some bytes of every parameter go up in any case for forward and backward, ``pass_bytes``: twice
-its weight, less what stays loaded from one to the other. All is done together when
+The share. An update on level 0 costs the link `STATE_BYTES` a parameter up, one on the host the CPU's AdamW; forward
+and backward bring up ``pass_bytes`` of every parameter, twice its weight less what stays. All is done together when
 
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
-with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE` at best, and ``cpu`` in
-parameters/s. The CPU cannot begin before the first gradient is there, and must be done before the next forward: it has
-`OVERLAP` of a step. Tokens do not enter: where compute takes longer than both, any share does.
+with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
+has `OVERLAP` of a step: from the first gradient to the next forward.
 """
 
 from __future__ import annotations
@@ -40,7 +33,6 @@ from vblackwell.offload.layout.groups import (
     moment_ranges,
     num_elements,
     rows_per_slice,
-    sliceable,
     smallest_buffer,
 )
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
@@ -95,8 +87,7 @@ class StreamedPlacement:
 
     Attributes:
         storage: the ranges of its weights and masters, and of groups that live on level 0.
-        budget_bytes: what loaded weights may take of level 0.
-        slice_rows: groups that are computed in slices of that many rows.
+        budget_bytes: what loaded weights may take of level 0. slice_rows: rows a slice of groups that are cut.
         on_level0: groups whose AdamW runs there; ring_bytes: level-0 bytes through which their states pass.
     """
 
@@ -134,7 +125,9 @@ def place_streamed(
     trainable = [group for group in groups if group.trainable()]
     level, resident_bytes = levels[0], options.resident_bytes
     free = level.free_bytes
-    slice_rows = _choose_slices(groups, sites, free)
+    # What with its gradient does not fit level 0 is cut, if it can be.
+    large = [group for group in groups if group.num_bytes * (2 if group.trainable() else 1) > free]
+    slice_rows = {group: rows for group in large if (rows := rows_per_slice(group, sites, free // 2))}
     whole = [group for group in groups if group not in slice_rows]
     # A sliced leaf's weights and gradient come from storage, as those of any update that has to wait for its step.
     able = groups if options.formats.packed else whole
@@ -174,10 +167,7 @@ def place_streamed(
 
 
 def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None:
-    """
-    Raises:
-        InsufficientMemory: weights that are to be cut into slices are on a disk.
-    """
+    """Raise InsufficientMemory if weights that are to be cut into slices are on a disk."""
     for group in sliced:
         level = storage.level_of(group, "weight")
         if level.kind == "disk":
@@ -187,18 +177,6 @@ def refuse_slices_on_disk(sliced: Iterable[Group], storage: StoragePlan) -> None
                 needed_bytes=group.num_bytes,
                 available_bytes=0,
             )
-
-
-def _choose_slices(groups: Iterable[Group], sites: Sequence[Site], free: int) -> dict[Group, int]:
-    """Rows a slice for every group that with its gradient does not fit ``free`` and can be cut."""
-    chosen: dict[Group, int] = {}
-    for group in groups:
-        whole = group.num_bytes * (2 if group.trainable() else 1)
-        if whole > free and sliceable(group, sites):
-            rows = rows_per_slice(group, free // 2)
-            if rows > 0:
-                chosen[group] = rows
-    return chosen
 
 
 def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: StreamingOptions) -> int:
@@ -227,11 +205,7 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
 
 
 def check_update(update: str | float, formats: Formats = EXACT) -> None:
-    """Refuse what is neither a place nor a share, and a place that the formats exclude.
-
-    Raises:
-        ConfigurationError: with what is allowed.
-    """
+    """Raise ConfigurationError if it is neither a place nor a share, or the formats exclude it."""
     if isinstance(update, str) and update not in PLACES:
         raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
     if not isinstance(update, str) and not 0 <= update <= 1:
@@ -244,20 +218,15 @@ def check_update(update: str | float, formats: Formats = EXACT) -> None:
 
 
 def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
-    """The groups of ``groups`` (in the order of the forward) that are updated on level 0.
-
-    Args:
-        options: ``update``: 'level0', 'home', the share of the parameters that is updated on the host, or 'auto': the
-            share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates.
-
-    Raises:
-        Unsupported: 'level0', and a group that is to be trained cannot be updated there. Otherwise the host updates it.
+    """The groups of ``groups`` (in the order of the forward) that are updated on level 0, as ``options.update`` says:
+    for 'auto' the share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates. Unsupported: 'level0',
+    and a group that is to be trained cannot be updated there.
     """
     update = options.update
     trained = [group for group in groups if group.trainable()]
     able = [group for group in trained if _can_update_on_level0(group)]
-    if update == "level0" and len(able) < len(trained):
-        unable = next(group for group in trained if group not in able)
+    unable = next((group for group in trained if group not in able), None)
+    if update == "level0" and unable is not None:
         raise Unsupported(
             f"update='level0' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
             f"{unable.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
@@ -265,8 +234,8 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
         )
     if update == "auto" and any(group.formats.packed for group in groups):
         update = "level0"
-    if update == "auto":
-        update = "home" if measured is None else share_of_all(groups, options, measured)
+    if update == "auto" and measured is not None:
+        update = share_of_all(groups, options, measured)
     if isinstance(update, str):
         return able if update == "level0" else []
     on_host = _on_host(able, update)
@@ -291,7 +260,7 @@ def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:
 
 def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
     """Bytes a parameter that a forward and its backward load: each weight twice, less what stays at the two turns."""
-    whole, count = sum(group.num_bytes for group in groups), sum(num_elements(group) for group in groups)
+    whole, count = sum(group.num_bytes for group in groups), sum(map(num_elements, groups))
     in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
     stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
     return 2 * (whole - stays) / max(count, 1)
@@ -303,15 +272,13 @@ def _can_update_on_level0(group: Group) -> bool:
 
 
 def _on_host(groups: list[Group], share: float) -> list[Group]:
-    """About ``share`` of the elements of ``groups``, evenly, so that link and worker have work all through backward.
-
-    Not the first of the forward, which finish backward last and are needed first.
+    """About ``share`` of the elements of ``groups``, evenly, so that link and worker have work all through backward;
+    not the first of the forward, which finish backward last and are needed first.
     """
-    wanted = share * sum(num_elements(group) for group in groups)
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
+    wanted, total = share * sum(map(num_elements, groups)), sum(map(num_elements, late)) or 1
     found: list[Group] = []
     taken = seen = 0
-    total = sum(num_elements(group) for group in late) or 1
     for group in reversed(late):
         seen += num_elements(group)
         if taken + num_elements(group) / 2 <= wanted * seen / total:
@@ -321,15 +288,12 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
 
 
 def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None) -> list[Group]:
-    """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward.
-
-    Backward needs the link for weights and states, forward for weights alone; the weights of these are needed last.
-    Their gradients are stored and come back, 4 bytes a parameter more. None where some groups live on level 0.
+    """The last of ``groups``, `DEFERRED_SHARE` of their elements: their updates on a GPU wait for the next forward,
+    where the link has only weights to bring. It costs 4 bytes a parameter. None where some groups live on level 0.
     """
-    if storage is not None and any(storage.is_resident(group) for group in groups):
+    if storage is not None and any(group.index in storage.resident for group in groups):
         return []
-    left = DEFERRED_SHARE * sum(num_elements(group) for group in groups)
-    found = []
+    left, found = DEFERRED_SHARE * sum(map(num_elements, groups)), []
     for group in reversed(groups):
         if left < num_elements(group) / 2:
             break
@@ -362,11 +326,7 @@ def groups_kept(groups: Iterable[Group], resident_bytes: int) -> list[Group]:
 
 
 def ring_bytes(groups: Sequence[Group], free_bytes: int) -> int:
-    """What the ring for ``groups`` may take of ``free_bytes`` on level 0.
-
-    Raises:
-        InsufficientMemory: not even the smallest buffer fits.
-    """
+    """What the ring for ``groups`` may take of ``free_bytes`` on level 0; InsufficientMemory if no buffer fits."""
     least = max(smallest_buffer(group) for group in groups)
     wanted = max(2 * least, int(RING_GROUPS * max(passing_bytes(group) for group in groups)))
     found = min(wanted, int(free_bytes * RING_SHARE)) // 512 * 512

@@ -82,7 +82,7 @@ class HostGradients:
         total = self._storage.open(group, kind)
         target = _shaped(slot, total, kind)[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
-        self._storage.close_range(group, kind, total, store=True)
+        self._storage.store(group, kind, total)
         if transfer is not None:
             self._storage.give(source)
 
@@ -103,7 +103,7 @@ class HostGradients:
             elif narrow is not None or addend is not None:
                 self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
         self._sums.run()
-        self._storage.close_range(group, kind, summed, store=True)
+        self._storage.store(group, kind, summed)
         state.kind = kind
 
     def measure(self, group: Group) -> None:
@@ -140,7 +140,7 @@ class HostGradients:
             values = flat_of(slot, flat, state.kind)
             values.zero_() if factor is None else values.mul_(factor)
             state.norms.pop(slot, None)
-        self._storage.close_range(group, state.kind, flat, store=True)
+        self._storage.store(group, state.kind, flat)
 
     def forget(self, group: Group, slots: list[Slot]) -> None:
         state = self._states[group].gradient

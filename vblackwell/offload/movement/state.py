@@ -328,7 +328,6 @@ class GroupState:
     loaded: LoadedWeights | None = None
     version: int = 0  # counts the changes of the weights; counted down where one was undone
     last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
-    early: EarlyUpdate | None = None  # of `Phase.EARLY`
     update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
     gradient: GradientState = field(default_factory=GradientState)
 

@@ -315,7 +315,7 @@ class UndoLog:
         for kind, kept in self._ranges.items():
             flat = storage.open(group, kind, load=False)
             flat.copy_(kept)
-            storage.close_range(group, kind, flat, store=True)
+            storage.store(group, kind, flat)
         for job, step in zip(self._jobs, self._steps, strict=False):
             job.step.copy_(step)
 
@@ -353,8 +353,9 @@ class Updater:
                 self._update_chunked(job, opened, flat_of(job.slot, gradient, gradient_kind), factor)
             self._loop.run()
         for kind, flat in opened.items():
-            self._storage.close_range(group, kind, flat, store=True)
-        self._storage.close_range(group, gradient_kind, gradient, store=factor is not None)
+            self._storage.store(group, kind, flat)
+        if factor is not None:
+            self._storage.store(group, gradient_kind, gradient)
 
     def _update_whole(
         self, jobs: Sequence[Job], opened: dict[str, Tensor], gradient: Tensor, factor: Tensor | None

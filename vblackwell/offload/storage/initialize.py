@@ -1,20 +1,14 @@
 """A model's first bytes: its own tensors, which must lie apart, or a function that fills what is on the meta device.
 
-A model that no machine can hold twice is built on the meta device. `Source` lets the caller fill each parameter where
-it will live: straight in its range where that is in RAM and has the parameter's type, otherwise in memory for one
-parameter (and, on a disk, for one range) at a time. A parameter must stay the object that it is, for users tie and list
-parameters, and cannot be given bytes of another device (`torch.Tensor.set_data` refuses). So its content is exchanged
-(`torch.utils.swap_tensors`) with that of a stand-in without memory, and once more by `Source.give_back` on failure.
-
-Memory with several names is refused where it can be seen, as a parameter's bytes move and a view of them does not: in
-parameters that overlap, and tensors that a module keeps; not in closures, numpy arrays or the caller's variables.
+A parameter must stay the object that it is, because users tie and list parameters, and torch gives none bytes of
+another device: so its content is exchanged with that of a stand-in without memory (`torch.utils.swap_tensors`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,29 +23,27 @@ ORIGINAL = "_orig"
 
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raise ConfigurationError if elements of parameters lie in one place, or a module keeps a view of a parameter."""
-    params = {name: param for name, param in model.named_parameters() if _lies_somewhere(param)}
-    for name, param in params.items():
-        if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+    params = dict(model.named_parameters())
+    known = {id(param) for param in params.values()}
+    kept = [(name, tensor) for name, tensor in _kept_tensors(model) if id(tensor) not in known]
+    spans: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, tensor in [*params.items(), *kept]:
+        if not _lies_somewhere(tensor):
+            continue
+        if name in params and any(size > 1 and not by for size, by in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ConfigurationError(
-                f"elements of the parameter {name!r} share memory (shape {tuple(param.shape)}, stride "
-                f"{param.stride()}): make it separate by nn.Parameter(p.detach().clone()), or keep a small parameter "
+                f"elements of the parameter {name!r} share memory (shape {tuple(tensor.shape)}, stride "
+                f"{tensor.stride()}): make it separate by nn.Parameter(p.detach().clone()), or keep a small parameter "
                 "and expand it in forward"
             )
-    known = {id(param) for param in params.values()}
-    kept = [
-        (name, tensor) for name, tensor in _kept_tensors(model) if id(tensor) not in known and _lies_somewhere(tensor)
-    ]
-    spans = sorted(
-        ((*_span(tensor), name, tensor) for name, tensor in [*params.items(), *kept]), key=lambda span: span[:2]
-    )
+        spans.append((*_span(tensor), name, tensor))
+    spans.sort(key=lambda span: span[:2])
     for position, (_, end, name, tensor) in enumerate(spans):
         for start, _, other_name, other in spans[position + 1 :]:
             if start >= end:
                 break
-            if (name in params or other_name in params) and _meet(tensor, other):
-                first, second = (name, other_name) if name in params else (other_name, name)
-                if second == first + ORIGINAL or first == second + ORIGINAL:
-                    continue
+            first, second = (name, other_name) if name in params else (other_name, name)
+            if first in params and first + ORIGINAL != second and second + ORIGINAL != first and _meet(tensor, other):
                 raise ConfigurationError(
                     f"{second!r} shares memory with the parameter {first!r}, whose bytes move when the model is "
                     "offloaded: compute it in forward, make both names one parameter (a.weight = b.weight), or give it "
@@ -64,19 +56,16 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
             if name not in ("_parameters", "_modules", "_buffers"):
-                for tensor in _tensors_in(value):
-                    yield f"{prefix}.{name}" if prefix else name, tensor
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, torch.Tensor)]
+                if isinstance(value, dict):
+                    value = list(value.values())
+                for item in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(item, torch.Tensor):
+                        yield f"{prefix}.{name}" if prefix else name, item
 
 
 def _lies_somewhere(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout == torch.strided and torch._C._has_storage(tensor) and not tensor.is_meta and tensor.numel() > 0
-    )
+    has_bytes = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+    return has_bytes and not tensor.is_meta and tensor.numel() > 0
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -107,13 +96,12 @@ _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Source:
-    """The first values of one model's parameters and buffers.
+    """The first values of one model's parameters and buffers, in place where that is possible: no machine need hold it
+    twice.
 
-    Args:
-        initialize: called once for each parameter and each buffer on the meta device, with the first of its names as in
-            ``named_parameters()`` and a CPU tensor of its shape, strides and type, to be filled in place during the
-            call. Floating-point tensors come filled with NaN, so that what is forgotten is loud; integers come as
-            zeros.
+    ``initialize`` is called once for each parameter and buffer on the meta device, with the first of its names and a
+    CPU tensor of its shape, strides and type, to be filled during the call: floats come as NaN, so that what is
+    forgotten is loud, integers as zeros.
 
     Raises:
         ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there
@@ -136,12 +124,10 @@ class Source:
             )
         for name, param in params:
             _refuse_followers(name, param)
-        self._model = model
-        self._initialize = initialize
+        self._model, self._initialize = model, initialize
         self._meta_buffers = buffers
         self._filled: dict[torch.Tensor, torch.Tensor] = {}
-        self._places: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._undo: list[Callable[[], object]] = []  # of `take_over`
 
     def fill_buffers(self) -> None:
         """Let the caller fill the buffers; they take their places in `take_over`."""
@@ -190,21 +176,17 @@ class Source:
                 empty = torch.zeros((), dtype=slot.param.dtype, device="cpu").expand(slot.shape)
                 stand_in = nn.Parameter(empty, requires_grad=slot.param.requires_grad)
             _swap_content(slot.param, stand_in)
-            self._swapped.append((slot.param, stand_in))
+            self._undo.append(partial(_swap_content, slot.param, stand_in))
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer in self._filled:
-                    self._places.append((module, key, buffer))
+                    self._undo.append(partial(module._buffers.__setitem__, key, buffer))
                     module._buffers[key] = self._filled[buffer]
 
     def give_back(self) -> None:
         """Undo `take_over`, as far as it came."""
-        for param, stand_in in self._swapped:
-            _swap_content(param, stand_in)
-        for module, key, buffer in self._places:
-            module._buffers[key] = buffer
-        self._swapped.clear()
-        self._places.clear()
+        while self._undo:
+            self._undo.pop()()
 
 
 def _refuse_followers(name: str, param: torch.Tensor) -> None:

@@ -1,15 +1,11 @@
 """Parameters as plain fp32, in and out of the forms in which their group stores them: truths and moments.
 
-The truth of a narrower compute weight has two forms. *whole*: an fp32 range next to it. *split*, for bf16 alone: the
-weight is the truth rounded to nearest with ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit
-remainder holds the rest: ``bits(truth) = (bits(weight) << 16) + remainder`` exactly. (Ties to even would need a 17th
-bit.) Where masters are 'stochastic' there is neither: the bf16 weight is the truth, rounded at random by the update.
-All are worked on through ``opened``: the group's stored ranges by kind, as `open_weights` gives them.
+The truth of a narrower weight is *whole*, an fp32 range, or, for bf16, *split*: the weight is the truth rounded with
+ties away from zero, ``(bits + 0x8000) >> 16``, and a signed 16-bit remainder completes it: ``bits(truth) =
+(bits(weight) << 16) + remainder`` (ties to even would need a 17th bit). 'stochastic' bf16 weights are their own truth.
 
-Moments are fp32 or 8-bit. Reading 8-bit ones is one product an element, and for ``exp_avg_sq`` one more, for what is
-kept is its root. Writing looks first for a scale of each block under which every value *is* a code's: what was read
-here is written back to the same values, so a run goes on from its checkpoint as if it had not stopped. (Squares below
-2^-126 lose bits, of gradients under 1e-19.) Other values are rounded to nearest, always the same way.
+Of 8-bit moments ``exp_avg_sq`` is kept as its root. Writing looks first for a scale of each block under which every
+value *is* a code's, so a run goes on from its checkpoint as if it had not stopped (squares below 2^-126 lose bits).
 """
 
 from __future__ import annotations
@@ -22,30 +18,17 @@ from torch import Tensor
 
 from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, SMALLEST, decode_moments
-from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCALES, Group, Slot
+from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCALES, Group, Slot, refuse_untrainable
 from vblackwell.offload.storage.storage import Storage
 
 FORMS = ("master", "remainder")
 SPLIT_CHUNK = 1 << 22  # elements that are split at a time: on a GPU each takes launches and a look for NaN
-TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Opened = dict[str, torch.Tensor]
 
 
-def refuse_untrainable(name: str, dtype: torch.dtype) -> None:
-    """Raise Unsupported if a parameter of this compute type cannot be trained exactly: AdamW's arithmetic is fp32."""
-    if dtype not in TRAINED_DTYPES:
-        raise Unsupported(
-            f"{name!r} is {str(dtype).removeprefix('torch.')}, and AdamW of a model in a stack computes in fp32: give "
-            "compute_dtype=torch.float32, make the model fp32 by .float(), or freeze the parameter by "
-            "requires_grad_(False)"
-        )
-
-
 def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_level0: Container[Group]) -> None:
-    """``groups`` of the model ``name`` are to get optimizer states; those with packed moments must be ``on_level0``.
-
-    Raises:
-        Unsupported: some were frozen when the model was offloaded, and not prepared for training, or cannot be trained.
+    """Raise Unsupported where ``groups`` cannot get optimizer states: a type that is not trained, or frozen, and so not
+    prepared, when the model was offloaded. Those with packed moments must be ``on_level0``.
     """
     for group in groups:
         for slot in group.trainable():
@@ -65,8 +48,8 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
 def round_from_fp32(source: torch.Tensor, out: torch.Tensor) -> None:
     """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, to even (torch's conversion) otherwise.
 
-    Adding 0x8000 to the bits of a finite fp32 and cutting the low half rounds its magnitude; a carry moves into the
-    exponent as it should, and past the largest bf16 gives infinity. Both are dense and of one layout.
+    A carry of the bits moves into the exponent as it should; past the largest bf16 it gives infinity. Both are dense
+    and of one layout.
     """
     if out.dtype != torch.bfloat16:
         out.copy_(source)
@@ -105,10 +88,10 @@ def open_weights(storage: Storage, group: Group, *, load: bool = True) -> Opened
     return {kind: storage.open(group, kind, load=load) for kind in kinds}
 
 
-def close_weights(storage: Storage, group: Group, opened: Opened, *, store: bool) -> None:
-    """End of `open_weights`."""
+def store_weights(storage: Storage, group: Group, opened: Opened) -> None:
+    """What `open_weights` gave was written to."""
     for kind, flat in opened.items():
-        storage.close_range(group, kind, flat, store=store)
+        storage.store(group, kind, flat)
 
 
 def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
@@ -145,27 +128,17 @@ def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
         round_from_fp32(wide, slot.flat(weight))
 
 
-def write_masters(storage: Storage, group: Group, changed: Sequence[Slot]) -> None:
-    """The stored weights of ``changed`` were replaced: make them the truth (worker thread)."""
+def write_parameters(storage: Storage, slots: Sequence[Slot], source: torch.Tensor | None = None) -> None:
+    """Make the CPU tensor ``source``, or what is stored as their weights, the truth of one group's ``slots`` (worker
+    thread).
+    """
+    group = slots[0].group
     opened = open_weights(storage, group)
-    for slot in changed:
-        write_truth(slot, slot.view(opened["weight"]).clone(memory_format=torch.preserve_format), opened)
-    close_weights(storage, group, opened, store=len(opened) > 1)
-
-
-def write_parameter(storage: Storage, slot: Slot, source: torch.Tensor) -> None:
-    """Replace a slot's weight, and its master, by the CPU tensor ``source`` (worker thread)."""
-    opened = open_weights(storage, slot.group)
-    write_truth(slot, source, opened)
-    close_weights(storage, slot.group, opened, store=True)
-
-
-def read_weight(storage: Storage, slot: Slot) -> torch.Tensor:
-    """A copy of a slot's compute weight on the CPU (worker thread, or a caller that has waited for it)."""
-    weight = storage.open(slot.group, "weight")
-    copied = slot.view(weight).clone(memory_format=torch.preserve_format)
-    storage.close_range(slot.group, "weight", weight, store=False)
-    return copied
+    for slot in slots:
+        stored = slot.view(opened["weight"])
+        write_truth(slot, stored.clone(memory_format=torch.preserve_format) if source is None else source, opened)
+    if source is not None or len(opened) > 1:
+        store_weights(storage, group, opened)
 
 
 CHUNK = 1 << 18  # elements worked on at a time: a multiple of `SCALE_BLOCK`
@@ -228,14 +201,8 @@ def _chunks(num_elements: int) -> Iterator[tuple[slice, slice]]:
 
 
 def quantised(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``values``.
-
-    Args:
-        values: (n,) fp32 on the CPU, finite; not negative for exp_avg_sq.
-        kind: 'exp_avg' or 'exp_avg_sq'.
-
-    Returns:
-        (n,) uint8 and (ceil(n / 256),) fp32.
+    """uint8 codes (n,) and fp32 scales (ceil(n / 256),) of ``values`` (n,), fp32 on the CPU, finite, of ``kind``
+    exp_avg or, not negative, exp_avg_sq.
     """
     n, table = len(values), _values(kind)
     padded = torch.zeros(-(-n // SCALE_BLOCK) * SCALE_BLOCK)

@@ -1,15 +1,10 @@
-"""Ranges on a disk on their way to updates and back: read ahead into host memory, written from there afterwards.
+"""Ranges on a disk on their way to updates and back, through a few sets of host memory, in the order of the last step.
 
-Groups that are updated on level 0 come up from host memory. Ranges on a disk pass through a few *sets* of it: while one
-group is at work, the next is read and the last is written, in the order of the last step. Reads begin when a set falls
-free, in any thread, so the disk does not wait for the model.
-
-Rules. A range is read only when its last write is over, and ahead only if what it holds is the group's truth (not what
-a step that has not come yet may replace). What was read ahead is used only if the range has not changed since. A set is
-filled again only when everything that uses it is over: copies to level 0, copies back, the write to the disk. When all
-sets are busy the caller waits for the oldest write; when all hold groups that it did not ask for, it takes one of them:
-so something can always go on. A read that fails raises where its bytes are asked for; a write that fails at the next
-update of any group, at every wait for the group's own, and whenever its range is read (`Ledger`).
+A range is read only when its last write is over, and ahead only if it holds the group's truth; what was read ahead is
+used only if the range has not changed since. A set is filled again only when everything that uses it is over. When all
+are busy the caller waits for the oldest write; when all hold groups that it did not ask for, it takes one: something
+can always go on. A failed read raises where its bytes are asked for; a failed write at the next update of any group, at
+every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
 from __future__ import annotations
@@ -68,25 +63,24 @@ class Continuations:
         return FutureTransfer([self._pool.submit(run)])
 
 
+def _view(reservation: Reservation) -> torch.Tensor:
+    view = reservation.view()
+    assert view is not None, "the level is in RAM"
+    return view
+
+
 @dataclass(eq=False)
 class Staged:
-    """One group's ranges in host memory, by kind.
-
-    Attributes:
-        is_set: the memory is a set; otherwise it was taken for this update alone: ``taken`` of the level in RAM, if
-            there is one.
-        stamps: of the ranges that were read, or are being read by ``reads``.
-        skipped: updates of other groups since it was read ahead.
-    """
+    """One group's ranges in host memory, by kind."""
 
     group: Group
     memory: torch.Tensor
     is_set: bool
     views: dict[str, torch.Tensor]
-    taken: Reservation | None = None
-    stamps: dict[str, Stamp] = field(default_factory=dict)
+    taken: Reservation | None = None  # of the level in RAM, for this update alone
+    stamps: dict[str, Stamp] = field(default_factory=dict)  # of the ranges that were read, or are being read
     reads: list[Transfer] = field(default_factory=list)
-    skipped: int = 0
+    skipped: int = 0  # updates of other groups since it was read ahead
 
 
 class Stage:
@@ -112,12 +106,13 @@ class Stage:
     def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
         """Host memory for an update of ``group``, with what ``reads`` hold; None if no range of both is on a disk.
 
-        Blocks until the bytes are there. The memory is the caller's until `store` or `drop`.
-
-        Raises:
-            DiskError, CorruptData: they cannot be read, or an earlier write failed; nothing was taken.
+        Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or
+        CorruptData, and takes nothing, if they cannot be read or an earlier write failed.
         """
-        self._raise_failure()
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         reads, writes = on_disk(reads), on_disk(writes)
         if not reads and not writes:
             return None
@@ -134,7 +129,10 @@ class Stage:
                 read.wait()
                 self._storage.in_flight.discard(read)
         except BaseException:
-            self._end(group, staged)
+            if staged is not None:
+                self._give_up(staged)
+            with self._lock:
+                self._busy.discard(group.index)
             raise
         return staged
 
@@ -184,13 +182,9 @@ class Stage:
 
     def drop(self, staged: Staged) -> None:
         """End of `take` without a write; nothing that was queued uses the memory. Waits for what fills it."""
-        self._end(staged.group, staged)
-
-    def _end(self, group: Group, staged: Staged | None) -> None:
-        if staged is not None:
-            self._give_up(staged)
+        self._give_up(staged)
         with self._lock:
-            self._busy.discard(group.index)
+            self._busy.discard(staged.group.index)
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
@@ -198,12 +192,6 @@ class Stage:
             writing = [transfer for transfer in self._writing.values() if transfer is not None]
         for transfer in writing:
             failure_of(transfer)
-
-    def _raise_failure(self) -> None:
-        with self._lock:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
         """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
@@ -230,38 +218,33 @@ class Stage:
 
     def _memory_for(self, group: Group) -> Staged:
         """Memory for ``group``: a set, if need be one that was read ahead for another."""
-        parts = self._parts(group)
-        needed = max(part.stop for part in parts.values())
+        needed = self._needed(group)
         with self._lock:
             if self._set_bytes is None:
-                self._adopt_sets()
-            fits = needed <= (self._set_bytes or 0)
+                self._storage.sets_in_use = True
+                self._free += [_view(reservation) for reservation in self._storage.sets]
+                self._set_bytes = self._free[0].numel() if self._free else 0
+            fits = needed <= self._set_bytes
         if fits:
-            memory, taken = self._wait_for_set(), None
-        elif self._storage.plan.has_host_level:  # larger than when sets were planned: a second optimizer's states
+            return self._staged(group, self._wait_for_set())
+        if self._storage.plan.has_host_level:  # larger than when sets were planned: a second optimizer's states
             taken = self._storage.take_host(f"staging/{group.name}", needed)
-            memory = taken.view()
-            assert memory is not None, "the level is in RAM"
-        else:
-            memory, taken = map_slab(needed, pin=torch.cuda.is_available()), None
-        return Staged(group, memory, fits, {kind: memory[part] for kind, part in parts.items()}, taken)
+            return self._staged(group, _view(taken), is_set=False, taken=taken)
+        return self._staged(group, map_slab(needed, pin=torch.cuda.is_available()), is_set=False)
 
-    def _parts(self, group: Group) -> dict[str, slice]:
-        """Where the group's ranges lie in its memory: from a page on, one after the other."""
-        found: dict[str, slice] = {}
-        start = 0
+    def _needed(self, group: Group) -> int:
+        """Bytes of the group's ranges, each from a page on."""
+        return sum(align_up(each.num_bytes, PAGE) for each in on_disk(self._storage.own_ranges(group)).values())
+
+    def _staged(
+        self, group: Group, memory: torch.Tensor, *, is_set: bool = True, taken: Reservation | None = None
+    ) -> Staged:
+        """The group's ranges in ``memory``, one after the other."""
+        views, start = {}, 0
         for kind, reservation in on_disk(self._storage.own_ranges(group)).items():
-            found[kind] = slice(start, start + reservation.num_bytes)
+            views[kind] = memory[start : start + reservation.num_bytes]
             start += align_up(reservation.num_bytes, PAGE)
-        return found
-
-    def _adopt_sets(self) -> None:
-        self._storage.sets_in_use = True
-        for reservation in self._storage.sets:
-            view = reservation.view()
-            assert view is not None, "sets are in RAM"
-            self._free.append(view)
-        self._set_bytes = self._free[0].numel() if self._free else 0
+        return Staged(group, memory, is_set, views, taken)
 
     def _wait_for_set(self) -> torch.Tensor:
         while True:
@@ -278,9 +261,8 @@ class Stage:
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:
-        """Nobody needs what is in ``staged``. Waits for what fills the memory.
-
-        Pieces that are being copied up from it belong to a prediction that has just failed: the lane drops them.
+        """Nobody needs what is in ``staged``; waits for what fills the memory. Pieces that are copied up from it belong
+        to a prediction that has just failed: the lane drops them.
         """
         for read in staged.reads:
             failure_of(read)
@@ -304,12 +286,11 @@ class Stage:
                 group = self._next.get(before.index)
                 if group is None or not self._may_read(group):
                     return
-                parts, memory = self._parts(group), self._free.pop()
-                staged = Staged(group, memory, True, {kind: memory[part] for kind, part in parts.items()})
+                staged = self._staged(group, self._free.pop())
                 try:
                     self._read(staged, self._states_on_disk(group))
                 except (VBError, OSError):  # `take` will meet it too
-                    self._free.append(memory)
+                    self._free.append(staged.memory)
                     return
                 self._ahead[group.index] = staged
                 before = group
@@ -323,14 +304,12 @@ class Stage:
             return False
         if written is not None and any(written.get(kind) is not reservation for kind, reservation in states.items()):
             return False
-        return max(part.stop for part in self._parts(group).values()) <= (self._set_bytes or 0)
+        return self._needed(group) <= (self._set_bytes or 0)
 
-    def _states_on_disk(self, group: Group) -> dict[str, Reservation]:
-        return {
-            kind: reservation
-            for kind, reservation in on_disk(self._storage.own_ranges(group)).items()
-            if kind != "weight"
-        }
+    def _states_on_disk(self, group: Group) -> Ranges:
+        states = on_disk(self._storage.own_ranges(group))
+        states.pop("weight", None)
+        return states
 
     def _read(self, staged: Staged, reads: Ranges) -> None:
         for kind, reservation in reads.items():

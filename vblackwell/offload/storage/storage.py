@@ -1,9 +1,4 @@
-"""Where a group's bytes are when they are not in use: ranges on the levels below the first.
-
-`StoragePlan` decides (arithmetic); `Storage` reserves what it says, takes everything back if one reservation fails, and
-gives the CPU the bytes of a range: in place where they are in RAM, through staging memory where they are on a disk.
-`Ledger` knows which ranges are written, `Shadows` lets an update before its step write elsewhere.
-"""
+"""Where a group's bytes are when they are not in use: ranges below the first level, as `StoragePlan` decides."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from vblackwell.errors import InsufficientMemory, VBError
-from vblackwell.memory.level import Level, Transfer
+from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import LevelPool, Reservation
 from vblackwell.offload.layout.groups import STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
@@ -36,8 +31,8 @@ def on_disk(ranges: Ranges) -> dict[str, Reservation]:
 class Ledger:
     """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe.
 
-    Bytes that were read ahead are used only if their range has not changed since; a range is read, or written again,
-    only when its last write is over; one whose write failed is lost for every reader until it is written whole.
+    A range is read, or written again, only when its last write is over; one whose write failed is lost for every reader
+    until it is written whole.
     """
 
     def __init__(self) -> None:
@@ -76,11 +71,7 @@ class Ledger:
                     del self._writes[reservation]
 
     def wait_to_read(self, reservation: Reservation) -> None:
-        """`wait`, for a caller that reads.
-
-        Raises:
-            DiskError: the last write failed.
-        """
+        """`wait`, for a caller that reads; raises what the last write failed with."""
         self.wait(reservation)
         lost = self._lost.get(reservation)
         if lost is not None:
@@ -89,7 +80,7 @@ class Ledger:
     def end(self, reservation: Reservation, error: BaseException | None) -> None:
         """A write of the whole range is over; ``error``: it failed, and what the range held is lost."""
         with self._lock:
-            self._changes[reservation] = self._changes.get(reservation, 0) + 1
+            self.changed(reservation)
             self._writes.pop(reservation, None)
             if error is None:
                 self._lost.pop(reservation, None)
@@ -105,30 +96,21 @@ class Ledger:
 
 def spaces_of(stack: LevelPool) -> list[LevelSpace]:
     """What a plan must know of the levels of ``stack`` now."""
-    return [
-        LevelSpace(level.name, _kind_of(level), level.capacity_bytes, level.used_bytes, level.alignment)
-        for level in stack.levels
-    ]
-
-
-def _kind_of(level: Level) -> str:
-    if level.device is None:
-        return "disk"
-    return "ram" if level.device.type == "cpu" else "gpu"
+    found = []
+    for level in stack.levels:
+        kind = "disk" if level.device is None else "ram" if level.device.type == "cpu" else "gpu"
+        found.append(LevelSpace(level.name, kind, level.capacity_bytes, level.used_bytes, level.alignment))
+    return found
 
 
 class Storage:
-    """The ranges of one model in one stack.
+    """The ranges of one model in one stack; they are reserved at once, or none is.
+
+    It holds sizes and no groups: it may outlive the model and must not keep it alive.
 
     Attributes:
-        plan: where the ranges are, which are reserved at once. It holds sizes and no groups: this object may outlive
-            the model and must not keep it alive.
         sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
-        sets_in_use: they stay what they are.
-        in_flight: copies whose ends must not be given back before they are over.
-
-    Raises:
-        InsufficientMemory: a level has no room; nothing was reserved.
+        sets_in_use: they stay what they are. in_flight: copies whose ends must not be given back before they are over.
     """
 
     def __init__(self, stack: LevelPool, name: str, plan: StoragePlan) -> None:
@@ -150,11 +132,7 @@ class Storage:
     # -- reserving -----------------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: Iterable[tuple[Group, str]], later: Iterable[tuple[Group, str]] = ()) -> None:
-        """Reserve a range for each (group, kind) that has none; all or nothing. Arguments as `StoragePlan.with_ranges`.
-
-        Raises:
-            InsufficientMemory: nothing was reserved.
-        """
+        """Reserve a range for each (group, kind) that has none, all or nothing, as `StoragePlan.with_ranges`."""
         missing = [pair for pair in wanted if pair not in self]
         if missing:
             now = replace(self.plan, levels=tuple(spaces_of(self.stack)), sets_fixed=self.sets_in_use)
@@ -163,8 +141,7 @@ class Storage:
     def _carry_out(self, planned: StoragePlan) -> None:
         """Reserve what ``planned`` has and this storage has not."""
         staged, set_sizes = set(self._staging), [each.num_bytes for each in self.sets]
-        ranges = dict(planned.ranges)
-        made: list[tuple[int, str]] = []
+        ranges, made = dict(planned.ranges), list[tuple[int, str]]()
         try:
             # Host memory for what is not in RAM, before anything else is taken of it.
             sizes = [planned.staging.set_bytes] * planned.staging.num_sets
@@ -193,8 +170,8 @@ class Storage:
 
     def _reserve(self, what: str, num_bytes: int, level: int) -> Reservation:
         """On ``level``, or on a lower one where that is too fragmented to hold the range in one piece."""
-        lower = [each for each in self.plan.usable if each > level] if level in self.plan.usable else []
-        *others, last = [level, *lower]
+        usable = self.plan.usable
+        *others, last = [level, *(lower for lower in usable if lower > level)] if level in usable else [level]
         for number in others:
             with suppress(InsufficientMemory):
                 return self.stack.reserve(f"{self._name}/{what}", num_bytes, number)
@@ -229,11 +206,7 @@ class Storage:
         return reservation
 
     def take_host(self, what: str, num_bytes: int) -> Reservation:
-        """`take` from the first level in RAM below level 0 (level 0 if there is none).
-
-        Raises:
-            InsufficientMemory: it has no room.
-        """
+        """`take` from the first level in RAM below level 0 (level 0 if there is none)."""
         return self.take(what, num_bytes, self.plan.staging_level)
 
     def give(self, reservation: Reservation) -> None:
@@ -251,8 +224,6 @@ class Storage:
         self._taken.add(old)
         self._ranges[key] = reservation
         return old
-
-    # -- asking --------------------------------------------------------------------------------------------------------
 
     def __contains__(self, key: tuple[Group, str]) -> bool:
         return (key[0].index, key[1]) in self._ranges
@@ -273,8 +244,7 @@ class Storage:
     def open(self, group: Group, kind: str, *, load: bool = True) -> torch.Tensor:
         """The range as a CPU uint8 tensor: the bytes themselves where they are in RAM, else staged (read if ``load``).
 
-        One of a kind at a time may be open: staging is shared between groups. Only the worker thread calls this, or a
-        caller that has waited for it.
+        Valid until the next of its kind is opened, by the worker thread or a caller that has waited for it.
         """
         return self.open_at(self.range(group, kind), kind, load=load)
 
@@ -286,28 +256,34 @@ class Storage:
         staged = self._stage(kind, reservation.num_bytes)
         if load:
             self.ledger.wait_to_read(reservation)
-            started = time.perf_counter()
-            self.stack.levels[reservation.level].read(reservation.extent, staged).wait()
-            self._count(reservation.level, self.plan.staging_level, reservation.num_bytes, started)
+            self._move(reservation, staged, write=False)
         return staged
 
-    def close_range(self, group: Group, kind: str, opened: torch.Tensor, *, store: bool) -> None:
-        """End of `open`; ``store``: they were written to. Staged bytes are written back then."""
-        if not store:
-            return
+    def store(self, group: Group, kind: str, opened: torch.Tensor) -> None:
+        """The bytes that `open` gave were written to: staged ones are written back."""
         reservation = self.range(group, kind)
         view = reservation.view()
         if view is None or view.device.type != "cpu":
             self.ledger.wait(reservation)
             self.ledger.changed(reservation)  # what is read from now on is neither old nor new
-            started = time.perf_counter()
             try:
-                self.stack.levels[reservation.level].write(reservation.extent, opened).wait()
+                self._move(reservation, opened, write=True)
             except BaseException as error:
                 self.ledger.end(reservation, error)
                 raise
-            self._count(self.plan.staging_level, reservation.level, reservation.num_bytes, started)
         self.ledger.end(reservation, None)
+
+    def _move(self, reservation: Reservation, staged: torch.Tensor, *, write: bool) -> None:
+        """Write or read a range, and count it: `stack.read` could not tell staging from a level 0 in RAM."""
+        level, started = self.stack.levels[reservation.level], time.perf_counter()
+        (level.write if write else level.read)(reservation.extent, staged).wait()
+        seconds = time.perf_counter() - started
+        self.stack.count_link(*self._link(reservation, write), reservation.num_bytes, seconds)
+
+    def _link(self, reservation: Reservation, write: bool) -> tuple[int, int]:
+        """The levels between which bytes go from staging memory to the range, or come from there."""
+        staging = self.plan.staging_level
+        return (staging, reservation.level) if write else (reservation.level, staging)
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
@@ -317,8 +293,7 @@ class Storage:
             torch.cuda.current_stream(view.device).synchronize()
             return
         flat = self.open(group, kind, load=False)
-        flat.zero_()
-        self.close_range(group, kind, flat, store=True)
+        self.store(group, kind, flat.zero_())
 
     def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
         if kind not in self._staging:  # a stack without a host level: nothing to count it to
@@ -327,23 +302,15 @@ class Storage:
         assert view is not None and view.device.type == "cpu"
         return view[:num_bytes]
 
-    def _count(self, source: int, destination: int, num_bytes: int, started: float) -> None:
-        # Not `stack.read`: without a GPU it could not tell staging memory from level 0, both being RAM.
-        self.stack.count_link(source, destination, num_bytes, time.perf_counter() - started)
-
-    # -- bytes, in the background --------------------------------------------------------------------------------------
-
     def start(self, reservation: Reservation, memory: torch.Tensor, *, write: bool) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
-        level, staging = reservation.level, self.plan.staging_level
+        level = self.stack.levels[reservation.level]
         with self._lock:
             if self._closed:
                 return None
-            move = self.stack.levels[level].write if write else self.stack.levels[level].read
-            transfer = move(reservation.extent, memory)
+            transfer = (level.write if write else level.read)(reservation.extent, memory)
             self.in_flight.add(transfer)
-        source, destination = (staging, level) if write else (level, staging)
-        self.stack.count_transfer(source, destination, reservation.num_bytes, transfer)
+        self.stack.count_transfer(*self._link(reservation, write), reservation.num_bytes, transfer)
         return transfer
 
     def close(self) -> None:
@@ -360,11 +327,10 @@ class Storage:
 
 
 class Shadows:
-    """Ranges that take the place of a group's own when the step has come: a rollback without a copy.
+    """Ranges that an update before its step writes instead of a group's own: a rollback without a copy.
 
-    An update before its step writes into shadows; the ranges that it read stay what they were. `commit` exchanges the
-    two, `give_back` forgets what was written. Shadows are memory of the same size on the same level, taken when first
-    needed and kept for the next step; where there is none, the update waits for its step.
+    They are of the same size on the same level, taken when first needed and kept for the next step; where there is no
+    room the update waits for its step.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -373,9 +339,8 @@ class Shadows:
         self.num_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if there is no room for all of them, or if it lives on level 0.
-
-        (There an update at the step moves no states, and the room is better used otherwise.)
+        """A shadow of each kind of ``group``; None if there is no room for all, or it lives on level 0 (an update at
+        the step moves nothing there).
         """
         found: Ranges = {}
         if self._storage.range(group, "weight").level == 0:
