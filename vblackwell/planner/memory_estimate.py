@@ -159,7 +159,7 @@ def fits(trace: Trace, gpu_bytes: int, capability: tuple[int, int], expandable: 
 def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandable: bool = False) -> MemoryEstimate:
     """The peaks of ``trace`` on a GPU without a limit."""
     found = replay(trace, None, expandable)
-    split = dict.fromkeys(CATEGORIES, 0)
+    split: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for event in trace.events[: found.peak_event + 1]:
         index = event if event >= 0 else ~event
         split[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]

@@ -20,12 +20,8 @@ from typing import Any
 from vblackwell.errors import InsufficientMemory
 from vblackwell.units import GiB, MiB, align_up, format_bytes
 
-MIN_BLOCK = 512
-SMALL_SIZE = MiB
-SMALL_SEGMENT = 2 * MiB
-MIN_LARGE = 10 * MiB
-LARGE_SEGMENT = 20 * MiB
-ROUND_LARGE = 2 * MiB
+MIN_BLOCK, SMALL_SIZE, MIN_LARGE = 512, MiB, 10 * MiB
+SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MiB, 20 * MiB, 2 * MiB
 _SPAN = 1 << 60  # addresses of an expandable segment: more than any GPU has
 _POOL_GAP = 16 * GiB
 

@@ -32,7 +32,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     finally:
         if was_on:
             gc.enable()
-    kind = fields.get("model_type")
+    kind: Any = fields.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ConfigurationError(
             f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"

@@ -70,14 +70,9 @@ class Estimated:
     measured: Measured | None = None
 
     @property
-    def streamed(self) -> float | None:
-        """Tokens/s through an offload stack, where one was asked for and holds the run."""
-        return None if self.stack is None else self.stack.tokens_per_second
-
-    @property
     def tokens_per_second(self) -> float | None:
         """Resident if it fits, else streamed; None where that is not known."""
-        return self.resident if self.fits else self.streamed
+        return self.resident if self.fits else self.stack.tokens_per_second if self.stack else None
 
     def title(self) -> str:
         run = self.run
@@ -126,10 +121,9 @@ class Estimated:
                 "fragmentation": stack.fragmentation,
             }  # fmt: skip
         if self.resident is not None:
-            plan["speed"] = {
-                "resident": self.resident, "streamed": self.streamed, "bottleneck": stack.bottleneck if stack else None,
-                "rates": self.rates,
-            }  # fmt: skip
+            streamed, bottleneck = (stack.tokens_per_second, stack.bottleneck) if stack else (None, None)
+            speed = {"resident": self.resident, "streamed": streamed, "bottleneck": bottleneck, "rates": self.rates}
+            plan["speed"] = speed
         if self.parallel is not None:
             plan["parallel"] = self.parallel.as_dict()
         return {
@@ -159,8 +153,8 @@ class Estimated:
             )
         if self.resident is not None and self.fits:
             lines.append(f"about {self.resident:,.0f} tokens/s")
-        if stack is not None and self.streamed is not None:
-            lines.append(f"about {self.streamed:,.0f} tokens/s streamed; busiest: {stack.bottleneck}")
+        if stack is not None and stack.tokens_per_second is not None:
+            lines.append(f"about {stack.tokens_per_second:,.0f} tokens/s streamed; busiest: {stack.bottleneck}")
         return lines
 
     def table(self) -> str:

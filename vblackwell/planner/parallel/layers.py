@@ -54,7 +54,7 @@ def linear_layers(model: nn.Module, forward: Callable[[], Any]) -> tuple[Layer, 
     last: Tensor | None = None
     joined = False
     for name, inputs in weighted_calls(model, forward):
-        x = inputs[0] if inputs else None
+        x: Any = inputs[0] if inputs else None
         is_input = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
         sizes, copies = _made_of(modules[name], x.shape[-1]) if is_input else ([], 1)
         if not sizes:

@@ -66,13 +66,11 @@ class ParallelPlan:
             f"    {'':<10}{'tokens/s':>10}{'efficiency':>12}{'waiting':>9}{'sent a GPU':>12}{'one holds':>11}",
         ]
         for each in self.strategies:
-            if each.refused:
-                found.append(f"    {each.name:<10} not possible: {each.refused}")
-                continue
-            *cells, fits = self.cells(each)
-            widths = (10, 12, 9, 12, 11)
-            row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            found.append(f"    {each.name:<10}{row}  {fits}")
+            row = f" not possible: {each.refused}"
+            if not each.refused:
+                speed, efficiency, waiting, sent, held, fits = self.cells(each)
+                row = f"{speed:>10}{efficiency:>12}{waiting:>9}{sent:>12}{held:>11}  {fits}"
+            found.append(f"    {each.name:<10}{row}")
         tensor = next((each for each in self.strategies if each.name == "tensor" and each.layers), None)
         if tensor is not None:  # equal layers of all blocks in one word
             counts = Counter((re.sub(r"\.\d+\.", ".*.", name), kind) for name, kind in tensor.layers)

@@ -155,11 +155,6 @@ def layer_cost(
     return gathered, NOTHING  # whole
 
 
-def _possible(layer: Layer, kind: str, num_gpus: int) -> bool:
-    cut_in, cut_out = {"column": (1, num_gpus), "row": (num_gpus, 1), "hybrid": grid_of(num_gpus)}[kind]
-    return layer.in_features % cut_in == 0 and all(part % cut_out == 0 for part in layer.parts)
-
-
 _Chain = tuple[float, Cost, tuple[str, ...]]  # the best way to a layout: seconds, cost of both directions, kinds so far
 
 
@@ -171,12 +166,17 @@ def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
         more = sum([forward] * repeats, start=backward)
         return seconds + more.seconds(net.link), cost + more, kinds + kind
 
-    largest = max(layer.elements for layer in work.layers)
+    p, largest = net.num_gpus, max(layer.elements for layer in work.layers)
+    cuts = {"column": (1, p), "row": (p, 1), "hybrid": grid_of(p)}  # input and output features, into so many parts
     repeats = 2 if work.recompute else 1  # the forward is computed, and communicated, so often
     best: dict[bool, _Chain] = {False: (0.0, NOTHING, ())}  # by whether the output is divided
     gather_before = NOTHING
     for index, layer in enumerate(work.layers):
-        allowed = [kind for kind in kinds if _possible(layer, kind, net.num_gpus)]
+        allowed = [
+            kind
+            for kind in kinds
+            if layer.in_features % cuts[kind][0] == 0 and all(part % cuts[kind][1] == 0 for part in layer.parts)
+        ]
         if layer.elements <= SMALL_SHARE * largest:
             allowed = ["whole"]
         if not allowed:
