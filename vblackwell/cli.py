@@ -93,8 +93,7 @@ def _drop_stdout() -> bool:
 
 def _brief(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What an error that nobody foresaw looks like; Python exits with 1 after it."""
-    text = " ".join(str(error).split())
-    advice = "please report it with the output of the same command and --debug"
+    text, advice = " ".join(str(error).split()), "please report it with the output of the same command and --debug"
     print(f"vb: internal error: {kind.__name__}: {text}; {advice}", file=sys.stderr)
 
 
@@ -114,9 +113,6 @@ def _dispatch(words: list[str]) -> int:
             f"{first!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
         )
     return COMMANDS[first].run(_parse(make_parser(first), words[1:]))
-
-
-# -- parsing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,12 +167,10 @@ def _said_plainly(error: Exception) -> str:
 
 def _joined(words: list[str]) -> list[str]:
     """``--flag -8GiB`` as one word, so that a size is refused as a size: argparse takes it for a flag."""
-    found: list[str] = []
-    for word in words:
-        if word[:1] == "-" and word[1:2].isdigit() and found and found[-1].startswith("--") and "=" not in found[-1]:
-            found[-1] += f"={word}"
-        else:
-            found.append(word)
+    found = list(words)
+    for index in reversed(range(1, len(words))):
+        if re.match(r"-\d", found[index]) and re.fullmatch(r"--[^=]*", found[index - 1]):
+            found[index - 1] += f"={found.pop(index)}"
     return found
 
 
@@ -190,8 +184,6 @@ def _note(text: str) -> None:
     """A line for people; stdout is for what other programs read."""
     print(f"vb: {text}", file=sys.stderr)
 
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
 DEVICE = "auto, cpu or cuda."

@@ -1,8 +1,7 @@
-"""What users see when something is refused or fails.
+"""What users see when something is refused or fails: what, where, how much and what to do.
 
-Every error says what, where, how much and what to do. The commands print it as one line and exit with code 2; a
-traceback appears only with ``--debug``. ``assert`` is for our own invariants, these classes are for everything that
-a user, a disk or a machine can cause.
+The commands print it as one line and exit with code 2; a traceback appears only with ``--debug``. ``assert`` is for our
+own invariants, these classes are for everything that a user, a disk or a machine can cause.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ class ConfigurationError(VBError, ValueError):
 
 
 class FolderMismatch(ConfigurationError):
-    """The tensors in a model's folder are not those of its config.json; nothing was loaded.
-
-    ``missing``: names that the model wants and no file has; ``extra``: that a file has and the model does not want;
-    ``misshapen``: whose shape or kind of type is another. The message has some of each kind, with their files.
-    """
-
-    def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
-        super().__init__(message)
-        self.missing, self.extra, self.misshapen = tuple(missing), tuple(extra), tuple(misshapen)
+    """The tensors in a model's folder are not those of its config.json; nothing was loaded."""
 
 
 class InsufficientMemory(VBError):

@@ -7,9 +7,8 @@
     the parent      synced
     prune           older folders                 never before the new one is safe
 
-Where we write the bytes ourselves, they are hashed on their way to the file: reading them back would only meet the page
-cache. A refused write names file, offset, size and what is free. A failed ``fsync`` abandons the folder: the kernel may
-have dropped the pages, and a second call would succeed.
+Bytes are hashed on their way to the file: reading them back would only meet the page cache. A failed ``fsync`` abandons
+the folder: the kernel may have dropped the pages, and a second call would succeed.
 """
 
 from __future__ import annotations

@@ -10,13 +10,10 @@ int8     pack-quantized        weight_packed int32 (4 codes a word, excess 128),
 nf4      none; ``vblackwell``  our own four entries: no other reader knows blocks of nf4 in safetensors
 =======  ====================  =======================================================================================
 
-The bytes of codes are ours; only views and names change (int8 codes also their offset). That package divides by the
-global scale where we multiply by the tensor scale: the same bits for a power of two, which ``mse`` always chooses, and
-up to one fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so other layers stay as they
-are. It decodes nvfp4 and mxfp4 to bf16 whatever the model is, so the other tensors of such a folder are bf16 too.
-
-A linear in two parts (numerics/separation.py) has nvfp4's entries and one more, ``weight_fine``, of the shape of its
-packed codes: to a reader that passes over what it does not know it is an nvfp4 linear.
+That package divides by the global scale where we multiply by the tensor scale: the same bits for a power of two, which
+``mse`` always chooses, and up to one fp32 rounding apart for ``max``. It wants rows to be a multiple of the block, so
+other layers stay as they are. It decodes nvfp4 and mxfp4 to bf16, so the other tensors of such a folder are bf16 too. A
+linear in two parts has nvfp4's entries and ``weight_fine``, which readers that do not know it pass over.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from vblackwell.numerics.packed import PackedTensor
 PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
 FINE = "weight_fine"
 TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
-_KINDS = {f"{name}fp4": f"{name}fp4-pack-quantized" for name in ("nv", "mx")}
+_KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
 _KINDS |= dict.fromkeys(("int4", "int8"), "pack-quantized")
 _FP4 = ("nvfp4", "mxfp4")
 OWN_METHOD = "vblackwell"

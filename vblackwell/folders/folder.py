@@ -57,35 +57,25 @@ def save_model(
         ends = {key: config[key] for key in TOKENS if config.get(key) is not None}
         folder.add_json(GENERATION, {"_from_model_config": True, **ends})
     if tokenizer is not None:
-        end = config.get("eos_token_id")
-        end = end[0] if isinstance(end, list) else end  # models may stop at several
-        save_tokenizer(folder, tokenizer, end, config.get("max_position_embeddings"))
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        end, longest = config.get("eos_token_id"), config.get("max_position_embeddings")
+        if end is not None:  # models may stop at several
+            settings["eos_token"] = tokenizer.id_to_token(end[0] if isinstance(end, list) else end)
+        if longest is not None:
+            settings["model_max_length"] = longest
+        folder.add("tokenizer.json", tokenizer.to_str(pretty=True).encode())
+        folder.add_json("tokenizer_config.json", settings)
     with SafetensorsShards(folder, "model", specs, max_shard_bytes) as shards:
         for name in shards.names:
             found, tensor = (name, tensors[name]) if isinstance(tensors, dict) else next(tensors)
             shards.write(found, tensor)  # which checks the name
 
 
-def save_tokenizer(
-    folder: CommitFolder, tokenizer: Tokenizer, eos_token_id: int | None, max_length: int | None
-) -> None:
-    """Writes ``tokenizer.json`` and the ``tokenizer_config.json`` that makes ``AutoTokenizer`` open it."""
-    folder.add("tokenizer.json", tokenizer.to_str(pretty=True).encode())
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    if eos_token_id is not None:
-        settings["eos_token"] = tokenizer.id_to_token(eos_token_id)
-    if max_length is not None:
-        settings["model_max_length"] = max_length
-    folder.add_json("tokenizer_config.json", settings)
-
-
 def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
     """Adds the tokenizer's files of the folder ``source`` as they are; raises ConfigurationError for none."""
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
-        raise ConfigurationError(
-            f"tokenizer {source}: none of the files of one is there; give the folder that has them"
-        )
+        raise ConfigurationError(f"tokenizer {source}: none of the files of one is there; give the folder with them")
     for path in found:
         folder.add(path.name, path.read_bytes())
 

@@ -40,13 +40,13 @@ def build_on_meta(
 
     Args:
         dtype: of its parameters; None: what config.json says.
-        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention' in
-            the file, which compiles for every length.
+        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention',
+            which compiles for every length.
         trust_remote_code: do run the folder's code, where the architecture is not transformers' own.
         quantized: take a folder of quantised weights too; the model is the one that they were made of.
 
-    Raises ConfigurationError where the file is missing, or describes no causal model that can be built, CorruptData
-    where it is not JSON, Unsupported for quantised weights, or an architecture that is not known and not trusted.
+    Raises ConfigurationError where no causal model can be built, CorruptData where the file is no JSON, Unsupported for
+    quantised weights, or an architecture that is not known and not trusted.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -236,8 +236,8 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
             if not isinstance(target, nn.Parameter):
                 self(name, target)
 
-    def _match(self, names: Iterable[str]) -> tuple[list[StoredTensor], list[tuple[str, str]]]:
-        """Recipes for the model's tensors; what nothing wants, and (name, why) of what cannot be used."""
+    def _match(self, names: Iterable[str]) -> tuple[list[StoredTensor], list[str]]:
+        """Recipes for the model's tensors; what nothing wants, and why some cannot be used."""
         extra, groups = list[StoredTensor](), dict[str, Recipe]()
         for name, target, converter, pattern in self._pairs(names):
             if target in self._targets:
@@ -267,35 +267,35 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
             yield name, target, None if pattern is None else by_pattern[pattern], pattern or ""
         model._weight_conversions = [entry for entry in mapping if entry.was_used()]  # saving reverts what loading did
 
-    def _check_recipe(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Enter the recipe for what it makes; yield (name, why) of what does not fit."""
+    def _check_recipe(self, recipe: Recipe) -> Iterator[str]:
+        """Enter the recipe for what it makes; yield what does not fit, and why."""
         target = recipe.target
         found = recipe.tensors
         where = some_names(sorted({stored.file.path.name for stored in found}))
         if recipe.converter is None and len(found) > 1:
-            yield target, f"is there {len(found)} times (as {some_names([stored.name for stored in found])})"
+            yield f"{target} is there {len(found)} times (as {some_names([stored.name for stored in found])})"
         try:
             made = {target: torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")}
             if recipe.converter is not None:
                 made = recipe.convert(self._model, meta=True)
         except Exception as error:  # the library's operations raise what torch raises
             self._recipes[target] = recipe
-            yield target, f"cannot be put together from {where} ({' '.join(str(error).split())})"
+            yield f"{target} cannot be put together from {where} ({' '.join(str(error).split())})"
             return
         for name, value in made.items():
             if (wanted := self._targets.get(name)) is None:
                 continue
             self._recipes[name] = recipe
             if value.shape != wanted.shape:
-                yield name, f"{tuple(value.shape)} in {where} instead of {tuple(wanted.shape)}"
+                yield f"{name} {tuple(value.shape)} in {where} instead of {tuple(wanted.shape)}"
             elif value.dtype != wanted.dtype and not (value.is_floating_point() and wanted.is_floating_point()):
-                yield name, f"{value.dtype} in {where} instead of {wanted.dtype}"
+                yield f"{name} {value.dtype} in {where} instead of {wanted.dtype}"
 
     def _wants(self, name: str) -> bool:
         """Whether the files must fill the model's tensor ``name``."""
         return self._whole
 
-    def _check(self, extra: list[StoredTensor], misshapen: list[tuple[str, str]]) -> None:
+    def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
         model: Any = self._model
         have = {id(self._targets[name]) for name in self._recipes}
         missing = [name for name, target in self._targets.items() if id(target) not in have and self._wants(name)]
@@ -306,16 +306,13 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         found = (
             ("lacks", missing),
             ("has in excess", [f"{stored.name} ({stored.file.path.name})" for stored in extra]),
-            ("has otherwise", [f"{name} {why}" for name, why in misshapen]),
+            ("has otherwise", misshapen),
         )
         files = some_names([path.name for path in tensor_files(self.folder)])
         reasons = "; it ".join(f"{verb} {some_names(names)}" for verb, names in found if names)
         raise FolderMismatch(
             f"{self.folder} ({files}) does not fit the model of its config.json: it {reasons}. Fetch the folder again, "
-            "or give the config.json that its weights were written with",
-            missing=missing,
-            extra=[stored.name for stored in extra],
-            misshapen=[name for name, _ in misshapen],
+            "or give the config.json that its weights were written with"
         )
 
     def _check_tied(self) -> None:

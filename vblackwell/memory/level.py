@@ -40,12 +40,9 @@ class Level:
     """A place for bytes. Thread-safe: this class counts, checks and locks.
 
     A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what memory stands for it
-    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`).
-
-    Attributes:
-        name: as shown to users, ``'cuda:0'``, ``'arena'``, ``'cpu'``, ``'ssd'``.
-        device: where `view` tensors live; None when the bytes are not addressable (a disk).
-        alignment: extents start at, and are accounted in, multiples of this.
+    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`). ``name`` is shown to
+    users, ``device`` is where `view` tensors live (None for a disk), extents start at, and are counted in, multiples of
+    ``alignment``.
     """
 
     def __init__(
@@ -197,6 +194,8 @@ class Level:
         """Release everything the level holds (memory, files, threads). Idempotent."""
         self._threads.shutdown()
         with self._lock:
+            for extent in self._live:
+                self.release(extent)
             self._live.clear()
             self._leaving.clear()
             self._used = 0
@@ -289,10 +288,9 @@ ALIGNMENT = 512
 class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
 
-    Each extent is an allocation of torch's (its handle a list of that one tensor, or None): its storage's use count
-    tells whether a tensor of it is still held, and freeing it gives the memory back to the rest of the process. It is
-    taken when the extent is materialised, from the pool of the device's default stream whatever stream is current;
-    copies start after what is queued on both.
+    Each extent is an allocation of torch's (its handle a list of that tensor, or None): its storage's use count tells
+    whether a tensor of it is still held. It is taken when the extent is materialised, from the pool of the device's
+    default stream whatever stream is current; copies start after what is queued on both.
     """
 
     device: torch.device
@@ -307,18 +305,18 @@ class DeviceLevel(Level):
         return 0, [None]
 
     def materialise(self, extent: Extent) -> None:
-        if extent.handle[0] is None:
-            extent.handle[0] = self._allocate_bytes(align_up(extent.num_bytes, ALIGNMENT))
-
-    def _allocate_bytes(self, num_bytes: int) -> torch.Tensor:
+        if extent.handle[0] is not None:
+            return
+        num_bytes = align_up(extent.num_bytes, ALIGNMENT)
         try:
             with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
                 if self.device.type != "cpu":
                     with torch.cuda.stream(torch.cuda.default_stream(self.device)):
-                        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+                        extent.handle[0] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+                    return
                 block = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
                 start = -block.data_ptr() % ALIGNMENT
-                return block[start : start + num_bytes].detach()
+                extent.handle[0] = block[start : start + num_bytes].detach()
         except (MemoryError, RuntimeError) as error:  # torch's CPU allocator raises the latter, with nothing but a text
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
                 raise
@@ -346,9 +344,3 @@ class DeviceLevel(Level):
     def view(self, extent: Extent) -> torch.Tensor:
         self.materialise(extent)
         return extent.handle[0][: extent.num_bytes].detach()
-
-    def close(self) -> None:
-        live = tuple(self._live)
-        super().close()
-        for extent in live:
-            self.release(extent)

@@ -108,9 +108,8 @@ class Reservation:
     __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
-        self.name, self.level, self.num_bytes = name, level, extent.num_bytes
+        self.name, self.level, self.num_bytes, self._place = name, level, extent.num_bytes, place
         self._extent: Extent | None = extent
-        self._place = place
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._address: int | None = None
 
@@ -159,9 +158,6 @@ class Reservation:
         extent, self._extent = self.extent, None
         return extent
 
-    def __repr__(self) -> str:
-        return f"Reservation({self.name!r}, level={self.level}, num_bytes={self.num_bytes})"
-
 
 class Turn:
     """The right to decide and move: one thread at a time, background work only while nothing else waits."""
@@ -169,7 +165,7 @@ class Turn:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._owner: int | None = None
-        self._foreground = 0
+        self._foreground = 0  # threads that wait
 
     @contextmanager
     def take(self, *, background: bool = False) -> Iterator[None]:

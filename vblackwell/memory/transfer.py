@@ -132,16 +132,12 @@ class FutureTransfer(Transfer):
 
 
 class EventTransfer(Transfer):
-    """A copy queued on a CUDA stream, after which ``end`` was recorded there by the caller."""
+    """Everything on a CUDA stream before ``end``, which was recorded there; timed if ``start`` was before a copy."""
 
-    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, keep: Sequence[Any]) -> None:
+    def __init__(self, end: torch.cuda.Event, start: torch.cuda.Event | None = None, keep: Sequence[Any] = ()) -> None:
         self._end, self._keep = end, keep
-        self.clock = lambda: (None, start.elapsed_time(end) / 1e3) if end.query() else None
-
-    @classmethod
-    def at(cls, end: torch.cuda.Event) -> EventTransfer:
-        """Everything before ``end``, an event that was recorded; it keeps nothing, and its time means nothing."""
-        return cls(end, end, ())
+        if start is not None:
+            self.clock = lambda: (None, start.elapsed_time(end) / 1e3) if end.query() else None
 
     def _events(self) -> Sequence[torch.cuda.Event]:
         return (self._end,)
@@ -231,7 +227,7 @@ def _start_device_copy(dst: torch.Tensor, src: torch.Tensor) -> EventTransfer:
         start.record(stream)
         dst.copy_(src, non_blocking=True)
         end.record(stream)
-    return EventTransfer(start, end, keep=(dst, src))
+    return EventTransfer(end, start, keep=(dst, src))
 
 
 def working_streams(device: torch.device) -> list[torch.cuda.Stream]:

@@ -46,7 +46,7 @@ def test_order_is_priority_then_recency(policy: type[LRU]):
             touched = rng.choice(alive)
             chosen.touch(touched)
             used[touched] = step
-        if step % 50 == 0 and not (isinstance(chosen, NextUse) and chosen.periodic):
+        if step % 50 == 0 and not (isinstance(chosen, NextUse) and chosen.cycle):
             for level in range(3):
                 there = sorted((e for e in alive if e.level == level), key=lambda e: (e.priority, used[e]))
                 assert list(chosen.victims(level)) == there
@@ -167,10 +167,10 @@ def test_next_use_falls_back_to_lru_the_moment_the_trace_breaks():
         policy.add(entries[key])
     for key in "abcdef" * 4 + "abc":
         policy.touch(entries[key])
-    assert policy.periodic
+    assert policy.cycle is not None
     assert [e.key for e in policy.victims(0)] == list("cbafed")  # d comes next, c last
     policy.touch(entries["f"])  # d was expected
-    assert not policy.periodic
+    assert policy.cycle is None
     assert [e.key for e in policy.victims(0)] == list("deabcf")
 
 
@@ -196,7 +196,7 @@ def test_a_replaced_entry_is_a_victim_when_the_period_is_found():
     policy.discard(old)
     for key in "acac":
         policy.touch(entries[key])
-    assert policy.periodic
+    assert policy.cycle is not None
     assert [e.key for e in policy.victims(0)] == list("bca")
 
 

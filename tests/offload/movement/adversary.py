@@ -154,7 +154,7 @@ class LateQueues(Queues):
     def mark(self, queue: Any, *, long: bool = False) -> Transfer:
         mark = LateMark(self.adversary)
         queue.add(lambda: setattr(mark, "passed", True))
-        return EventTransfer.at(mark)  # type: ignore[arg-type]
+        return EventTransfer(mark)  # type: ignore[arg-type]
 
     def run(self, queue: Any, work: Callable[[], None]) -> None:
         queue.add(work)

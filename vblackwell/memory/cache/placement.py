@@ -1,12 +1,10 @@
 """Entries on levels: admit, promote, move, replace and drop them, each done whole or not at all.
 
-Every operation is called in a turn (`pool.Turn`), plans under the lock with the levels' own arithmetic, carries the
-moves out without it, and commits them one by one under it. Moves come out bottom-up and each is finished before the
-next starts, because it may write where the one before it read. While an entry moves it is hidden: not resident, no
-victim.
-
-An entry whose own place is needed for its victims (in a stack that is full to the last byte) is lifted into RAM first:
-its bytes are `stray` until they are written again, and stay so, not lost, if a disk fails in between.
+Every operation is called in a turn (`pool.Turn`), plans under the lock, carries the moves out without it, and commits
+them one by one under it. Moves come out bottom-up and each is finished before the next starts, because it may write
+where the one before it read. While an entry moves it is hidden: not resident, no victim. One whose own place is needed
+for its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are
+written again, and stay so, not lost, if a disk fails in between.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ class Plan:
     """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock.
 
     To place bytes on a full level its victims sink, each to the first level below that takes it, where colder and no
-    more important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic (`place`,
-    `displace`), so offsets are decided and fragmentation is exact; every range is left before it is written again.
+    more important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic, so offsets are
+    decided and fragmentation is exact; every range is left before it is written again.
 
-    ``by_order``: asked for by the caller, not an access, so that it should not fail: every victim is tried, of any
-    priority, and one that cannot sink may rise where bytes are free. ``spare_expected``: leave alone what a prefetch
-    brought up and was not used yet. ``entry`` is what it makes room for, never a victim.
+    ``by_order``: not an access, so that it should not fail: every victim is tried, of any priority, and one that cannot
+    sink may rise where bytes are free. ``spare_expected``: leave alone what a prefetch brought up and was not used yet.
+    ``entry`` is what it makes room for, never a victim.
     """
 
     def __init__(

@@ -122,16 +122,12 @@ class NextUse(LRU):
     def __init__(self) -> None:
         super().__init__()
         self._rhythm = Rhythm()
-        self._cycle: list[str] | None = None
+        self.cycle: list[str] | None = None  # that the trace repeats, so that the future is known
         self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
         self._positions: dict[str, list[int]] = {}  # of each key in the cycle
         self._now = 0
         self._members: dict[str, Entry] = {}
         self._heaps: dict[tuple[int, int], list[_HeapItem]] = {}
-
-    @property
-    def periodic(self) -> bool:
-        return self._cycle is not None
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
@@ -148,16 +144,16 @@ class NextUse(LRU):
         if accessed:
             self._now += 1
             self._rhythm.hear(entry.key)
-            if self._rhythm.cycle is not self._cycle:
+            if self._rhythm.cycle is not self.cycle:
                 self._learn(self._rhythm.cycle)
                 return
-            if self._cycle is not None:
+            if self.cycle is not None:
                 entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
-        if self._cycle is not None and entry.seat is not None:
+        if self.cycle is not None and entry.seat is not None:
             self._push(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
-        self._cycle, self._heaps, self._positions = cycle, {}, {}
+        self.cycle, self._heaps, self._positions = cycle, {}, {}
         if cycle is None:
             return
         self._gaps = [0] * len(cycle)
@@ -171,8 +167,8 @@ class NextUse(LRU):
 
     def _forecast(self, entry: Entry) -> None:
         """Learn when ``entry`` is accessed next, on the clock of accesses."""
-        if self._cycle is not None:
-            at, length = self._rhythm.position, len(self._cycle)
+        if self.cycle is not None:
+            at, length = self._rhythm.position, len(self.cycle)
             steps = ((position - at) % length for position in self._positions.get(entry.key, ()))
             entry.next_use = self._now + 1 + min(steps, default=float("inf"))
             self._push(entry)
@@ -191,7 +187,7 @@ class NextUse(LRU):
         return entry.seat == seat and -item[0] == entry.next_use and item[1] == entry.last_use
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
-        if self._cycle is None:
+        if self.cycle is None:
             yield from super()._coldest_first(seat)
             return
         heap, seen = self._heaps.get(seat, []), {}
@@ -206,7 +202,7 @@ class NextUse(LRU):
                 heapq.heappush(heap, item)
 
     def colder(self, a: Entry, b: Entry) -> bool:
-        if self._cycle is None:
+        if self.cycle is None:
             return super().colder(a, b)
         return (a.next_use, -a.last_use) > (b.next_use, -b.last_use)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,23 +101,10 @@ class VGPULevel:
         self._place.close()
 
 
-@dataclass(frozen=True)
-class KeyStats:
-    """What one key saves: ``num_bytes`` of the value, ``held_bytes`` of what ``codec`` made of it."""
-
-    codec: str
-    num_bytes: int
-    held_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        return self.num_bytes / max(1, self.held_bytes)
-
-
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     layout: Layout  # of what was compressed: the value, or its packed form
-    stats: KeyStats
+    codec: str
+    num_bytes: int  # that are held
     digest: int
     planes: list[list[int]]  # held bytes of the planes of each piece, in their order
 
@@ -144,20 +130,19 @@ class CompressedVGPULevel(VGPULevel):
         zstandard.
         """
         codec = _checked(codec or self.codec)
-        num_bytes = layout_of(tensor)[0].num_bytes
+        layout, tensors = layout_of(tensor)
         if codec == "fp4":
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigurationError(f"{key!r} is {type(tensor).__name__}: fp4 takes tensors, hold it 'lossless'")
-            tensor = quantize(tensor, "nvfp4", name=key)
-        layout, tensors = layout_of(tensor)
+            layout, tensors = layout_of(quantize(tensor, "nvfp4", name=key))
         buffer, planes = packed_bytes(layout, tensors).cpu(), []
-        if codec == "lossless" and num_bytes:
+        if codec == "lossless" and layout.num_bytes:
             pieces, itemsize = _pieces(buffer, layout)
             made = list(_pool().map(lambda piece: _compress(piece, itemsize), pieces))
             planes = [[len(plane) for plane in piece] for piece in made]
             buffer = torch.frombuffer(bytearray().join(plane for piece in made for plane in piece), dtype=torch.uint8)
-        stats = KeyStats(codec, num_bytes, buffer.numel())
-        self._store(key, _Held(layout, stats, xxhash.xxh3_64_intdigest(buffer.numpy().data), planes), buffer)
+        digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
+        self._store(key, _Held(layout, codec, buffer.numel(), digest, planes), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded.
@@ -165,7 +150,7 @@ class CompressedVGPULevel(VGPULevel):
         Raises UnknownKey; CorruptData where the held bytes are not those that were written; DiskError.
         """
         held, extent = self._find(key)
-        flat = self._read(extent, held.stats.held_bytes, "cpu")
+        flat = self._read(extent, held.num_bytes, "cpu")
         data = flat.numpy().data
         if xxhash.xxh3_64_intdigest(data) != held.digest:
             raise CorruptData(
@@ -180,11 +165,7 @@ class CompressedVGPULevel(VGPULevel):
             for job in jobs:
                 job.result()
         value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
-        return value.dequantize() if held.stats.codec == "fp4" else value
-
-    def stats(self) -> dict[str, KeyStats]:
-        """By key: its codec, and bytes before and after."""
-        return {key: held.stats for key, (held, _) in self._entries.items()}
+        return value.dequantize() if held.codec == "fp4" else value
 
 
 def _checked(codec: str) -> str:

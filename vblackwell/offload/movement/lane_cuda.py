@@ -56,7 +56,7 @@ class CudaQueues(Queues):
 
     def mark(self, queue: torch.cuda.Stream, *, long: bool = False) -> Transfer:
         """See `Queues.mark`. A thread that waits for long sleeps, and wakes up to 0.5 ms late."""
-        return EventTransfer.at(_recorded(queue, blocking=long))
+        return EventTransfer(_recorded(queue, blocking=long))
 
     def run(self, queue: torch.cuda.Stream, work: Callable[[], None]) -> None:
         with torch.cuda.stream(queue):
@@ -82,7 +82,7 @@ class CudaQueues(Queues):
         start, handle = _recorded(queue, enable_timing=True), queue.cuda_stream
         for copy in others:
             copy_async(*copy, handle)
-        return EventTransfer(start, _recorded(queue, enable_timing=True), ())
+        return EventTransfer(_recorded(queue, enable_timing=True), start)
 
 
 class CudaLane(Lane):
