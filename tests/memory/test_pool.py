@@ -114,15 +114,15 @@ def test_a_link_is_busy_once_however_many_use_it():
     futures: list[Future[None]] = [Future() for _ in range(4)]
     began = time.perf_counter()
     for future in futures[:3]:
-        statistics.link_started("a", "b", 1, FutureTransfer([future]))
+        statistics.count_transfer("a", "b", 1, FutureTransfer([future]))
     time.sleep(0.05)
     for future in futures[:3]:
         future.set_result(None)
     time.sleep(0.05)
-    statistics.link_started("a", "b", 1, FutureTransfer([futures[3]]))
+    statistics.count_transfer("a", "b", 1, FutureTransfer([futures[3]]))
     time.sleep(0.02)
     futures[3].set_result(None)
-    (link,) = statistics.report()["links"]
+    (link,) = statistics.get_stats()["links"]
     pause = 0.05
     assert link["bytes"] == 4
     assert 0.05 + 0.02 <= link["seconds"] <= time.perf_counter() - began - pause, (

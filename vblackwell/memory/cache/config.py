@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,10 +47,8 @@ class LevelConfig:
             raise ConfigurationError(
                 f"level device {self.device!r} must be one of {', '.join(DEVICES)}{nearest(self.device, DEVICES)}"
             )
-        if self.capacity_bytes < 4096:
-            raise ConfigurationError(
-                f"level {self.device} of {self.capacity_bytes} bytes is too small: give it 4 KiB or more"
-            )
+        if (size := self.capacity_bytes) < 4096:
+            raise ConfigurationError(f"level {self.device} of {size} bytes is too small: give it 4 KiB or more")
         if self.speed_gbps is not None and not (math.isfinite(self.speed_gbps) and self.speed_gbps > 0):
             raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
         if self.path is not None and self.kind != "ssd":
@@ -85,11 +84,9 @@ def parse_capacity(value: Any) -> int:
     """Bytes of a ``capacity_mb``: a number of MiB, fractions allowed, or a string with a unit such as ``'8GiB'``."""
     if isinstance(value, str) and not value.strip().replace(".", "", 1).isdigit():
         return parse_bytes(value, "capacity_mb")
-    try:
+    with suppress(TypeError, ValueError):
         if 0 < (mebibytes := float(value)) < math.inf:
             return round(mebibytes * MiB)
-    except (TypeError, ValueError):
-        pass
     raise ConfigurationError(f"capacity_mb {value!r} must be a number of MiB > 0, or a size such as '8GiB'")
 
 
@@ -104,9 +101,8 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
         if not isinstance(raw, Mapping):
             raise ConfigurationError(f"level {number} must be a dict with {', '.join(_KEYS)}, not {raw!r}")
         _refuse_unknown(raw, _KEYS, f"level {number}")
-        for key in ("capacity_mb", "device"):
-            if key not in raw:
-                raise ConfigurationError(f"level {number} lacks {key!r}")
+        if missing := [key for key in _KEYS[:2] if key not in raw]:
+            raise ConfigurationError(f"level {number} lacks {missing[0]!r}")
         speed, path = raw.get("speed_gbps"), raw.get("path")
         speed, path = None if speed is None else float(speed), None if path is None else os.fspath(path)
         parsed.append(LevelConfig(str(raw["device"]), parse_capacity(raw["capacity_mb"]), speed, path))
@@ -114,12 +110,11 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
 
 
 def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in raw:
-        if key not in known:
-            raise ConfigurationError(
-                f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)})"
-                f"{nearest(str(key), known)}"
-            )
+    for key in (key for key in raw if key not in known):
+        near = nearest(str(key), known)
+        raise ConfigurationError(
+            f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)}){near}"
+        )
 
 
 def check_order(levels: Iterable[LevelConfig]) -> None:
@@ -156,7 +151,7 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
     try:
         for number, item in enumerate(items):
             gpus = [level.device for level in levels if level.device is not None and level.device.type == "cuda"]
-            node = numa_node_of_cuda(gpus[0]) if gpus else None
+            node = numa_node_of_cuda(gpus[0]) if gpus else None  # of the first above
             levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=node))
         if levels[0].device is None:
             raise ConfigurationError(
@@ -170,22 +165,18 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
 
 
 def _usable_gpu(config: LevelConfig) -> torch.device:
-    reason = why_no_cuda()
-    if reason is not None:
-        raise ConfigurationError(f"level {config.device} is not possible: {reason}; or use 'cpu' as level 0")
     try:
-        device = torch.device(config.device)
+        index = torch.device(config.device).index or 0
     except RuntimeError as error:
         raise ConfigurationError(f"level device {config.device!r} is not a device: write e.g. 'cuda:0'") from error
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
+    reason = why_no_cuda()
+    if reason is None and index >= torch.cuda.device_count():
+        reason = f"torch sees {torch.cuda.device_count()} GPU(s)"
+    if reason is not None:
+        raise ConfigurationError(f"level {config.device} is not possible: {reason}; or use 'cpu' as level 0")
+    size, total = config.capacity_bytes, torch.cuda.get_device_properties(index).total_memory
+    if size > total:
         raise ConfigurationError(
-            f"level {config.device} is not possible: torch sees {torch.cuda.device_count()} GPU(s)"
-        )
-    total = torch.cuda.get_device_properties(index).total_memory
-    if config.capacity_bytes > total:
-        raise ConfigurationError(
-            f"a level of {format_bytes(config.capacity_bytes)} does not fit on {config.device} with "
-            f"{format_bytes(total)}"
+            f"a level of {format_bytes(size)} does not fit on {config.device} with {format_bytes(total)}"
         )
     return torch.device("cuda", index)

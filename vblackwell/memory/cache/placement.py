@@ -376,7 +376,7 @@ class Placement:
         entry.stray = None
         if move.target > 0:
             entry.expected = False
-        self._statistics.moved(move.source, move.target, evicted=move.evicted)
+        self._statistics.count_move(move.source, move.target, evicted=move.evicted)
         self._seat(entry, move.target, move.target_extent)
 
     def _undo(self, plan: Plan) -> None:
@@ -419,5 +419,4 @@ class Placement:
         """Count the bytes that the block moves, and its time."""
         start = time.perf_counter()
         yield
-        with self._lock:
-            self._statistics.link(source, target, num_bytes, time.perf_counter() - start)
+        self._statistics.count_link(source, target, num_bytes, time.perf_counter() - start)

@@ -55,7 +55,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         super().__init__(build_levels(config))
         self.policy = policy
         self.promotion = promotion
-        self._placement = Placement(self.levels, self._policy, self._statistics, self._lock)
+        self._placement = Placement(self.levels, self._policy, self, self._lock)
         self._entries: dict[str, Entry] = {}
         # Offered the keys and parameters that are not registered here; one returns whether it took it.
         self.prefetchers: list[Callable[[Any], bool]] = []
@@ -129,7 +129,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             entry = self._entries.get(key)
             if entry is not None and entry.resident is not None and entry.error is None:
                 self._policy.touch(entry)
-                self._statistics.hits[0] += 1
+                self._hits[0] += 1
                 entry.expected = False
                 entry.pins += pins
                 return self._hand_out(entry, entry.resident), entry
@@ -153,8 +153,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 if error is not None:
                     raise error
                 self._policy.touch(entry)
-                self._statistics.found(entry.level)
                 entry.expected = False
+            self.count_found(entry.level)
             if entry.resident is None:
                 self._placement.promote(entry, self._target(entry))
             with self._lock:
