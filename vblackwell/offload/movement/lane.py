@@ -216,15 +216,11 @@ def update_part(
     / 256),). The gradient is (``previous`` + ``gradient``) * ``factor``: (n,) in compute type or fp32, an fp32 scalar.
     """
     formats = slot.group.formats
-    weight, remainder = part["weight"], part.get("remainder")
-    moments = [part[kind] for kind in formats.moments]
+    tensors: dict[str, Any] = {"remainder": None, **part, "gradient": gradient, "previous": previous, "factor": factor}
     if formats.packed:
-        adamw8_piece(
-            weight, remainder, *moments, gradient, numbers, previous=previous, factor=factor,
-            seed=formats.seed_of(slot.name), offset=offset,
-        )  # fmt: skip
+        adamw8_piece(**tensors, numbers=numbers, seed=formats.seed_of(slot.name), offset=offset)
     else:
-        adamw_piece(weight, remainder, *moments, gradient, numbers, previous=previous, factor=factor)
+        adamw_piece(**tensors, numbers=numbers)
 
 
 def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None:

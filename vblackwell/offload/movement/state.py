@@ -404,14 +404,11 @@ class InFlightQueue:
 
 
 class Stalls:
-    """Waits for bytes on their way to or from level 0, counted as stall of the stack. The owner has a lock.
-
-    On a GPU the computing stream waits and not the host: two timed events are read when both have passed.
-    """
+    """Waits for bytes of level 0, of the computing stream on a GPU, counted as stall. The owner has a lock."""
 
     def __init__(self, stack: VGPUStack) -> None:
         self._stack = stack
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # timed, read when both have passed
 
     def wait_for(self, transfer: Transfer) -> None:
         """Order what computes next on level 0 after ``transfer``."""

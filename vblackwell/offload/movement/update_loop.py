@@ -364,10 +364,10 @@ class Updater:
         for hyper in dict.fromkeys(job.hyper for job in jobs):
             same = [job for job in jobs if job.hyper == hyper]
             weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
-            moments = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
+            exp_avgs, exp_avg_sqs = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
             if factor is not None:
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-            _fused_adamw(weights, gradients, *moments, [job.step for job in same], hyper)
+            _fused_adamw(weights, gradients, exp_avgs, exp_avg_sqs, [job.step for job in same], hyper)
 
     def _update_chunked(self, job: Job, opened: dict[str, Tensor], source: Tensor, factor: Tensor | None) -> None:
         """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""

@@ -196,8 +196,6 @@ class DeviceUpdates(Mover):
     def __contains__(self, group: Group) -> bool:
         return group in self._on_level0
 
-    # -- before the step -----------------------------------------------------------------------------------------------
-
     def expect_backward(self) -> None:
         """A gradient is on its way: bring up states in the order in which the last backward needed them."""
         if not self._expecting:

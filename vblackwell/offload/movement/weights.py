@@ -132,8 +132,6 @@ class WeightStreamer(Mover):
         if loaded.own_count is None:
             loaded.own_count = USE_COUNT(loaded.storage_key)
 
-    # -- loads ---------------------------------------------------------------------------------------------------------
-
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
         self._room.sweep_updates()
