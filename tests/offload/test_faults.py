@@ -574,7 +574,7 @@ def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeyp
         patch.setattr(owner, part, failing_after(0 if part == "take_over" else 1, getattr(owner, part)))
         with pytest.raises(Broken):
             enable_vgpu_stack_optimization(model, stack, placement="streamed", activations="host")
-    assert offload_of(model) is None and not stack._prefetchers
+    assert offload_of(model) is None and not stack.prefetchers
     assert all(level.used_bytes == 0 for level in stack.levels)
     for name, param in model.named_parameters():
         assert param is params[name][0] and type(param) is nn.Parameter and torch.equal(param, params[name][1])
