@@ -254,15 +254,10 @@ def write_adapter(
 
 
 def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | None = None) -> Path:
-    """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all.
-    An adapter's folder that has the name is replaced.
-
-    Args:
-        chat_template: of the conversations that they were trained on, for those who talk to the model.
-
-    Raises:
-        ConfigurationError: the model has none, or what has the name holds something else.
-        DiskError: no space, or the disk failed; a folder that was there is as before.
+    """Write the adapters of ``model`` as a folder that ``peft.PeftModel.from_pretrained`` opens, whole or not at all;
+    an adapter's folder that has the name is replaced. ``chat_template``: of the conversations that they were trained
+    on. Raises ConfigurationError: the model has none, or what has the name holds something else; DiskError: no space,
+    or the disk failed; a folder that was there is as before.
     """
     path = Path(folder).absolute()
     needed = sum(spec.size_bytes for spec in adapter_specs(model)) + (1 << 20)

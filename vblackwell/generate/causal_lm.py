@@ -43,35 +43,27 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     **placement: Any,
 ) -> nn.Module:
-    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode.
-
-    Everything that does not fit is found before the first weight is read. No pickled file is opened.
+    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode. Everything that
+    does not fit is found before the first weight is read. No pickled file is opened.
 
     Args:
-        model: a folder with config.json and safetensors (one file, or shards with their index); or a hub id
-            ``owner/name``.
+        model: a folder with config.json and safetensors; or a hub id ``owner/name``, with its ``revision``.
         dtype: of the parameters; the files' values are cast to it. Trainable ones keep fp32 masters whatever it is.
         trainable: False freezes all parameters: no masters, gradients or states are kept for them. So may a folder be
             one of packed linears (`vb quantize`, compressed-tensors), which stay packed.
         attention: transformers' ``attn_implementation``; by default what it chooses.
-        lora: train these adapters over the frozen model. `save_adapter` writes them, `save_causal_lm` the model with
-            them merged.
-        adapter: folder of an adapter, peft's or ours, to go on from instead, or to use if not ``trainable``.
+        lora: train these adapters, which begin by ``seed``, over the frozen model (`save_adapter` writes them,
+            `save_causal_lm` the model with them merged); or go on from, or use, those in the folder ``adapter``.
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
             keep: which linears, as for `convert`.
-        seed: of the adapters' first values.
-        revision: branch, tag or commit of a hub id.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
-        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``placement``, ``states`` and so
-            on.
+        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on.
 
     Raises:
-        ConfigurationError: no such folder, or the id cannot be had; the config.json describes no causal model; fp4
-            without lora; an adapter for another base.
-        FolderMismatch: tensors are missing, too many, or of another shape, all named.
-        CorruptData: a file is missing or cut short, or its table is none, by name.
-        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind
-            than we read.
+        ConfigurationError: no such folder, or the id cannot be had; no causal model; fp4 without lora; an adapter for
+            another base.
+        FolderMismatch, CorruptData: tensors are missing, too many, or of another shape, all named; a damaged file.
+        Unsupported: an architecture that transformers does not know; quantised weights, trainable or of another kind.
         InsufficientMemory: the levels cannot hold the model.
     """
     if adapter is not None:
@@ -113,20 +105,14 @@ def save_causal_lm(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * GiB,
 ) -> Path:
-    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens.
+    """Write a causal model of transformers, in a stack or not, as a folder that ``from_pretrained`` opens: one
+    parameter at a time, adapters merged, under the names and shapes of the architecture's published folders. It appears
+    whole or not at all; one of ours that has the name is replaced.
 
-    One parameter at a time, adapters merged, under the names and shapes that the architecture's published folders have.
-    The folder appears whole or not at all; one of ours that has the name is replaced.
-
-    Args:
-        tokenizer: folder, or hub id, whose tokenizer's files are copied.
-        dtype: of what is written; by default the masters' (fp32), else the parameters'.
-
-    Raises:
-        ConfigurationError: none of transformers' models, or a folder without a tokenizer; or what has the name is not
-            ours.
-        DiskError: no space, or the disk failed; a folder that was there is as before.
-        Unsupported: the architecture's published tensors cannot be made from one parameter at a time.
+    ``tokenizer``: folder, or hub id, whose tokenizer's files are copied; ``dtype``: of what is written, by default the
+    masters' (fp32), else the parameters'. Raises ConfigurationError: none of transformers' models, a folder without a
+    tokenizer, or what has the name is not ours; DiskError: no space, or the disk failed; a folder that was there is as
+    before; Unsupported: the published tensors cannot be made from one parameter at a time.
     """
     made: Any = model
     if not hasattr(made, "config") or not hasattr(made, "base_model_prefix"):

@@ -50,22 +50,14 @@ def generate(
     special_tokens: bool = True,
     pace: Pace | None = None,
 ) -> str:
-    """What the model writes after ``prompt``, until its end-of-text token or ``max_new_tokens``.
+    """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt`` (empty: a document
+    begins), until its end-of-text token, one of ``ends``, ``max_new_tokens`` or its limit.
 
-    Args:
-        model: a ``Decoder`` or a causal model of ``transformers``; ``tokenizer`` the one it was trained with.
-        prompt: text to continue; empty: a document begins.
-        max_new_tokens: most tokens to add; ``None``: as many as the model's limit leaves.
-        temperature, top_k, top_p, min_p: see ``Sampling``.
-        seed: of the draws; the same seed, prompt and logits give the same text.
-        on_token: called with each new stretch of whole characters as it is decided.
-        prefill_chunk: tokens of the prompt that are read in one pass over the weights; by default all of them.
-        ends: tokens that end the text, in addition to the model's own.
-        special_tokens: let the tokenizer add those that begin a text; False where ``prompt`` has them.
-        pace: counts the tokens.
-
-    Raises:
-        ConfigurationError: the prompt, or prompt and new tokens, exceed the model's limit; or a value out of range.
+    ``temperature`` and so on as in ``Sampling``; the same ``seed``, prompt and logits give the same text. ``on_token``
+    is called with each new stretch of whole characters; ``prefill_chunk``: tokens of the prompt that are read in one
+    pass over the weights, by default all; ``special_tokens``: False where ``prompt`` has those that begin a text;
+    ``pace`` counts the tokens. Raises ConfigurationError: prompt and new tokens exceed the model's limit; or a value
+    out of range.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     pace = _begin(model, seed, prefill_chunk, pace)

@@ -16,17 +16,10 @@ from vblackwell.kernels.pointwise.sampling import sample_tokens
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. What may be drawn is cut by top_k, then top_p, then min_p, each on what the one
-    before left.
-
-    Args:
-        temperature: logits are divided by it; 0 takes the likeliest token, of equals the first.
-        top_k: draw from this many of the likeliest tokens; 0: from all.
-        top_p: draw from the fewest likeliest tokens that together have this probability; 1: from all.
-        min_p: draw from tokens with at least this share of the likeliest's probability; 0: from all.
-
-    Raises:
-        ConfigurationError: a value outside its range.
+    """How the next token is chosen. ``temperature`` divides the logits, 0 takes the likeliest token, of equals the
+    first. What may be drawn is cut, each on what the one before left, to the ``top_k`` likeliest tokens (0: all), to
+    the fewest likeliest that together have the probability ``top_p`` (1: all), and to those with at least the share
+    ``min_p`` of the likeliest's probability (0: all). Raises ConfigurationError: a value outside its range.
     """
 
     temperature: float = 0.8

@@ -22,14 +22,10 @@ from vblackwell.tools.cost import Measured, measure
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of ``b`` from ``a``.
-
-    Attributes:
-        absolute: largest |a - b|.
-        relative: |a - b| over |a|, in the Euclidean norm; sqnr_db: the same in decibels, inf where nothing differs.
-        layers: by module name in order of execution, where asked for.
-        rms: root of the mean of (a - b)^2.
-        a, b: what each model took; None of layers, and where no repeats were asked for.
+    """Differences of ``b`` from ``a``: ``absolute``, the largest |a - b|; ``relative``, |a - b| over |a| in the
+    Euclidean norm; ``sqnr_db``, the same in decibels, inf where nothing differs; ``rms``, the root of the mean of (a -
+    b)^2; of ``layers`` by module name in order of execution, where asked for; and what each model took, where repeats
+    were asked for.
     """
 
     absolute: float
@@ -42,17 +38,10 @@ class Comparison:
 
 
 def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = False, repeats: int = 5) -> Comparison:
-    """Runs both on ``x`` (eval mode, no gradients) and compares what comes out and what it took.
-
-    Args:
-        model_a: the reference.
-        model_b: the other.
-        x: a tensor, a tuple of positional or a mapping of keyword arguments.
-        per_layer: compare the outputs of equally named modules, too.
-        repeats: passes that are timed, in addition to three that are not; 0: times and bytes are not measured.
-
-    Raises:
-        ConfigurationError: outputs that are no tensors or of different shapes, or no layer of the same name.
+    """Runs both on ``x`` (a tensor, a tuple of positional or a mapping of keyword arguments; eval mode, no gradients)
+    and compares what comes out, of equally named modules too if ``per_layer``, and what it took in ``repeats`` timed
+    passes after three others; 0: times and bytes are not measured. Raises ConfigurationError: outputs that are no
+    tensors or of different shapes, or no layer of the same name.
     """
     apart, devices = _apart(model_a, model_b, x, per_layer)
     if not repeats:

@@ -95,22 +95,15 @@ def quantize_folder(
     assignment: Assignment | None = None,
     on_layer: Callable[[PackedLayer, int, int], None] | None = None,
 ) -> QuantizeReport:
-    """Packs the linears of a Hugging Face folder into ``out``.
+    """Packs the linears of a Hugging Face folder into ``out``, which is replaced if this wrote it. ``format``,
+    ``scale_search``, ``block_size``: as for ``numerics.fp4.quantize``; ``pattern``, ``keep``: which linears, as for
+    ``select_linears``, or those that an ``assignment`` puts in nvfp4 or in two parts; ``on_layer`` is called with each
+    packed layer, its number and their count.
 
-    Args:
-        model: folder with ``config.json`` and safetensors.
-        out: folder to make; replaced if it is one that this wrote.
-        format, scale_search, block_size: as for ``numerics.fp4.quantize``.
-        pattern, keep: which linears, as for ``select_linears``.
-        assignment: packs the linears that it puts in nvfp4 or in two parts; the others stay as they are.
-        on_layer: called with each packed layer, its number and their count.
-
-    Raises:
-        ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the
-            assignment is for another model or packs what cannot be packed.
-        FolderMismatch, CorruptData: its files are not those of its config.json, or damaged.
-        Unsupported: the model is quantised already, or transformers cannot open packed folders of its architecture.
-        DiskError: the disk is full or failed; nothing is left under ``out`` then.
+    Raises ConfigurationError: no such model, nothing to pack, weights with inf or NaN, ``out`` is in use, or the
+    assignment is for another model or packs what cannot be packed; FolderMismatch, CorruptData: its files are not those
+    of its config.json, or damaged; Unsupported: the model is quantised already, or transformers cannot open packed
+    folders of its architecture; DiskError: the disk is full or failed; nothing is left under ``out`` then.
     """
     source, target = Path(model), Path(out)
     form = format_named(format, block_size)

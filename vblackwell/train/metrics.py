@@ -27,16 +27,10 @@ TENSORBOARD = "tensorboard"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step did, counted from 1.
-
-    Attributes:
-        loss: mean over the step's tokens; None if it was not finite.
-        grad_norm: before clipping; None if it was not finite or not measured.
-        tokens_per_second: of this step, validation and checkpoints left out.
-        level_bytes: the most that each level held after a forward and at the end of the step, by the level's label.
-        link_bytes: bytes that this step moved, by 'source>destination'.
-        stall_seconds: time in this step in which the computation waited for bytes.
-        seconds, skipped: the step's length, and whether it changed no weight; for progress, not written.
+    """What one optimizer step, counted from 1, did: the mean loss over its tokens and the norm before clipping, each
+    None if it was not finite; the most bytes that each level held after a forward and at the end, by the level's label;
+    bytes moved by 'source>destination'; seconds in which the computation waited for bytes. Rates are of the step
+    without validation and checkpoints. ``seconds`` and ``skipped`` (no weight was changed) are not written.
     """
 
     step: int

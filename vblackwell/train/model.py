@@ -37,13 +37,9 @@ from vblackwell.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model that is about to be put into a stack and trained.
-
-    Attributes:
-        loss: called with input_ids, targets and, for packed documents, positions, all (B, S) int64; the mean loss.
-        config: the model's Hugging Face config.json.
-        heads: query heads, key and value heads, and the width of one.
-        initialize: fills the model, which is on the meta device; None for one that has its weights (in plans).
+    """A model that is about to be put into a stack and trained. ``loss``: called with input_ids, targets and, for
+    packed documents, positions, all (B, S) int64; the mean loss. ``config``: its config.json; ``heads``: query heads,
+    key and value heads, and the width of one; ``initialize`` fills it, from meta, if it has no weights yet.
     """
 
     model: nn.Module

@@ -18,7 +18,7 @@ from vblackwell.data.chat import ChatCorpus, ChatDataset, ChatTemplate, chat_kin
 from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import InsufficientMemory, Unsupported
-from vblackwell.machine.device import Precision, cap_process, choose_precision
+from vblackwell.machine.device import cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
@@ -41,14 +41,9 @@ PROBE_TOKENS = 8  # of a document
 
 @dataclass
 class Prepared:
-    """A run that is ready to start.
-
-    Attributes:
-        config: with ``max_steps`` and ``warmup_steps`` decided.
-        model_config: the model's Hugging Face config.json.
-        tokenizer_folder: the folder whose tokenizer's files go with the model; None to write the corpus' tokenizer.
-        plan: what ``config`` and the stack follow, where one was asked for.
-        attention: the backend that runs, in words.
+    """A run that is ready to start. ``config`` has ``max_steps`` and ``warmup_steps`` decided; ``tokenizer_folder``:
+    whose tokenizer's files go with the model, None for the corpus' tokenizer; ``attention``: the backend that runs, in
+    words.
     """
 
     config: TrainConfig
@@ -101,7 +96,12 @@ def prepare(
     assert config.max_steps is not None and config.warmup_steps is not None
     if config.gradient_checkpointing:
         checkpoint_layers(model)
-    formats = choose_formats(config, precision)
+    formats = Formats(config.optimizer_states, config.masters, config.seed)
+    if not supports(formats, [precision.compute_dtype or torch.float32]):
+        flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
+        raise Unsupported(
+            f"{flags} cannot be had with {precision.name} compute: add --precision bf16, or drop the flag"
+        )
     attention = choose_attention(config, found, precision, device, cleanup, packs)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
@@ -154,17 +154,6 @@ def inspect_data(config: TrainConfig, progress: Progress) -> None:
         corpus, train, _ = open_data(config, source.tokenizer_path, progress)
     for line in inspect_lines(train, corpus.tokenizer):
         progress.say(line)
-
-
-def choose_formats(config: TrainConfig, precision: Precision) -> Formats:
-    """What ``--optimizer-states`` and ``--masters`` mean; Unsupported where the compute type cannot be kept so."""
-    formats = Formats(config.optimizer_states, config.masters, config.seed)
-    if not supports(formats, [precision.compute_dtype or torch.float32]):
-        flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
-        raise Unsupported(
-            f"{flags} cannot be had with {precision.name} compute: add --precision bf16, or drop the flag"
-        )
-    return formats
 
 
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:

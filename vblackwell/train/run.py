@@ -192,15 +192,12 @@ def make_report(
     gpu_peak_bytes: dict[str, int] | None,
     process_peak_bytes: int,
 ) -> dict[str, Any]:
-    """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and the loop's account of the
-    ``run``.
-    """
+    """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and what the loop knows."""
     levels = []
     for label, level in zip(level_labels(stats), stats["levels"], strict=True):
         asked = level["hits"] + level["misses"]
         kept = {name: level[name] for name in ("capacity_bytes", "peak_bytes", "hits", "misses")}
         levels.append({"level": label} | kept | {"hit_rate": level["hits"] / asked if asked else None})
-    written = sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd"))
     return {
         **run,
         "placement": summary["placement"],
@@ -211,7 +208,7 @@ def make_report(
         "links": stats["links"],
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
-        "ssd_written_bytes": written,
+        "ssd_written_bytes": sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd")),
         "gpu_peak_bytes": gpu_peak_bytes,
         "process_peak_bytes": process_peak_bytes,
     }
@@ -228,15 +225,15 @@ def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str
     said, peak = plan.prediction, report["gpu_peak_bytes"]
     settled = speeds[UNSETTLED_STEPS:] or speeds
     level0, *below = report["levels"]
-    host = sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu"))
+    measured = {
+        "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
+        "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
+        "tokens_per_second": statistics.median(settled) if settled else None,
+    }
+    predicted = zip(measured, (said.gpu, said.host, said.tokens_per_second), strict=True)
     return {
         "choice": str(plan.choice),
-        "gpu_bytes": {"predicted": said.gpu, "measured": level0["peak_bytes"] if peak is None else peak["reserved"]},
-        "host_bytes": {"predicted": said.host, "measured": host},
-        "tokens_per_second": {
-            "predicted": said.tokens_per_second,
-            "measured": statistics.median(settled) if settled else None,
-        },
+        **{name: {"predicted": value, "measured": measured[name]} for name, value in predicted},
         "clipped_tokens_per_second": None if said.clipped_seconds is None else said.tokens / said.clipped_seconds,
     }
 

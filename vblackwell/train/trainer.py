@@ -54,12 +54,9 @@ class Parts:
 @dataclass
 class TrainerState:
     """What a run needs between two optimizer steps, next to its weights, to go on with the same bits.
-
-    Attributes:
-        data_position: windows consumed, as `BatchStream` counts them.
-        skipped_in_a_row, skipped: steps, up to the last one and in all, that were not finite and changed no weight.
-        micro_batch: sequences in a forward; None: as the settings say.
-        unrecorded: the last step's record, where its line is not yet in metrics.jsonl as it should be.
+    ``data_position``: windows consumed; ``skipped``: steps that were not finite and changed no weight; ``micro_batch``:
+    sequences in a forward, None as the settings say; ``unrecorded``: the last step, if its line is not yet in
+    metrics.jsonl as it should be.
     """
 
     step: int = 0
