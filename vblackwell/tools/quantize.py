@@ -385,6 +385,7 @@ class _Packer:
         entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
         if linear in report.two_parts:
             packed = refine(packed, weight)
+            assert packed.fine is not None
             entries[f"{linear}.{compressed_tensors.FINE}"] = packed.fine
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass

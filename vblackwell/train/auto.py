@@ -126,17 +126,15 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
         available = max(available // 2, available - disk_thread_bytes())
-    sizes = [
-        int(available * ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory),
-        int(available * HOST_SHARE) if config.host_memory is None else int(config.host_memory),
-    ]
+    gpu = int(available * ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory)
+    host = int(available * HOST_SHARE) if config.host_memory is None else int(config.host_memory)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
-        sizes[0] = free if config.fast_memory is None else min(sizes[0], free)
+        gpu = free if config.fast_memory is None else min(gpu, free)
     disk = config.disk_memory
     if disk is None:
         disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
-    return Bounds(*sizes, int(disk))
+    return Bounds(gpu, host, int(disk))
 
 
 def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:

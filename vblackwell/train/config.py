@@ -260,7 +260,7 @@ def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
     if choices and value not in choices:
         return f"is none of {', '.join(choices)}: choose one"
     if name == "update" and value not in PLACES:
-        share = _read(float, value)
+        share = _read(float, str(value))
         if share is None or not 0 <= share <= 1:
             return "is unknown: give auto, level0, home, or a share between 0 and 1"
     return None

@@ -341,7 +341,7 @@ class Sent:
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self._tensor = tensor
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         if device.type == "cuda":
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             with torch.cuda.stream(_side_stream(device)):
@@ -362,7 +362,7 @@ class LateScalar:
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value.detach()
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         if value.is_cuda:
             stream = _side_stream(value.device)
             stream.wait_stream(torch.cuda.current_stream(value.device))
