@@ -36,7 +36,7 @@ from vblackwell.nn.convert.lora import (
     fill_adapter,
     is_adapter,
 )
-from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
+from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.state import export_state
@@ -268,11 +268,6 @@ def save_adapter(model: nn.Module, folder: str | Path, *, chat_template: str | N
         if chat_template is not None:
             commit.add(CHAT_TEMPLATE, chat_template.encode())
     return path
-
-
-def packed_linears(model: nn.Module) -> int:
-    """How many linears of the base are kept in FP4."""
-    return sum(isinstance(module, StoredFP4Linear) for module in model.modules())
 
 
 def fingerprint(folder: Path) -> str:

@@ -43,18 +43,6 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
     passes after three others; 0: times and bytes are not measured. Raises ConfigurationError: outputs that are no
     tensors or of different shapes, or no layer of the same name.
     """
-    apart, devices = _apart(model_a, model_b, x, per_layer)
-    if not repeats:
-        return apart
-    costs = []
-    for model, device in zip((model_a, model_b), devices, strict=True):
-        with writing(model):
-            costs.append(measure(partial(_call, model, x), device, repeats, holder=model))
-    return dataclasses.replace(apart, a=costs[0], b=costs[1])
-
-
-def _apart(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool) -> tuple[Comparison, list[torch.device]]:
-    """How far apart they are, and where each one's output was. Holds no output on return."""
     outputs: list[dict[str, Tensor]] = []
     for model in (model_a, model_b):
         with _recorded(model, per_layer) as seen:
@@ -66,8 +54,16 @@ def _apart(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool) -> t
     layers = {name: difference(a[name], b[name]) for name in a if name and name in b and a[name].shape == b[name].shape}
     if per_layer and not layers:
         raise ConfigurationError("the two models have no layer of the same name and output shape to compare")
-    whole = dataclasses.replace(difference(a[""], b[""]), layers=layers)
-    return whole, [a[""].device, b[""].device]
+    apart = dataclasses.replace(difference(a[""], b[""]), layers=layers)
+    devices = [a[""].device, b[""].device]
+    del outputs, seen, result, a, b  # what is measured now does without their bytes
+    if not repeats:
+        return apart
+    costs = []
+    for model, device in zip((model_a, model_b), devices, strict=True):
+        with writing(model):
+            costs.append(measure(partial(_call, model, x), device, repeats, holder=model))
+    return dataclasses.replace(apart, a=costs[0], b=costs[1])
 
 
 def difference(a: Tensor, b: Tensor) -> Comparison:

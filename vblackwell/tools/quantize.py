@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -415,5 +416,4 @@ def _copy_others(source: Path, folder: CommitFolder) -> None:
         if not path.is_file() or path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES):
             continue
         with path.open("rb") as file, folder.open(path.name) as copy:
-            while piece := file.read(_COPY_BYTES):
-                copy.write(piece)
+            shutil.copyfileobj(file, copy, _COPY_BYTES)

@@ -249,13 +249,11 @@ def generation_settings(prepared: Prepared) -> dict[str, Any]:
     """The generation_config.json: the trained folder's, or of the configuration's tokens; the learnt turn's end ends a
     text.
     """
-    config, source = prepared.model_config, prepared.tokenizer_folder
-    given = source / GENERATION if source is not None else None
-    if given is not None and given.is_file():
-        made = read_json(given)
+    config, source, end = prepared.model_config, prepared.tokenizer_folder, prepared.turn_end
+    if source is not None and (source / GENERATION).is_file():
+        made = read_json(source / GENERATION)
     else:
         made = {"_from_model_config": True} | {key: config[key] for key in TOKENS if config.get(key) is not None}
-    end = prepared.turn_end
     stated = made.get("eos_token_id")
     ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if end is not None and end not in ends:

@@ -11,7 +11,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,14 +94,14 @@ class MetricsLog:
                     (folder / TENSORBOARD).mkdir(exist_ok=True)
                 name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
                 file = opened.enter_context(closing(_Appended(folder / TENSORBOARD / name)))
-                self._events = _Events(file, keep_steps + 1)
+                self._events = _events(file, keep_steps + 1)
             self.close = opened.pop_all().close  # idempotent
 
     def write(self, record: StepRecord) -> None:
         """Add a step. Raises DiskError: the line may be there in part."""
         self._lines.write((json.dumps(record.to_json(), allow_nan=False) + "\n").encode())
         if self._events is not None:
-            self._events.write(record)
+            self._events(record)
 
 
 class _Appended:
@@ -118,31 +118,30 @@ class _Appended:
             write_whole(self._raw, memoryview(data))
 
 
-class _Events:
-    """TensorBoard's events in ``file``, which end what other files of its folder show of ``first_step`` and later."""
+def _events(file: _Appended, first_step: int) -> Callable[[StepRecord], None]:
+    """What writes all numbers of a step to ``file`` as one TensorBoard event; they end what other files of its folder
+    show of ``first_step`` and later.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def __init__(self, file: _Appended, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    records = RecordWriter(file)
 
-        self._event: Any = Event
-        self._summary: Any = Summary
-        self._records = RecordWriter(file)
-        self._add(file_version="brain.Event:2")
-        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
+    def add(**fields: Any) -> None:
+        records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
-    def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-    def write(self, record: StepRecord) -> None:
-        """All numbers of a step as one event."""
+    def write(record: StepRecord) -> None:
         named = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "stall_seconds")
         values = {name: getattr(record, name) for name in named}
         for kind, numbers in (("level_bytes", record.level_bytes), ("link_bytes", record.link_bytes)):
             values |= {f"{kind}/{label}": value for label, value in numbers.items()}
-        shown = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
-        self._add(step=record.step, summary=self._summary(value=shown))
+        shown = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None]
+        add(step=record.step, summary=Summary(value=shown))
+
+    add(file_version="brain.Event:2")
+    add(step=first_step, session_log=SessionLog(status=SessionLog.START))
+    return write
 
 
 @contextmanager

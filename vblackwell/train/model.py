@@ -21,7 +21,7 @@ from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
 from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
 from vblackwell.folders.weights import FolderWeights, build_on_meta
-from vblackwell.generate.adapters import adapt, adapted, packed_linears
+from vblackwell.generate.adapters import adapt, adapted
 from vblackwell.generate.causal_lm import config_json
 from vblackwell.machine.device import Precision
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
@@ -160,13 +160,12 @@ def adapt_model(
     assert config.lora is not None and config.model is not None and found.initialize is not None
     assert source.folder is not None
     model, given = found.model, Path(config.model)
-    name = str(given.resolve()) if given.is_dir() else config.model
     fill = adapt(
         model,
         found.initialize,
         source.folder,
         Lora.parse(config.lora),
-        name=name,
+        name=str(given.resolve()) if given.is_dir() else config.model,
         fp4="nvfp4" if config.use_fp4 else None,
         fp4_layers=config.fp4_layers,
         keep=config.keep,
@@ -174,13 +173,12 @@ def adapt_model(
         seed=config.seed,
         device=device,
     )
-    made = adapted(model)
+    made, base = adapted(model), "as it is"
     assert made is not None
     trained = [param.numel() for param in model.parameters() if param.requires_grad]
-    left = [f"{left} ({reason})" for left, reason in made.packed.items() if reason is not None and ".lora_" not in left]
-    base = "as it is"
     if made.packed:
-        base = f"packed to nvfp4 in {packed_linears(model)} linears (left: {', '.join(left[:3]) or 'none'})"
+        left = [f"{name} ({reason})" for name, reason in made.packed.items() if reason and ".lora_" not in name]
+        base = f"packed to nvfp4 in {list(made.packed.values()).count(None)} linears (left: {', '.join(left[:3]) or 'none'})"
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "

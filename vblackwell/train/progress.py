@@ -103,16 +103,17 @@ class RichProgress(Progress):
 def describe(record: StepRecord, val_loss: float | None = None) -> str:
     """The numbers of a step on one line."""
     shown = record.val_loss if record.val_loss is not None else val_loss
+    speed = sum(record.link_bytes.values()) / max(record.seconds, 1e-9) / 1e9
     parts = [
         "loss not finite" if record.loss is None else f"loss {record.loss:.4f}",
-        *([] if shown is None else [f"val {shown:.4f}"]),
+        "" if shown is None else f"val {shown:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
         "memory " + " ".join(f"{label} {format_bytes(size)}" for label, size in record.level_bytes.items()),
-        f"links {sum(record.link_bytes.values()) / max(record.seconds, 1e-9) / 1e9:.2f} GB/s",
+        f"links {speed:.2f} GB/s",
         f"stalled {record.stall_seconds:.2f} s",
-        *(["SKIPPED: weights untouched"] if record.skipped else []),
+        "SKIPPED: weights untouched" if record.skipped else "",
     ]
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))
 
 
 def open_progress() -> Progress:
