@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,14 +29,13 @@ def test_schedule_rises_to_the_peak_and_falls_to_the_floor(total, warmup, peak, 
 
 @given(st.lists(st.booleans(), max_size=200))
 def test_scaler_halves_on_overflow_and_stays_a_power_of_two(history):
-    scaler = LossScaler(initial=2.0**8, growth_interval=3)
+    scaler = LossScaler(2.0**8, growth_interval=3)
     for overflowed in history:
         before = scaler.scale
         scaler.update(overflowed=overflowed)
         assert math.frexp(scaler.scale)[0] == 0.5 and scaler.scale >= MIN_SCALE
         assert scaler.scale == max(MIN_SCALE, before / 2) if overflowed else scaler.scale in (before, before * 2)
-    other = LossScaler()
-    other.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    other = LossScaler(**json.loads(json.dumps(asdict(scaler))))
     for overflowed in (False, False, True, False):
         scaler.update(overflowed=overflowed)
         other.update(overflowed=overflowed)
@@ -43,10 +43,10 @@ def test_scaler_halves_on_overflow_and_stays_a_power_of_two(history):
 
 
 def test_scaler_grows_after_its_interval():
-    scaler = LossScaler(initial=4.0, growth_interval=2)
+    scaler = LossScaler(4.0, growth_interval=2)
     scales = []
     for _ in range(4):
         scaler.update(overflowed=False)
         scales.append(scaler.scale)
     assert scales == [4.0, 8.0, 8.0, 16.0]
-    assert not scaler.exhausted and LossScaler(initial=MIN_SCALE).exhausted
+    assert not scaler.exhausted and LossScaler(MIN_SCALE).exhausted

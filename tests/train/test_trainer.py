@@ -193,7 +193,7 @@ def test_gradients_that_overflow_halve_the_scale_and_are_no_divergence(make):
     """
     trainer, records, states = make(
         spoil={count: 2.0**42 for count in range(1, 9)},
-        scaler=LossScaler(initial=2.0**24),
+        scaler=LossScaler(2.0**24),
         max_skipped_steps=2,
         max_steps=8,
     )
@@ -207,7 +207,7 @@ def test_gradients_that_overflow_halve_the_scale_and_are_no_divergence(make):
 def test_scaling_by_a_power_of_two_changes_no_bit(make):
     plain, _, _ = make(max_steps=4)
     plain.run()
-    scaled, _, _ = make(max_steps=4, scaler=LossScaler(initial=2.0**10))
+    scaled, _, _ = make(max_steps=4, scaler=LossScaler(2.0**10))
     scaled.run()
     assert same(weights(plain), weights(scaled))
 

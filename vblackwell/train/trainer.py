@@ -105,7 +105,7 @@ class Trainer:
             step=self.step,
             data_position=self.parts.stream.state,
             skipped_in_a_row=self._skipped_in_a_row,
-            scaler=None if scaler is None else scaler.state_dict(),
+            scaler=None if scaler is None else asdict(scaler),
             rng=capture_rng(self.parts.device),
             micro_batch=self.micro_batch,
             skipped=self._skipped,
@@ -118,7 +118,7 @@ class Trainer:
         self.parts.stream.state = state.data_position
         self._skipped_in_a_row, self._skipped = state.skipped_in_a_row, state.skipped
         if self.parts.scaler is not None and state.scaler is not None:
-            self.parts.scaler.load_state_dict(state.scaler)
+            self.parts.scaler = LossScaler(**state.scaler)
         if state.micro_batch is not None:
             self._take_micro_batches_of(state.micro_batch)
         restore_rng(state.rng, self.parts.device)
@@ -407,32 +407,26 @@ def default_warmup_steps(total_steps: int) -> int:
     return min(1000, total_steps // 20)
 
 
+@dataclass
 class LossScaler:
     """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
     a power of two, so that scaling is exact. torch's `GradScaler` reads `p.grad`, whose values have left level 0 while
     a model is offloaded; here the optimizer divides by the scale and says whether gradients were finite.
     """
 
-    def __init__(self, initial: float = 2.0**16, growth_interval: int = 200) -> None:
-        self.scale, self.growth_interval, self._finite_steps = initial, growth_interval, 0
+    scale: float = 2.0**16
+    growth_interval: int = 200
+    finite_steps: int = 0
 
     def update(self, *, overflowed: bool) -> None:
         """Record how the step went."""
-        self._finite_steps = 0 if overflowed else self._finite_steps + 1
+        self.finite_steps = 0 if overflowed else self.finite_steps + 1
         if overflowed:
             self.scale = max(MIN_SCALE, self.scale / 2)
-        elif self._finite_steps >= self.growth_interval:
-            self.scale = min(MAX_SCALE, self.scale * 2)
-            self._finite_steps = 0
+        elif self.finite_steps >= self.growth_interval:
+            self.scale, self.finite_steps = min(MAX_SCALE, self.scale * 2), 0
 
     @property
     def exhausted(self) -> bool:
         """Whether overflow can no longer be blamed on the scale."""
         return self.scale <= MIN_SCALE
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "growth_interval": self.growth_interval, "finite_steps": self._finite_steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale, self.growth_interval = float(state["scale"]), int(state["growth_interval"])
-        self._finite_steps = int(state["finite_steps"])
