@@ -166,7 +166,14 @@ def quantize_command(
     if budget is not None or max_bits is not None:
         if chosen is not None:
             raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
-        chosen = _calibrated(model, out, format, budget, max_bits, calibration, pattern, kept, device)
+        if format != "nvfp4":
+            raise ConfigurationError(
+                f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}"
+            )
+        _check_target(Path(model), Path(out))  # as packing will
+        text = None if calibration is None else Path(calibration)
+        chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=kept, device=device)
+        _keep_chosen(chosen, f"{out.rstrip('/')}.assignment.json")
     elif calibration is not None:
         raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
@@ -191,18 +198,8 @@ def quantize_command(
     return 0
 
 
-def _calibrated(
-    model: str, out: str, format: str, budget: float | None, max_bits: float | None, calibration: str | None,
-    pattern: str, keep: str, device: str,
-) -> Assignment:  # fmt: skip
-    """What ``--budget`` or ``--max-bits`` chooses, said and kept; refuses first what packing would refuse."""
-    if format != "nvfp4":
-        raise ConfigurationError(f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}")
-    _check_target(Path(model), Path(out))
-    text = None if calibration is None else Path(calibration)
-    chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=keep, device=device)
+def _keep_chosen(chosen: Assignment, path: str) -> None:
     rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
-    path = f"{out.rstrip('/')}.assignment.json"
     coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
     if not coarse and not both:
         raise ConfigurationError("no linear may be packed within the budget: allow more, or give other --calibration")
@@ -211,7 +208,6 @@ def _calibrated(
         f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
     )
     chosen.save(path)
-    return chosen
 
 
 def calibrate(
