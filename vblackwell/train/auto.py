@@ -34,9 +34,8 @@ from vblackwell.planner.forecast import Forecast, Machine, Placed
 from vblackwell.planner.memory_estimate import Batches, Run
 from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Space
-from vblackwell.trace.trace import Trace, Untraceable, on_meta
+from vblackwell.trace.trace import Trace, on_meta
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.progress import Progress
 
 MAX_SEQUENCES = 1024  # in one forward
 
@@ -63,26 +62,6 @@ def make_training_plan(
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
         return forecast.plan(_space(config, model, forecast, has_gpu))
-
-
-def plan_run(
-    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, progress: Progress
-) -> Plan | None:
-    """The plan that ``config`` asks for, printed; None if it asks for none, or if the model cannot be traced. Raises
-    InsufficientMemory, Untraceable: of a batch that was to be planned.
-    """
-    if not (config.vgpu_auto or config.auto_batch_size):
-        return None
-    try:
-        plan = make_training_plan(config, model, precision, device, progress.say)
-    except Untraceable as error:
-        if config.auto_batch_size:
-            raise
-        said = "No plan: sizes that are not given are probed, and the rest is as the flags say"
-        progress.say(f"--vgpu-auto: {error}. {said}")
-        return None
-    progress.say("\n".join(plan.lines()))
-    return plan
 
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimi
 from vblackwell.offload.layout.groups import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
-from vblackwell.trace.trace import refuse_frozen
-from vblackwell.train.auto import apply_plan, plan_run, planned_sizes
+from vblackwell.trace.trace import Untraceable, refuse_frozen
+from vblackwell.train.auto import apply_plan, make_training_plan, planned_sizes
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.model import adapt_model, choose_attention, find_model, use_assignment, use_fp4
 from vblackwell.train.progress import Progress, StopRequest
@@ -91,7 +91,16 @@ def prepare(
     if fused is not None:
         progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
     precision = choose_precision(config.precision, config.mixed_precision, device)
-    plan = plan_run(config, model, precision, device, progress)
+    plan = None
+    if config.vgpu_auto or config.auto_batch_size:
+        try:
+            plan = make_training_plan(config, model, precision, device, progress.say)
+            progress.say("\n".join(plan.lines()))
+        except Untraceable as error:
+            if config.auto_batch_size:
+                raise
+            said = "No plan: sizes that are not given are probed, and the rest is as the flags say"
+            progress.say(f"--vgpu-auto: {error}. {said}")
     config = decide_steps(config if plan is None else apply_plan(config, plan), len(train))
     assert config.max_steps is not None and config.warmup_steps is not None
     if config.gradient_checkpointing:
