@@ -83,14 +83,12 @@ def adapt(
     fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0,
     values: Path | None = None, device: torch.device | str = "cpu",
 ) -> Initialize:  # fmt: skip
-    """Freeze ``model``, which is on the meta device, and put adapters around its linears, in place, if ``lora`` says
-    which; what fills it then.
-
-    ``weights`` fills its own parameters, by the names that they have now, from ``folder``; ``name``: path or hub id of
-    the base, for the reader of the adapter's configuration; ``fp4``: format that the base's linears (fp4_layers, but
-    not keep) are packed to on ``device``, one at a time, ``tiled`` for the fused kernels; the adapters begin with the
-    folder ``values``, or with what ``seed`` draws. Raises ConfigurationError: targets or layers that the model does not
-    have; the adapter was made for another base; Unsupported: peft is not installed.
+    """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
+    fills it then: ``weights`` its own parameters, by the names that they have now, from ``folder``. ``name``: path or
+    hub id of the base; ``fp4``: format that its linears (fp4_layers, but not keep) are packed to on ``device``, one at
+    a time, ``tiled`` for the fused kernels; the adapters begin with the folder ``values``, or with what ``seed`` draws.
+    Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
+    installed.
     """
     model.requires_grad_(False)
     around, config = {}, {}

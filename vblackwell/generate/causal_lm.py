@@ -43,8 +43,8 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     **placement: Any,
 ) -> nn.Module:
-    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode. Everything that
-    does not fit is found before the first weight is read. No pickled file is opened.
+    """The causal model in a Hugging Face folder, read straight into ``stack``'s levels, in training mode. Everything
+    that does not fit is found before the first weight is read. No pickled file is opened.
 
     Args:
         model: a folder with config.json and safetensors; or a hub id ``owner/name``, with its ``revision``.

@@ -37,9 +37,9 @@ from vblackwell.offload.api import offload_of
 
 @dataclass(frozen=True)
 class Places:
-    """Where the weights may be; nothing said: all of them on the device. Sizes of levels, e.g. '8GiB', and the folder
-    of the disk level; ``use_fp4``: pack linears (``fp4_layers``, but not ``keep``) to nvfp4 while loading; folder of an
-    ``adapter``; file of an ``assignment`` of precisions, for a model all of which is on the device.
+    """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
+    disk level; ``use_fp4`` packs linears while loading; folder of an ``adapter``; file of an ``assignment`` of
+    precisions.
     """
 
     fast_memory: str | None = None
@@ -104,11 +104,9 @@ def generate_command(
     places: Places | None = None,
 ) -> int:
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
-    time; 0. Checkpoints passed over are named on standard error.
-
-    ``model``: a run folder of ``vb train``, one of its checkpoints, a Hugging Face folder, or a hub id; ``chat``: a
-    prompt is a user's message, written as the folder's chat template says, and the answer alone is printed; the others
-    as in ``generate``. Raises VBError: no model there, a damaged one, or options out of range.
+    time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`, or a hub id;
+    ``chat``: a prompt is a user's message, and the answer alone is printed; the others as in ``generate``. Raises
+    VBError.
     """
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")

@@ -77,9 +77,7 @@ def load_decoder(
 ) -> Decoder:  # fmt: skip
     """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time. ``dtype``: of the
     weights, None as stored; ``fp4``: the format that linears (fp4_layers, but not keep) are packed to on ``device``.
-
-    Raises Unsupported, FolderMismatch: another architecture, or other tensors; ConfigurationError, CorruptData: nothing
-    is selected; a file cannot be read.
+    Raises Unsupported, FolderMismatch, ConfigurationError, CorruptData.
     """
     model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
     with FolderWeights(model, folder) as weights:
@@ -107,12 +105,9 @@ def open_resident(
     folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all",
     keep: str | None = None, assignment: Assignment | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A model for writing alone, all of it on ``device``, in eval mode; raises as `load_decoder`. On a GPU a
-    ``Decoder`` computes projections of one input as one product, and other architectures run on fused operators where
-    these compute the same.
-
-    ``fp4``: the format that linears are packed to, of architectures that a ``Decoder`` computes (else Unsupported);
-    ``assignment``: the precision of each linear instead.
+    """A model for writing alone, all of it on ``device``, in eval mode, with an ``assignment``'s or packed linears
+    (``fp4``, of a ``Decoder`` alone); raises as `load_decoder`. On a GPU a ``Decoder`` computes projections of one
+    input as one product, and other architectures run on fused operators where these compute the same.
     """
     packing: dict[str, Any] = {"fp4": fp4, "fp4_layers": fp4_layers, "keep": keep}
     model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, **packing)
@@ -154,10 +149,8 @@ def open_streamed(
     folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
     keep: str | None = None, adapter: Path | None = None,
 ) -> nn.Module:  # fmt: skip
-    """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears of a folder stay packed.
-
-    ``rows`` sequences of ``tokens``, prompt and new ones, are what bytes for keys and values are kept free for on a
-    GPU; the others, and what is raised, as for `load_causal_lm`.
+    """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears stay packed. On a GPU bytes are
+    kept free for keys and values of ``rows`` sequences of ``tokens``; the others as for `load_causal_lm`.
     """
     config, level = read_config(folder), stack.levels[0]
     placement: dict[str, Any] = {"placement": "streamed"}

@@ -96,8 +96,7 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
 
 class PackedWeights(FolderWeights):
     """As `FolderWeights`, of a folder whose linears are packed: ``model`` gets a `StoredFP4Linear` in the place of
-    each. Where ``device``, level 0's, is a GPU, packed bytes are laid out for its kernels, a linear at a time. Raises
-    as `load_quantized`.
+    each, laid out for the kernels where ``device``, level 0's, is a GPU. Raises as `load_quantized`.
     """
 
     def __init__(self, model: nn.Module, folder: Path, device: torch.device | str = "cpu") -> None:

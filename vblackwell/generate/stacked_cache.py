@@ -26,10 +26,8 @@ _serial = itertools.count()
 
 
 class StackedCache(Cache):
-    """A cache of ``shape`` in ``stack``; call `close` when the text is written.
-
-    ``on_level0`` layers live there, spread evenly; the others in the first level that is RAM. Raises InsufficientMemory
-    where a level cannot hold them; nothing is kept.
+    """A cache of ``shape`` in ``stack``; call `close` when the text is written. ``on_level0`` layers live there, spread
+    evenly, the others in the first level that is RAM; InsufficientMemory where one cannot hold them; nothing is kept.
     """
 
     def __init__(self, stack: LevelPool, shape: CacheShape, on_level0: int) -> None:

@@ -150,11 +150,9 @@ class DecodeGraph:
 
 
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:
-    """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time: what the last one gave.
-
-    The pieces are about as long as one another: a short rest would cost a pass over the weights. Where the GPU cannot
-    hold a pass, and ``cache`` (of ours) can forget what was read of it, it is read again in halves; else
-    OutOfMemoryError goes on.
+    """``read(begin, end)`` of ``length`` positions, at most ``size`` at a time, in pieces of about one length (a short
+    rest would cost a pass over the weights): what the last one gave. What the GPU cannot hold is read again in halves,
+    if ``cache`` (of ours) can forget it; else OutOfMemoryError goes on.
     """
     begin, found = 0, None
     size = -(-length // -(-length // size))
@@ -178,8 +176,8 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
 @contextmanager
 def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
     """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``: the cache to write with, and
-    positions that one pass may read; None each: transformers' own, and all. Raises InsufficientMemory: level 0, or RAM,
-    cannot hold so many rows.
+    positions that one pass may read; None each: transformers' own, and all. InsufficientMemory: so many rows do not
+    fit.
     """
     engine = offload_of(model)
     cache, chunk = None, None

@@ -189,8 +189,8 @@ def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a ``model``, fp32, on the CPU, which is never changed; (steps, B, S + 1) int64 on the CPU,
-    every training step's tokens and the one after the last.
+    """What is measured: an fp32 ``model`` on the CPU, never changed; int64 tokens there, every step's and the one
+    after.
     """
 
     model: nn.Module

@@ -23,7 +23,7 @@ from vblackwell.units import parse_bytes
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that `vb train` can be told. ``None`` means: chosen from the preset, the data or the machine. Raises
+    """Everything that `vb train` can be told; ``None``: chosen from the preset, the data or the machine.
     ConfigurationError for a value outside its range, or two that exclude each other.
     """
 

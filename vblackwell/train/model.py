@@ -51,11 +51,8 @@ class TrainableModel:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset, whose vocabulary is that of
-    the data.
-
-    ``tokenizer_path``: what the data is to be encoded with, None to train a tokenizer; ``tokenizer_folder``: the model
-    folder, if its tokenizer is used.
+    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset. ``tokenizer_path``: what the
+    data is encoded with, None to train a tokenizer; ``tokenizer_folder``: the model folder, if its tokenizer is used.
     """
 
     model: TrainableModel | None
@@ -73,9 +70,8 @@ class ModelSource:
 
 def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
     """What ``--model`` and ``--tokenizer`` mean; the folder's files stay open until ``cleanup``. Raises
-    ConfigurationError: no folder, no tokenizer, or they and the flags disagree; FolderMismatch, CorruptData: other
-    tensors than those of its config.json, or a damaged file; Unsupported: neither `Decoder` nor transformers computes
-    it.
+    ConfigurationError: no folder, no tokenizer, or they and the flags disagree; FolderMismatch, CorruptData,
+    Unsupported: of the folder.
     """
     tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
     if config.model is None:
@@ -178,7 +174,8 @@ def adapt_model(
     trained = [param.numel() for param in model.parameters() if param.requires_grad]
     if made.packed:
         left = [f"{name} ({reason})" for name, reason in made.packed.items() if reason and ".lora_" not in name]
-        base = f"packed to nvfp4 in {list(made.packed.values()).count(None)} linears (left: {', '.join(left[:3]) or 'none'})"
+        packed = list(made.packed.values()).count(None)
+        base = f"packed to nvfp4 in {packed} linears (left: {', '.join(left[:3]) or 'none'})"
     say(
         f"--lora: rank {made.lora.rank}, scale {made.lora.scale:g}, around {len(trained) // 2} linears "
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "

@@ -41,9 +41,8 @@ PROBE_TOKENS = 8  # of a document
 
 @dataclass
 class Prepared:
-    """A run that is ready to start. ``config`` has ``max_steps`` and ``warmup_steps`` decided; ``tokenizer_folder``:
-    whose tokenizer's files go with the model, None for the corpus' tokenizer; ``attention``: the backend that runs, in
-    words.
+    """A run that is ready to start: ``config`` with steps and warm-up decided, whose tokenizer's files go with the
+    model (None for the corpus' tokenizer), the attention backend that runs, in words.
     """
 
     config: TrainConfig

@@ -58,9 +58,7 @@ class RunFolder:
         return any((self.path / name).exists() for name in (SETTINGS, METRICS_NAME, CHECKPOINTS, FINAL))
 
     def create(self) -> None:
-        """Make the folder if need be, and lock it. Raises ConfigurationError: another process was faster, and holds the
-        folder or has its run in it; DiskError: it cannot be made.
-        """
+        """Make the folder if need be, and lock it. Raises ConfigurationError: another process was faster; DiskError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -139,8 +137,7 @@ def _hash_of(settings: dict[str, Any]) -> str:
 
 def read_stored_config(folder: Path) -> dict[str, Any] | None:
     """The settings that the run in ``folder`` was started with; None if it never got that far. Raises DiskError: the
-    file cannot be read; CorruptData: it is not what was written (a digit of a learning rate would change what is
-    computed).
+    file cannot be read; CorruptData: it is not what was written, and another run would be computed.
     """
     path, remedy = folder / SETTINGS, "remove it to resume with the flags alone"
     if not path.is_file():
