@@ -38,8 +38,7 @@ class Chat:
     _template: str
 
     def prompt(self, message: str) -> str:
-        """The text after which the model answers ``message``, its special tokens included; raises ConfigurationError
-        where the template refuses it."""
+        """The text after which the model answers ``message``; raises ConfigurationError where it is refused."""
         return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
@@ -80,10 +79,8 @@ def render(
     *,
     spans: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """What a template writes of ``messages``, and with ``spans`` from where to where it says that the model writes.
-
-    ``names`` are what it may refer to; ``refusal`` is what an error says before and after the reason.
-    """
+    """What a template, which may refer to ``names``, writes of ``messages``, and with ``spans`` from where to where it
+    says that the model writes. ``refusal`` is what an error says before and after the reason."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -84,8 +84,7 @@ def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
-    """(file and line, text) of each prompt in a file that has one a line; raises ConfigurationError where it cannot be
-    read, is larger than any such file, or holds none."""
+    """(file and line, text) of each prompt in a file that has one a line; raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_PROMPTS_BYTES + 1)  # a device may have no end

@@ -139,9 +139,7 @@ class CommitFolder:
 
 def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
     """Removes work folders whose writers are dead, puts back one that was being replaced; returns what was removed.
-
-    Only those of checkpoints (``step-N``) and of ``name``: others' may end in ``.tmp`` as well.
-    """
+    Only those of checkpoints (``step-N``) and of ``name``: others' may end in ``.tmp`` as well."""
     removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):
         original = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(REPLACED))

@@ -94,8 +94,7 @@ def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
 
 
 def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
-    """The packed matrix that ``to_entries`` described; also of files that other tools wrote. Raises CorruptData where
-    entries are missing or do not fit each other."""
+    """The packed matrix that ``to_entries``, or another tool, described; raises CorruptData for what does not fit."""
     wanted = _check_entries(entries, form, name)
     codes, scales = entries[PACKED], entries[SCALE]
     n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
@@ -129,8 +128,7 @@ def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> se
 
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
-    """What ``config.json`` says about linears in ``form``; ``ignore`` names the others, ``two_parts`` those with a fine
-    part."""
+    """What config.json says of linears in ``form``: ``ignore`` are the others, ``two_parts`` have a fine part."""
     if form.name not in _KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
     weights: dict[str, Any] = {
@@ -154,8 +152,7 @@ def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable
 
 
 def format_of_config(config: Mapping[str, Any]) -> Format:
-    """The format that a ``quantization_config`` names; raises Unsupported for another method, several groups, quantised
-    activations, or a format that is not ours."""
+    """The format that a ``quantization_config`` names; raises Unsupported for what is not ours."""
     method, kind = config.get("quant_method"), config.get("format")
     if method == OWN_METHOD and kind in FORMATS:
         return format_named(str(kind))

@@ -162,8 +162,7 @@ def load_specs(folder: Path, prefix: str = "model") -> dict[str, TensorSpec]:
 def load_state(
     folder: Path, prefix: str = "model", names: Iterable[str] | None = None, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of ``prefix``, or those in ``names``, one at a time, on ``device``; raises ConfigurationError for no
-    such files, CorruptData for one that cannot be read."""
+    """Every tensor of ``prefix``, or those in ``names``, one at a time, on ``device``; raises as `tensor_files`."""
     wanted = None if names is None else set(names)
     for path in tensor_files(folder, prefix):
         with open_safetensors(path, device=device) as file:

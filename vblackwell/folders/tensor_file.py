@@ -159,8 +159,7 @@ class StoredTensor(TensorSpec):
 
     @torch.no_grad()
     def read_into(self, out: Tensor) -> None:
-        """Fill ``out`` (this shape, on the CPU, any strides and type) with the file's values, cast to its type; raises
-        DiskError, or CorruptData where the file became shorter."""
+        """Fill ``out`` (this shape, on the CPU, any strides and type); raises as `TensorFile.read`."""
         assert tuple(out.shape) == self.shape and out.device.type == "cpu"
         if not out.is_contiguous():
             flat = torch.empty(self.shape, dtype=out.dtype)
@@ -254,8 +253,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         os.close(self._descriptor)
 
     def read(self, into: memoryview, begin: int) -> None:
-        """Fill ``into`` from the file's byte ``begin`` on; raises DiskError, or CorruptData where the file ends
-        before."""
+        """Fill ``into`` from byte ``begin`` on; raises DiskError, or CorruptData where the file ends before."""
         while into:
             try:
                 count = os.preadv(self._descriptor, [into[: 1 << 30]], begin)

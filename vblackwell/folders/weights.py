@@ -209,8 +209,7 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         self._ready.clear()
 
     def __call__(self, name: str, out: Tensor) -> None:
-        """Fill ``out`` with the parameter ``name``, cast to ``out``'s type; raises ConfigurationError, with the file,
-        where it holds NaN or inf, or DiskError."""
+        """Fill ``out`` with a parameter; raises ConfigurationError where it holds NaN or inf, or DiskError."""
         if name not in self._recipes:  # a tied parameter, which the files have under another name
             target = self._targets[name]
             name = next(alias for alias in self._recipes if self._targets[alias] is target)

@@ -90,8 +90,7 @@ class ScratchFile:
         return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
 
     def reserve(self, end: int) -> None:
-        """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise or the
-        file is poisoned."""
+        """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise."""
         self.check_writable()
         if end <= self.reserved_bytes:
             return

@@ -169,8 +169,7 @@ class HostLevel(Level):
         return slab
 
     def _make_way(self, size: int) -> int:
-        """Give empty slabs up until a new one of ``size`` fits; what is free for it. Pages go with the last extent or
-        view that still refers to them."""
+        """Give empty slabs up (pages go with their last view) until one of ``size`` fits; what is free for it."""
         for slab in [slab for slab in self._slabs if slab.ranges.empty]:
             if self._slab_bytes + size <= self.capacity_bytes:
                 break

@@ -73,8 +73,7 @@ class Level:
             return self._used + held_bytes <= self.capacity_bytes and self._fits(held_bytes)
 
     def allocate(self, num_bytes: int) -> Extent:
-        """A new extent of ``num_bytes`` > 0 with undefined contents; raises InsufficientMemory (nothing changed), or
-        DiskError where the file system cannot reserve it."""
+        """A new extent of ``num_bytes`` > 0, contents undefined; raises InsufficientMemory, or DiskError."""
         extent = self.place(num_bytes)
         try:
             self.materialise(extent)
@@ -327,8 +326,7 @@ class DeviceLevel(Level):
             raise InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=0) from error
 
     def adopt(self, tensor: torch.Tensor) -> Extent | None:
-        """An extent over the contiguous ``tensor``'s own memory, or None unless that is on this device, starts and
-        fills its storage, and fits."""
+        """An extent over ``tensor``'s own memory; None unless that is here, starts and fills its storage, and fits."""
         flat = flat_bytes(tensor)
         fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
         fits = fits and 0 < tensor.untyped_storage().nbytes() <= align_up(flat.nbytes, ALIGNMENT)

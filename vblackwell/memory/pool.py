@@ -122,10 +122,8 @@ def does_not_fit(
 
 
 class Reservation:
-    """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it.
-
-    Made by `LevelPool.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool.
-    """
+    """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it. Made by
+    `LevelPool.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool."""
 
     __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
@@ -236,10 +234,8 @@ class LevelPool(Statistics):
                 return self._reservations[name]
 
     def unreserve(self, reservation: Reservation) -> None:
-        """Give a reservation back, whose transfers are done; a closed pool has taken all of them back already.
-
-        Without a lock, because finalizers call this at any moment: one thread ends a reservation, once.
-        """
+        """Give a reservation, whose transfers are done, back; a closed pool has done so. Without a lock, because
+        finalizers call this at any moment: one thread ends a reservation, once."""
         if self._closed:
             return
         extent = reservation.end()

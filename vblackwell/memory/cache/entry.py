@@ -68,8 +68,7 @@ class Layout:
 
 
 def layout_of(value: Any) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-    """The layout for ``value``, and its tensors, contiguous and detached; raises ConfigurationError for neither a dense
-    tensor nor a packed value."""
+    """The layout for ``value``, and its tensors, contiguous and detached; raises ConfigurationError for no tensor."""
     kind, meta, named = None, None, {"": value}
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Packed):
@@ -105,10 +104,8 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a stack. Everything but the constants changes under the stack's lock only.
-
-    Where its bytes are: no extent means no bytes, or that `stray` has them, in RAM outside all levels.
-    """
+    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means no bytes,
+    or that `stray` has them, in RAM outside all levels."""
 
     key: str
     owner: str | None

@@ -67,8 +67,7 @@ class Plan:
     def make_room(
         self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
     ) -> Extent | None:
-        """Place ``num_bytes`` on ``level``, letting victims up to a priority, and colder ``than`` an entry, sink; None,
-        and the plan as before, where that is impossible."""
+        """Place ``num_bytes`` on ``level``, letting victims sink; None, and the plan as before, if that fails."""
         extent = self.place(level, num_bytes)
         if extent is not None or num_bytes > self._levels[level].capacity_bytes:
             return extent
@@ -263,8 +262,7 @@ class Placement:
             entry.stray, entry.extent = stray, None
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
-        """Replace the bytes of ``entry`` on its level, unless somebody holds the old ones; whether it did. A write that
-        fails leaves the old bytes."""
+        """Replace the bytes of ``entry`` where it is, all or none, unless somebody holds them; whether it did."""
         with self._lock:
             if entry.held():
                 return False
@@ -290,8 +288,7 @@ class Placement:
         return True
 
     def vacate(self, entry: Entry) -> bool:
-        """Take the bytes of ``entry`` into RAM until `put_back`, so that its place is free; whether it had one and
-        nobody holds it."""
+        """Take the bytes of ``entry`` into RAM until `put_back`, unless somebody holds them; whether it did."""
         with self._lock:
             if entry.extent is None or entry.held():
                 return False

@@ -53,8 +53,7 @@ class LRU:
             self._order[entry.seat].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
-        """What may leave a level, colder ``than`` that entry: lower priority first, then colder. No entry is added or
-        discarded meanwhile."""
+        """What may leave a level, colder ``than`` that entry: lower priority first, then colder."""
         for priority in range(max_priority + 1):
             for entry in self._coldest_first((level, priority)):
                 if than is not None and not self.colder(entry, than):

@@ -145,10 +145,8 @@ class CompressedVGPULevel(VGPULevel):
         self._store(key, _Held(layout, codec, buffer.numel(), digest, planes), buffer)
 
     def get(self, key: str) -> Any:
-        """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded.
-
-        Raises UnknownKey; CorruptData where the held bytes are not those that were written; DiskError.
-        """
+        """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises
+        UnknownKey; CorruptData where the held bytes are not those that were written; DiskError."""
         held, extent = self._find(key)
         flat = self._read(extent, held.num_bytes, "cpu")
         data = flat.numpy().data
