@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.offload.conftest import MakeStack
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.movement import state
+from vblackwell.offload.movement.lane import WorkerQueues
 from vblackwell.offload.movement.state import Worker
 
 
@@ -177,6 +179,19 @@ def test_what_failed_holds_its_arguments_no_longer_than_its_failure():
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_what_the_worker_copies_by_address_outlives_its_stack(make_stack: MakeStack):
+    held, stack = Held(), make_stack(64 << 10)
+    queues, ranges = WorkerQueues(held.worker), [stack.reserve(f"range {level}", 4 << 10, level) for level in (0, 1)]
+    memory = [weakref.ref(each.bytes.untyped_storage()) for each in ranges]
+    copied = queues.copy(queues.update, [(ranges[0].address, ranges[1].address, 4 << 10)], *ranges)
+    del ranges
+    stack.close()
+    gc.collect()
+    assert all(each() is not None for each in memory) and not copied.done()
+    held.go()
+    copied.wait()
 
 
 TASKS = st.lists(
