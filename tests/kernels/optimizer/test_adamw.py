@@ -209,8 +209,8 @@ def test_torchs_order_is_known_and_says_where_the_scalar_loop_starts():
 
 def test_numbers_are_torchs():
     numbers = AdamWStep(3e-4, 0.9, 0.95, 1e-8, 0.1, 1000)
-    assert numbers.step_size == 3e-4 / (1 - 0.9**1000)
-    assert len(numbers.words) == 7
+    words = torch.tensor(numbers.words, dtype=torch.int32).view(torch.float32)
+    assert len(words) == 7 and words[-1] == torch.tensor(-3e-4 / (1 - 0.9**1000))
     with pytest.raises(ValueError, match="steps count from 1"):
         AdamWStep(3e-4, 0.9, 0.95, 1e-8, 0.1, 0)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,18 +53,14 @@ class AdamWStep:
         if self.step < 1:
             raise ValueError(f"AdamW at step {self.step}: steps count from 1; count up before the update")
 
-    @property
-    def step_size(self) -> float:
-        return self.lr / (1 - self.beta1 ** float(self.step))
-
     @functools.cached_property
     def words(self) -> tuple[int, ...]:
         """fp32 bits of (what weights are multiplied by, 1 - beta1, beta2, 1 - beta2, the root of the second bias
-        correction, eps, -step_size), a kernel's arguments.
+        correction, eps, minus the step's size), a kernel's arguments.
         """
         decay = 1 - self.lr * self.weight_decay  # torch skips a product by 1, which changes nothing
-        root = math.sqrt(1 - self.beta2 ** float(self.step))
-        numbers = (decay, 1 - self.beta1, self.beta2, 1 - self.beta2, root, self.eps, -self.step_size)
+        root, size = math.sqrt(1 - self.beta2 ** float(self.step)), self.lr / (1 - self.beta1 ** float(self.step))
+        numbers = (decay, 1 - self.beta1, self.beta2, 1 - self.beta2, root, self.eps, -size)
         return struct.unpack("<7i", struct.pack("<7f", *numbers))
 
 
@@ -135,9 +131,8 @@ def join(weight: Tensor, remainder: Tensor, bits: Tensor) -> Tensor:
 
 
 def split(bits: Tensor, weight: Tensor, remainder: Tensor, scratch: Tensor) -> None:
-    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder.
-
-    The remainder is the low half read as signed: where it is negative, rounding has carried one into the high half.
+    """The other way: the int32 ``bits`` of a master to its bf16 and its remainder, the low half read as signed: where
+    it is negative, rounding has carried one into the high half.
     """
     remainder.copy_(bits.view(torch.int16)[0::2])  # the low halves, on a little-endian machine
     weight.view(torch.int16).copy_(torch.add(bits, 0x8000, out=scratch).view(torch.int16)[1::2])
@@ -175,11 +170,19 @@ def _halve(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
-def _summed(gradient: Tensor, previous: Tensor | None, scratch: Tensor) -> Tensor:
-    """fp32 values of ``previous`` + ``gradient``; the gradient itself where that is all there is to it."""
-    if previous is None:
-        return gradient if gradient.dtype == torch.float32 else scratch.copy_(gradient)
-    return scratch.copy_(previous).add_(gradient)
+def _chunks(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(elements, fp32 values of ``previous`` + ``gradient``, memory for as many), whose squares ``sums`` receives."""
+    scratch = torch.empty(min(CHUNK, len(gradient)))
+    for start in range(0, len(gradient), CHUNK):
+        part = slice(start, start + CHUNK)
+        values, memory = gradient[part], scratch[: len(gradient[part])]
+        if previous is not None:
+            values = memory.copy_(previous[part]).add_(values)
+        elif values.dtype != torch.float32:
+            values = memory.copy_(values)
+        if sums is not None:
+            block_sums(values, sums[start // BLOCK : (start + CHUNK) // BLOCK])
+        yield part, values, memory
 
 
 @torch.no_grad()
@@ -194,20 +197,15 @@ def _piece_cpu(
     factor: Tensor | None,
     sums: Tensor | None,
 ) -> None:
-    size = min(CHUNK, len(weight))
-    scratch = torch.empty(size)
-    bits, rounded = (torch.empty(size if remainder is not None else 0, dtype=torch.int32) for _ in range(2))
-    for start in range(0, len(weight), CHUNK):
-        part = slice(start, start + CHUNK)
-        count = len(gradient[part])
-        values = _summed(gradient[part], None if previous is None else previous[part], scratch[:count])
-        if sums is not None:
-            block_sums(values, sums[start // BLOCK : (start + CHUNK) // BLOCK])
+    size = 0 if remainder is None else min(CHUNK, len(weight))
+    bits, rounded = (torch.empty(size, dtype=torch.int32) for _ in range(2))
+    for part, values, memory in _chunks(gradient, previous, sums):
         if factor is not None:
-            values = torch.mul(values, factor, out=scratch[:count])
+            values = torch.mul(values, factor, out=memory)
         if remainder is None:
             _fused(weight[part], values, exp_avg[part], exp_avg_sq[part], numbers)
         else:
+            count = len(values)
             master = join(weight[part], remainder[part], bits[:count])
             _fused(master, values, exp_avg[part], exp_avg_sq[part], numbers)
             split(bits[:count], weight[part], remainder[part], rounded[:count])
@@ -359,12 +357,8 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
     check_gradients(gradient, previous, out)
     n = len(gradient)
     if gradient.device.type != "cuda":
-        scratch = torch.empty(min(CHUNK, n))
-        for start in range(0, n, CHUNK):
-            part = slice(start, start + CHUNK)
-            count = len(gradient[part])
-            values = _summed(gradient[part], None if previous is None else previous[part], scratch[:count])
-            block_sums(values, out[start // BLOCK : (start + CHUNK) // BLOCK])
+        for _ in _chunks(gradient, previous, out):
+            pass
     elif n:
         compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)
         compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, (gradient, previous, out, n, aligned(gradient, previous)))
