@@ -178,11 +178,11 @@ def list_gpus() -> list[GPUFacts]:
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory, place = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetPciInfo(handle).busId
-                name, capability = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
+                name, (major, minor) = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
             except nvml.NVMLError as error:
                 warnings.warn(f"GPU {index} is left out: the NVIDIA driver says {error} of it", stacklevel=2)
                 continue
-            what = (index, name, int(memory.total), int(memory.free), tuple(capability), place)
+            what = (index, name, int(memory.total), int(memory.free), (major, minor), place)
             found.append(GPUFacts(*what, driver, (cuda // 1000, cuda % 1000 // 10), numa_node_of_pci(place)))
         return found
     finally:

@@ -1,6 +1,5 @@
 """Tuning changes no order of additions, survives torn files, and belongs to one machine."""
 
-import dataclasses
 import json
 from dataclasses import replace
 
@@ -31,33 +30,30 @@ PLANS = [
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cache, "machine", lambda device: MACHINE)
-    tuning.forget()
+    caches = (cache.entries, tuning._tuned)
+    for each in caches:
+        each.cache_clear()
     yield tmp_path
-    tuning.forget()
+    for each in caches:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_variants_add_in_the_same_order(plan):
-    variants = tuning.variants(plan)
-    assert variants[0] == plan and len(set(variants)) == len(variants)
-    for variant in variants:
-        assert all(getattr(variant, name) == getattr(plan, name) for name in FIXED[type(plan)])
-        if isinstance(variant, MmaPlan):
-            assert variant.chunks(4096) == plan.chunks(4096)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_fastest_is_kept_and_found_again(plan, own_cache, monkeypatch):
+def test_what_was_kept_is_found_again_and_adds_in_the_same_order(plan, monkeypatch, own_cache):
     monkeypatch.setattr(cache, "SHIPPED", own_cache / "none")
     here = (GPU, torch.bfloat16)
-    wanted = tuning.variants(plan)[-1]
     assert tuning.tuned(plan, *here, 5, 4096, 4096) == plan
-    assert tuning.tune(plan, *here, 5, 4096, 4096, lambda variant: 1.0 if variant == wanted else 2.0) == wanted
+    field = "min_blocks" if isinstance(plan, MmaPlan) else "prefetch"
+    fields = {field: 2, "tokens": 2 * plan.tokens, "splits": 7}  # of which two are not to be tuned
+    cache.store(tuning.KIND, GPU, {tuning.entry_name(plan, torch.bfloat16, 5, 4096, 4096): fields})
+    tuning._tuned.cache_clear()
+    wanted = replace(plan, **{field: 2})
+    assert wanted != plan and all(getattr(wanted, name) == getattr(plan, name) for name in FIXED[type(plan)])
     assert tuning.tuned(plan, *here, 5, 4096, 4096) == wanted
     assert tuning.tuned(plan, *here, 8, 4096, 4096) == wanted  # the bucket of 8
     assert tuning.tuned(plan, *here, 9, 4096, 4096) == plan
     assert tuning.tuned(plan, GPU, torch.float16, 5, 4096, 4096) == plan
-    other = dataclasses.replace(plan, tokens=plan.tokens * 2)
+    other = replace(plan, tokens=plan.tokens * 2)
     assert tuning.tuned(other, *here, 5, 4096, 4096) == other
 
 

@@ -27,10 +27,7 @@ _X_BYTES = 128 * 1024  # of x that a block stages at a time
 # models where the rule chooses others (benchmarks/tune/fp4_plans.py, results/tune; 2 and 8 rows
 # are interpolated). Keys are (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
-    (1, 28672, 8192): (7, 4, 1),
-    (2, 28672, 8192): (7, 4, 1),
-    (4, 28672, 8192): (7, 4, 1),
-    (8, 28672, 8192): (7, 4, 1),
+    **{(rows, 28672, 8192): (7, 4, 1) for rows in (1, 2, 4, 8)},
     (16, 4096, 14336): (2, 6, 2),
     (16, 28672, 8192): (16, 1, 2),
 }

@@ -218,7 +218,9 @@ def plan_wgmma(m: int, n: int, k: int) -> WgmmaPlan:
     """The plan of ``fp4_wgmma`` for a shape: as it was timed, or what is expected to end first on an H200."""
     most_tokens = next((tokens for tokens in (16, 32, 64, 128) if m <= tokens), 256)
     fitting = [plan for plan in _wgmma_candidates(most_tokens) if plan.splits * plan.k_groups <= ceil_div(k, 64)]
-    found = {(plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks): plan for plan in fitting}
+    found: dict[tuple[int, ...], WgmmaPlan] = {
+        (plan.tokens, plan.groups, plan.k_groups, plan.splits, plan.min_blocks): plan for plan in fitting
+    }
     if timed := _TIMED.get((most_tokens, n, k)) if m <= 256 else None:
         *blocks, windows_per_step = timed
         return _in_pairs(found[tuple(blocks)]) if windows_per_step == 2 else found[tuple(blocks)]
