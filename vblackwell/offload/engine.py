@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
@@ -85,7 +85,7 @@ def stream(
     """
     found = place_streamed(model, spaces_of(stack), options, measured)
     storage = Storage(stack, name, found.storage)
-    plain: list[tuple[torch.Tensor, torch.Tensor, type]] = []
+    plain: list[tuple[Tensor, Tensor, type]] = []
     try:
         refuse_slices_on_disk(found.slice_rows, storage.plan)
         for group in found.groups:
@@ -152,7 +152,7 @@ class Offload:
         self._entered = _Entered()
         self._thread = threading.get_ident()
         self._backward_ends: set[int] = set()
-        self._exported: dict[Slot, tuple[tuple[int, int], torch.Tensor]] | None = None
+        self._exported: dict[Slot, tuple[tuple[int, int], Tensor]] | None = None
         self._exporting: set[Slot] = set()
         self._sliced: list[nn.Module] = []
         refuse_wrapping()
@@ -289,7 +289,7 @@ class Offload:
         """Load what the stack was asked for, a name such as 'model/layers.3' or a parameter, if it is this model's:
         now, or, as only the thread that runs the model may, at that one's next use.
         """
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, Tensor):
             found = engine_and_slot(item)
             group = found[1].group if found is not None and found[0] is self else None
         else:
@@ -319,16 +319,16 @@ class Offload:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(partial(_pack_detached, pack), unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> SavedTensor | PackedView:
+    def _pack(self, tensor: Tensor) -> SavedTensor | PackedView:
         return self.weights.pack(tensor) or SavedTensor.of(tensor)
 
-    def _unpack(self, packed: SavedTensor | PackedView) -> torch.Tensor:
+    def _unpack(self, packed: SavedTensor | PackedView) -> Tensor:
         if isinstance(packed, SavedTensor):
             return packed.unchanged()
         with self.lock:
             return self.loading.unpack(packed)
 
-    def _take_gradient(self, param: torch.Tensor) -> None:
+    def _take_gradient(self, param: Tensor) -> None:
         slot: Slot = attributes(param)["_vb_slot"]
         task = torch._C._current_graph_task_id()
         if task not in self._backward_ends:
@@ -349,7 +349,7 @@ class Offload:
         """Inside, the slots' parameters are plain and loaded; what is written to them in place is written back."""
         return self.used.using(sorted(slots, key=lambda slot: slot.group.index))
 
-    def overwrite(self, slot: Slot, source: torch.Tensor) -> bool:
+    def overwrite(self, slot: Slot, source: Tensor) -> bool:
         """Replace the bytes of a slot that level 0 cannot hold whole; False if it can, and nothing was done."""
         if slot.group not in self._slice_rows:
             return False
@@ -376,7 +376,7 @@ class Offload:
             changed = [slot for slot in slots if slot.group is group]
             self.worker.submit(write_parameters, self.storage, changed).result()
 
-    def _read_stored(self, slot: Slot) -> torch.Tensor:
+    def _read_stored(self, slot: Slot) -> Tensor:
         """A copy of a slot's compute weight on the CPU, after every update whose step came."""
         self.step_control.wait_for_updates(slot.group)
         self.worker.drain()  # ranges may be staged, and staging is the worker's
@@ -407,7 +407,7 @@ class Offload:
         self._exported = None
         self._exporting.clear()
 
-    def export(self, slot: Slot) -> torch.Tensor | None:
+    def export(self, slot: Slot) -> Tensor | None:
         """While a state_dict is being made, or if level 0 cannot hold them whole: the slot's bytes on the CPU."""
         if self._exported is None or slot not in self._exporting:
             return self._read_stored(slot) if slot.group in self._slice_rows else None
@@ -557,6 +557,6 @@ def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def _pack_detached(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+def _pack_detached(pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
     """What ``pack`` makes of a tensor; it gets parameters detached."""
     return pack(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)

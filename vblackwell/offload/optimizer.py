@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.offload.engine import Offload, locked
@@ -38,12 +38,12 @@ from vblackwell.offload.state import read_slot_states, write_slot_states
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
-def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[torch.Tensor]:
+def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[Tensor]:
     """The parameters that a step is restricted to; ConfigurationError if a key names no group of the models."""
     by_key = {engine.key_of(group): group for engine in engines for group in engine.groups}
-    params: set[torch.Tensor] = set()
+    params: set[Tensor] = set()
     for item in only:
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, Tensor):
             params.add(item)
         elif item in by_key:
             params.update(slot.param for slot in by_key[item].slots)
@@ -98,17 +98,17 @@ class VGPUAdamW(torch.optim.AdamW):
             )
         if accumulation_steps < 1:
             raise ConfigurationError(f"accumulation_steps {accumulation_steps} must be >= 1")
-        if not isinstance(params, torch.Tensor) and not (params := list(params)):  # torch refuses a tensor by itself
+        if not isinstance(params, Tensor) and not (params := list(params)):  # torch refuses a tensor by itself
             raise ConfigurationError(
                 "there are no parameters to update: every one was left out, or the whole model is frozen; "
                 "give those to train requires_grad=True before the optimizer is made"
             )
         self.max_grad_norm, self.update_in_backward, self.undo = max_grad_norm, update_in_backward, undo
         self.accumulation_steps, self.loss_scale = accumulation_steps, loss_scale
-        self._norm: torch.Tensor | None = None
+        self._norm: Tensor | None = None
         self.skipped = False
-        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
-        self._slots: dict[torch.Tensor, Slot] = {}
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._slots: dict[Tensor, Slot] = {}
         self._engines: list[Offload] = []
         self._updates_here = False
         self._replaced = False
@@ -158,7 +158,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def _adopt(self, group: dict[str, Any]) -> None:
         """Let the models that hold the group's parameters make its states."""
         fresh: dict[Offload, list[Slot]] = {}
-        residents: dict[Resident, list[torch.Tensor]] = {}
+        residents: dict[Resident, list[Tensor]] = {}
         for param in group["params"]:
             self._group_of[param] = group
             if (found := engine_and_slot(param)) is not None:
@@ -209,7 +209,7 @@ class VGPUAdamW(torch.optim.AdamW):
             self._step(None if only is None else _selected(self._engines, only))
         return loss
 
-    def _step(self, only: set[torch.Tensor] | None) -> None:
+    def _step(self, only: set[Tensor] | None) -> None:
         if self._updates_here:
             for param in self._group_of:
                 restride(param)
@@ -229,7 +229,7 @@ class VGPUAdamW(torch.optim.AdamW):
             engine.step_control.commit_step(lambda slot: only is None or slot.param in only, factor)
         self._step_plain(only, factor)
 
-    def _measure(self, only: set[torch.Tensor] | None) -> torch.Tensor | None:
+    def _measure(self, only: set[Tensor] | None) -> Tensor | None:
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
         assert self.max_grad_norm is not None
         total, measured = _measured((param for param in self._group_of if only is None or param in only), self._engines)
@@ -244,8 +244,8 @@ class VGPUAdamW(torch.optim.AdamW):
         factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
         return None if factor == 1.0 else factor.cpu()
 
-    def _step_plain(self, only: set[torch.Tensor] | None, factor: torch.Tensor | None) -> None:
-        torchs: set[torch.Tensor] = set()
+    def _step_plain(self, only: set[Tensor] | None, factor: Tensor | None) -> None:
+        torchs: set[Tensor] = set()
         for param, group in self._group_of.items():
             if param in self._slots or param.grad is None or (only is not None and param not in only):
                 continue
@@ -260,7 +260,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 _ADAMW_STEP(self)
 
     @contextmanager
-    def _without(self, params: Collection[torch.Tensor]) -> Iterator[None]:
+    def _without(self, params: Collection[Tensor]) -> Iterator[None]:
         """Inside, torch's own methods do not meet ``params``."""
         if not params:
             yield
@@ -320,7 +320,7 @@ class VGPUAdamW(torch.optim.AdamW):
         held_of = {
             index: (param, self.state[param]) for index, param in enumerate(self._group_of) if updates_here(param)
         }
-        loaded: dict[int, dict[str, torch.Tensor]] = state_dict["state"]
+        loaded: dict[int, dict[str, Tensor]] = state_dict["state"]
         states = {slot_of[index]: state for index, state in loaded.items() if index in slot_of}
         plain = {index: state for index, state in loaded.items() if index not in slot_of and index not in held_of}
         super().load_state_dict({**state_dict, "state": plain})
@@ -349,7 +349,7 @@ class VGPUAdamW(torch.optim.AdamW):
         return None if self._norm is None else float(self._norm)
 
 
-def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
+def _engine_of(param: Tensor) -> Offload | Resident | None:
     found = engine_and_slot(param)
     return resident_of(param) if found is None else found[0]
 
@@ -358,7 +358,7 @@ def _engine_of(param: torch.Tensor) -> Offload | Resident | None:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients of ``model`` (or of some parameters) in place to a global 2-norm of at most ``max_norm``.
 
     Call it between backward and `step`, instead of `torch.nn.utils.clip_grad_norm_` and instead of ``max_grad_norm``.
@@ -386,8 +386,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
 
 
 def _measured(
-    params: Iterable[torch.Tensor], engines: Sequence[Offload]
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, tuple[Offload, Slot] | None]]]:
+    params: Iterable[Tensor], engines: Sequence[Offload]
+) -> tuple[Tensor, list[tuple[Tensor, tuple[Offload, Slot] | None]]]:
     """The global 2-norm of the gradients of ``params``, and those that have one, in order, with engine and slot."""
     for engine in engines:
         engine.step_control.collect()

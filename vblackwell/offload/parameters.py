@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 import torch._functorch.eager_transforms as eager_transforms
 import torch._functorch.vmap as vmap
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.layout.groups import Group, Slot
 
-_T: Any = torch.Tensor
+_T: Any = Tensor
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)
 _GRAD_GET = _T.grad.__get__
 _GRAD_SET = _T.grad.__set__
@@ -72,23 +72,23 @@ def _flatten(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """``value`` with ``change`` of every tensor in its lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
         mapped = [_map_tensors(item, change) for item in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if isinstance(value, dict):
         return {key: _map_tensors(item, change) for key, item in value.items()}
-    return change(value) if isinstance(value, torch.Tensor) else value
+    return change(value) if isinstance(value, Tensor) else value
 
 
-def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[torch.Tensor], object]) -> Any:
+def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], object]) -> Any:
     """What ``func`` gave, with every tensor for which ``is_alias`` holds made read-only, and every array."""
     if func in _TO_NUMPY:  # numpy would write through it, past everybody who could see it
         result.flags.writeable = False
 
-    def guard(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or not is_alias(tensor):
+    def guard(tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or not is_alias(tensor):
             return tensor
         view = tensor.as_subclass(ReadOnlyView)
         view._vb_binding = binding
@@ -97,7 +97,7 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[torch.Ten
     return _map_tensors(result, guard)
 
 
-class ReadOnlyView(torch.Tensor):
+class ReadOnlyView(Tensor):
     """A view into a loaded weight that was handed out: a snapshot, valid while held; writing to it is refused."""
 
     _vb_binding: Any
@@ -184,14 +184,14 @@ class UsedParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         with torch.inference_mode(False):  # there nothing would count
             alias = _DATA_GET(self)
         attributes(self).setdefault("_vb_data", []).append(alias)
         return alias
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _write_data(self, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -218,13 +218,13 @@ def is_transformed() -> bool:
     return _FUNCTORCH.peek_interpreter_stack() is not None
 
 
-def engine_and_slot(param: torch.Tensor) -> tuple[Any, Slot] | None:
+def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
     """The engine that holds ``param``'s bytes and its slot there; None for a plain parameter."""
     binding = param.__dict__.get("_vb_binding")
     return None if binding is None else (binding, param.__dict__["_vb_slot"])
 
 
-def make_plain(param: torch.Tensor, plain_class: type, data: torch.Tensor) -> None:
+def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
     """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
         attributes(param).pop(name, None)
@@ -233,12 +233,12 @@ def make_plain(param: torch.Tensor, plain_class: type, data: torch.Tensor) -> No
         param.data = data
 
 
-def attributes(param: torch.Tensor) -> dict[str, Any]:
+def attributes(param: Tensor) -> dict[str, Any]:
     """The instance attributes of a tensor, past every interception."""
     return cast(dict[str, Any], param.__dict__)
 
 
-def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
+def _plain_copy(param: OffloadedParameter) -> Tensor:
     exported = param._vb_binding.export(param._vb_slot)
     if exported is not None:
         return exported.to(param.device, copy=True)
@@ -246,7 +246,7 @@ def _plain_copy(param: OffloadedParameter) -> torch.Tensor:
         return param.detach().clone(memory_format=torch.preserve_format)
 
 
-def _write_data(param: OffloadedParameter | UsedParameter, value: torch.Tensor) -> None:
+def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> None:
     if value is not param:  # model.to(where it already is) assigns a parameter to itself
         raise Unsupported(
             f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() "
@@ -291,13 +291,13 @@ class UsedParameters:
     """
 
     def __init__(
-        self, engine: Any, take_gradient: Callable[[torch.Tensor], None],
+        self, engine: Any, take_gradient: Callable[[Tensor], None],
         write_back: Callable[[list[Slot]], None],
     ) -> None:  # fmt: skip
         self._engine, self._take_gradient, self._write_back = engine, take_gradient, write_back
         self._pins: dict[Slot, int] = {}
         self._seen_versions: dict[Slot, int] = {}
-        self._placeholders: dict[torch.dtype, torch.Tensor] = {}
+        self._placeholders: dict[torch.dtype, Tensor] = {}
         self._hooks: dict[Slot, Any] = {}
 
     @contextmanager
@@ -373,7 +373,7 @@ class UsedParameters:
 # -- what p.grad is ----------------------------------------------------------------------------------------------------
 
 
-class DepartedGradient(torch.Tensor):
+class DepartedGradient(Tensor):
     """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values.
 
     What `torch.nn.utils.clip_grad_norm_` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
@@ -426,15 +426,15 @@ class DepartedGradient(torch.Tensor):
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (type(value) is torch.Tensor and value.dim() == 0)
+    return isinstance(value, (int, float)) or (type(value) is Tensor and value.dim() == 0)
 
 
-def _read_gradient(param: OffloadedParameter) -> torch.Tensor | None:
+def _read_gradient(param: OffloadedParameter) -> Tensor | None:
     """What ``p.grad`` is while offloaded: None only where there is no gradient, for None is what callers pass by."""
     if not param._vb_binding.gradients.has(param._vb_slot):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        view = torch.Tensor._make_subclass(DepartedGradient, param.data)
+        view = Tensor._make_subclass(DepartedGradient, param.data)
     view._vb_engine, view._vb_slot = param._vb_binding, param._vb_slot
     return view
 
@@ -491,7 +491,7 @@ def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator
     A transform allows no `saved_tensors_hooks` and saves by reference: a parameter itself would be a placeholder by
     then, while a view keeps the loaded bytes.
     """
-    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     wanted = set(slots)
     try:
         for inner in module.modules():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.groups import MOMENTS, Formats, Group, Slot, find_groups, formats_summary, moment_ranges
+from vblackwell.offload.layout.groups import MOMENTS, Formats, Slot, find_groups, formats_summary, moment_ranges
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
@@ -90,7 +90,10 @@ class Resident:
         self.storage.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
         forms = ("weight", "master", "remainder")
-        opened = [{kind: self._view(g, kind) for kind in forms if (g, kind) in self.storage} for g in self.groups]
+        opened = [
+            {kind: self.storage.range(g, kind).bytes for kind in forms if (g, kind) in self.storage}
+            for g in self.groups
+        ]
         places = [(slot, ranges) for group, ranges in zip(self.groups, opened, strict=True) for slot in group.slots]
         try:
             for place in places:
@@ -118,11 +121,6 @@ class Resident:
             dtype = slot.dtype
             self._hooks[slot] = slot.param.register_hook(lambda gradient: gradient.to(dtype).to(torch.float32))
 
-    def _view(self, group: Group, kind: str) -> Tensor:
-        view = self.storage.range(group, kind).view()
-        assert view is not None, "level 0 is addressable"
-        return view
-
     def optimizers(self) -> list[Any]:
         """As `Offload.optimizers`."""
         return list(self._optimizers)
@@ -146,7 +144,7 @@ class Resident:
         return {slot.param: self._states[slot] for slot in slots}
 
     def _state(self, slot: Slot) -> dict[str, Tensor]:
-        opened = {kind: self._view(slot.group, kind) for kind in slot.group.formats.moments}
+        opened = {kind: self.storage.range(slot.group, kind).bytes for kind in slot.group.formats.moments}
         moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
         if not slot.group.formats.packed:
             moments = {kind: slot.view_fp32(flat) for kind, flat in opened.items()}

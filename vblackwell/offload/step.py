@@ -12,20 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, StepAbandoned
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, Group, Slot
 from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
-from vblackwell.offload.movement.state import (
-    EarlyUpdate,
-    GradientBuffer,
-    Job,
-    Mover,
-    Phase,
-    Shared,
-    defer_sigint,
-)
+from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 
@@ -51,7 +44,7 @@ class Speculation(Mover):
         self._places, self._gradients = places, gradients
         self._early: dict[Group, EarlyUpdate] = {}
 
-    def start(self, group: Group, jobs: list[Job], gradient: torch.Tensor | None, *, final: bool) -> EarlyUpdate | None:
+    def start(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` now; None if there is no room for a rollback."""
         with defer_sigint():
             early = self._places[group].start_early(group, jobs, gradient, final=final)
@@ -60,7 +53,7 @@ class Speculation(Mover):
                 self._states[group].to(Phase.EARLY)
         return early
 
-    def commit(self, group: Group, jobs: list[Job], factor: torch.Tensor | None) -> bool:
+    def commit(self, group: Group, jobs: list[Job], factor: Tensor | None) -> bool:
         """The step has come: whether the group was updated early as it asks; any other update is rolled back."""
         early = self._early.get(group)
         if early is None:
@@ -129,12 +122,12 @@ class StepControl(Mover):
         self._speculation = Speculation(shared, places, gradients)
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
-        self.steps: dict[Slot, torch.Tensor] = {}
+        self.steps: dict[Slot, Tensor] = {}
         self.source: Any = None
         self.follow_clipping = True
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
-        self._unscaled: dict[Group, tuple[list[Slot], torch.Tensor]] = {}
+        self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
 
     # -- signals from the model ----------------------------------------------------------------------------------------
 
@@ -243,7 +236,7 @@ class StepControl(Mover):
         self._gradients.finish_backward()
         self.scale_stored()
 
-    def gradient_norm(self, slot: Slot) -> torch.Tensor:
+    def gradient_norm(self, slot: Slot) -> Tensor:
         """The 2-norm of a gradient, an fp32 scalar."""
         self._arrive()
         if not self._gradients.is_measured(slot.group):
@@ -251,12 +244,12 @@ class StepControl(Mover):
             self._worker.drain()
         return self._gradients.norm(slot)
 
-    def read_gradient(self, slot: Slot) -> torch.Tensor:
+    def read_gradient(self, slot: Slot) -> Tensor:
         """A copy of a gradient on the CPU."""
         self._arrive()
         return self._worker.submit(self._gradients.host.read, slot, group=slot.group.index).result()
 
-    def scale_gradients(self, slots: Iterable[Slot], factor: torch.Tensor) -> None:
+    def scale_gradients(self, slots: Iterable[Slot], factor: Tensor) -> None:
         """Multiply gradients by a scalar; updates that were made with the gradients as they were are rolled back."""
         if factor != 1:
             self.roll_back()
@@ -267,7 +260,7 @@ class StepControl(Mover):
             for group, held in by_group.items():
                 self._scale(group, held, factor.cpu())
 
-    def _scale(self, group: Group, slots: list[Slot], factor: torch.Tensor) -> None:
+    def _scale(self, group: Group, slots: list[Slot], factor: Tensor) -> None:
         self._places[group].wait(group)  # an update whose step came may still read what is about to change
         self._gradients.scale_later(group, slots, factor)
 
@@ -312,7 +305,7 @@ class StepControl(Mover):
                 found.append(Job(slot, self.steps[slot], hyper))
         return found
 
-    def commit_step(self, wanted: Callable[[Slot], bool], factor: torch.Tensor | None) -> None:
+    def commit_step(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> None:
         """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
         self._gradients.finish_backward()
         self.scale_stored()
@@ -353,7 +346,7 @@ class Loading(Mover):
             self._ahead *= 2
         self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
 
-    def acquire(self, group: Group) -> torch.Tensor:
+    def acquire(self, group: Group) -> Tensor:
         """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
         self._load(group)
         buffer = self._weights.pin(group)
@@ -367,7 +360,7 @@ class Loading(Mover):
             raise
         return buffer
 
-    def unpack(self, packed: PackedView) -> torch.Tensor:
+    def unpack(self, packed: PackedView) -> Tensor:
         """The tensor that autograd packed, loading its group if it was dropped; StaleTensor if it was updated since."""
         self._control.order_loads(packed.group)
         self._weights.check_unchanged(packed)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK
@@ -196,22 +196,22 @@ class Slot:
     def num_elements(self) -> int:
         return self.shape.numel()
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
+    def view(self, flat: Tensor) -> Tensor:
         """This parameter inside ``flat``, the group's uint8 range in compute dtype; in its own shape and stride."""
         return self._shaped(self.flat(flat))
 
-    def view_fp32(self, flat: torch.Tensor) -> torch.Tensor:
+    def view_fp32(self, flat: Tensor) -> Tensor:
         """The same inside a range of fp32."""
         return self._shaped(self.flat_fp32(flat))
 
-    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+    def _shaped(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
-    def flat(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def flat(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Like `view`, as one dimension in memory order; ``dtype``: of the same width, to read the bytes as."""
         return flat[self.offset : self.offset + self.num_elements * self.dtype.itemsize].view(dtype or self.dtype)
 
-    def flat_fp32(self, flat: torch.Tensor) -> torch.Tensor:
+    def flat_fp32(self, flat: Tensor) -> Tensor:
         """Like `view_fp32`, as one dimension in memory order."""
         return flat[self.offset_fp32 : self.offset_fp32 + self.num_elements * 4].view(torch.float32)
 
@@ -291,7 +291,7 @@ class Site:
     when: Callable[[Any, Any], bool] = lambda args, kwargs: True
 
 
-def compute_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
+def compute_dtype_of(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """``wanted`` for floating-point parameters, their own type otherwise."""
     return wanted if wanted is not None and param.is_floating_point() else param.dtype
 

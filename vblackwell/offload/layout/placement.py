@@ -224,7 +224,7 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
     """
     update = options.update
     trained = [group for group in groups if group.trainable()]
-    able = [group for group in trained if _can_update_on_level0(group)]
+    able = _able_on_level0(trained)
     unable = next((group for group in trained if group not in able), None)
     if update == "level0" and unable is not None:
         raise Unsupported(
@@ -242,10 +242,15 @@ def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measure
     return [group for group in able if group not in on_host]
 
 
+def _able_on_level0(groups: Iterable[Group]) -> list[Group]:
+    """Those with something to train, and one compute type: fp32, or bf16 with a split master."""
+    types = (torch.float32, torch.bfloat16)
+    return [group for group in groups if group.trainable() and group.uniform and group.slots[0].dtype in types]
+
+
 def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: Measured) -> float:
     """The share of all parameters that the host updates; groups that live on level 0 need neither link nor CPU."""
-    able = [group for group in groups if group.trainable() and _can_update_on_level0(group)]
-    kept = set(groups_kept(able, options.resident_bytes))
+    kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
     return round(part * share_for(*measured(), pass_bytes(streamed, options.weight_bytes)), 2)
@@ -264,11 +269,6 @@ def pass_bytes(groups: Sequence[Group], weight_bytes: int | None) -> float:
     in_use = GROUPS_IN_USE * max((group.num_bytes for group in groups), default=0)
     stays = 0 if weight_bytes is None else min(max(0, weight_bytes - in_use), whole)
     return 2 * (whole - stays) / max(count, 1)
-
-
-def _can_update_on_level0(group: Group) -> bool:
-    """One compute type, fp32 or bf16 with a split master."""
-    return group.uniform and group.slots[0].dtype in (torch.float32, torch.bfloat16)
 
 
 def _on_host(groups: list[Group], share: float) -> list[Group]:

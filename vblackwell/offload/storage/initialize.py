@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.offload.layout.groups import Group, Slot
@@ -26,7 +26,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     params = dict(model.named_parameters())
     known = {id(param) for param in params.values()}
     kept = [(name, tensor) for name, tensor in _kept_tensors(model) if id(tensor) not in known]
-    spans: list[tuple[int, int, str, torch.Tensor]] = []
+    spans: list[tuple[int, int, str, Tensor]] = []
     for name, tensor in [*params.items(), *kept]:
         if not _lies_somewhere(tensor):
             continue
@@ -51,7 +51,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 )
 
 
-def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that are attributes or buffers of modules, or in lists, tuples and dicts that are."""
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
@@ -59,23 +59,23 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 if isinstance(value, dict):
                     value = list(value.values())
                 for item in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(item, torch.Tensor):
+                    if isinstance(item, Tensor):
                         yield f"{prefix}.{name}" if prefix else name, item
 
 
-def _lies_somewhere(tensor: torch.Tensor) -> bool:
+def _lies_somewhere(tensor: Tensor) -> bool:
     has_bytes = tensor.layout == torch.strided and torch._C._has_storage(tensor)
     return has_bytes and not tensor.is_meta and tensor.numel() > 0
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: Tensor) -> tuple[int, int]:
     """Address of the first byte, and of the one after the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (1 + reach) * tensor.element_size()
 
 
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _meet(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors whose spans overlap have an element in common: halves of a matrix's rows have none."""
     if one.element_size() != other.element_size():
         return True
@@ -90,7 +90,7 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(places[1].any())
 
 
-Initialize = Callable[[str, torch.Tensor], None]
+Initialize = Callable[[str, Tensor], None]
 
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -126,7 +126,7 @@ class Source:
             _refuse_followers(name, param)
         self._model, self._initialize = model, initialize
         self._meta_buffers = buffers
-        self._filled: dict[torch.Tensor, torch.Tensor] = {}
+        self._filled: dict[Tensor, Tensor] = {}
         self._undo: list[Callable[[], object]] = []  # of `take_over`
 
     def fill_buffers(self) -> None:
@@ -155,7 +155,7 @@ class Source:
             self._fill(slot.name, value)
             write_truth(slot, value, opened)
 
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+    def _fill(self, name: str, tensor: Tensor) -> None:
         assert self._initialize is not None
         checked = tensor.dtype in _CHECKED and tensor.numel() > 0
         with torch.no_grad(), torch.inference_mode(False):
@@ -189,7 +189,7 @@ class Source:
             self._undo.pop()()
 
 
-def _refuse_followers(name: str, param: torch.Tensor) -> None:
+def _refuse_followers(name: str, param: Tensor) -> None:
     """What hangs on a tensor's content, and not on the object, would stay with the content."""
     hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
     if hooked or weakref.getweakrefs(param):
@@ -199,7 +199,7 @@ def _refuse_followers(name: str, param: torch.Tensor) -> None:
         )
 
 
-def _swap_content(param: torch.Tensor, other: torch.Tensor) -> None:
+def _swap_content(param: Tensor, other: Tensor) -> None:
     """Exchange the tensors' memory and requires_grad; classes and attributes stay where they are."""
     classes, held = (param.__class__, other.__class__), (vars(param), vars(other))
     param.__class__ = other.__class__ = nn.Parameter
@@ -211,7 +211,7 @@ def _swap_content(param: torch.Tensor, other: torch.Tensor) -> None:
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Put every buffer on ``device``; one that several modules share stays shared."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
+    moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:

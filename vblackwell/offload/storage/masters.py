@@ -23,7 +23,7 @@ from vblackwell.offload.storage.storage import Storage
 
 FORMS = ("master", "remainder")
 SPLIT_CHUNK = 1 << 22  # elements that are split at a time: on a GPU each takes launches and a look for NaN
-Opened = dict[str, torch.Tensor]
+Opened = dict[str, Tensor]
 
 
 def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_level0: Container[Group]) -> None:
@@ -45,7 +45,7 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
             )
 
 
-def round_from_fp32(source: torch.Tensor, out: torch.Tensor) -> None:
+def round_from_fp32(source: Tensor, out: Tensor) -> None:
     """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, to even (torch's conversion) otherwise.
 
     A carry of the bits moves into the exponent as it should; past the largest bf16 it gives infinity. Both are dense
@@ -62,18 +62,18 @@ def round_from_fp32(source: torch.Tensor, out: torch.Tensor) -> None:
         out.masked_fill_(wrong, float("nan"))
 
 
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+def in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor as one dimension, whatever the order of its strides."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 truth of a split master, in new memory. Both are flat, bf16 and int16."""
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
     return bits.view(torch.float32)
 
 
-def split(truth: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+def split(truth: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
     for start in range(0, truth.numel(), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
         part, high, low = (flat[start : start + SPLIT_CHUNK] for flat in (truth, weight, remainder))
@@ -94,7 +94,7 @@ def store_weights(storage: Storage, group: Group, opened: Opened) -> None:
         storage.store(group, kind, flat)
 
 
-def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
+def read_truth(slot: Slot, opened: Opened) -> Tensor:
     """The parameter at full precision, in its shape and stride; an alias of ``opened`` unless joined or widened."""
     if slot.dtype.is_floating_point and "master" in opened:
         return slot.view_fp32(opened["master"])
@@ -107,7 +107,7 @@ def read_truth(slot: Slot, opened: Opened) -> torch.Tensor:
 
 
 @torch.no_grad()
-def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
+def write_truth(slot: Slot, source: Tensor, opened: Opened) -> None:
     """Make the parameter ``source`` (its shape, any float type), in all forms that ``opened`` has."""
     weight = opened["weight"]
     if slot.dtype.is_floating_point and "master" in opened:
@@ -128,7 +128,7 @@ def write_truth(slot: Slot, source: torch.Tensor, opened: Opened) -> None:
         round_from_fp32(wide, slot.flat(weight))
 
 
-def write_parameters(storage: Storage, slots: Sequence[Slot], source: torch.Tensor | None = None) -> None:
+def write_parameters(storage: Storage, slots: Sequence[Slot], source: Tensor | None = None) -> None:
     """Make the CPU tensor ``source``, or what is stored as their weights, the truth of one group's ``slots`` (worker
     thread).
     """

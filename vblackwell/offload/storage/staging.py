@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import VBError
 from vblackwell.memory.host import map_slab
@@ -63,20 +64,14 @@ class Continuations:
         return FutureTransfer([self._pool.submit(run)])
 
 
-def _view(reservation: Reservation) -> torch.Tensor:
-    view = reservation.view()
-    assert view is not None, "the level is in RAM"
-    return view
-
-
 @dataclass(eq=False)
 class Staged:
     """One group's ranges in host memory, by kind."""
 
     group: Group
-    memory: torch.Tensor
+    memory: Tensor
     is_set: bool
-    views: dict[str, torch.Tensor]
+    views: dict[str, Tensor]
     taken: Reservation | None = None  # of the level in RAM, for this update alone
     stamps: dict[str, Stamp] = field(default_factory=dict)  # of the ranges that were read, or are being read
     reads: list[Transfer] = field(default_factory=list)
@@ -91,7 +86,7 @@ class Stage:
         self._continuations = continuations or Continuations(MAX_SETS)
         self._lock = threading.RLock()
         self._set_bytes: int | None = None  # None: sets have not been needed yet
-        self._free: list[torch.Tensor] = []
+        self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
         self._writing: dict[object, Transfer | None] = {}  # oldest first
         self._busy: set[int] = set()  # groups between `take` and the end of their write
@@ -222,23 +217,21 @@ class Stage:
         with self._lock:
             if self._set_bytes is None:
                 self._storage.sets_in_use = True
-                self._free += [_view(reservation) for reservation in self._storage.sets]
+                self._free += [reservation.bytes for reservation in self._storage.sets]
                 self._set_bytes = self._free[0].numel() if self._free else 0
             fits = needed <= self._set_bytes
         if fits:
             return self._staged(group, self._wait_for_set())
         if self._storage.plan.has_host_level:  # larger than when sets were planned: a second optimizer's states
             taken = self._storage.take_host(f"staging/{group.name}", needed)
-            return self._staged(group, _view(taken), is_set=False, taken=taken)
+            return self._staged(group, taken.bytes, is_set=False, taken=taken)
         return self._staged(group, map_slab(needed, pin=torch.cuda.is_available()), is_set=False)
 
     def _needed(self, group: Group) -> int:
         """Bytes of the group's ranges, each from a page on."""
         return sum(align_up(each.num_bytes, PAGE) for each in on_disk(self._storage.own_ranges(group)).values())
 
-    def _staged(
-        self, group: Group, memory: torch.Tensor, *, is_set: bool = True, taken: Reservation | None = None
-    ) -> Staged:
+    def _staged(self, group: Group, memory: Tensor, *, is_set: bool = True, taken: Reservation | None = None) -> Staged:
         """The group's ranges in ``memory``, one after the other."""
         views, start = {}, 0
         for kind, reservation in on_disk(self._storage.own_ranges(group)).items():
@@ -246,7 +239,7 @@ class Stage:
             start += align_up(reservation.num_bytes, PAGE)
         return Staged(group, memory, is_set, views, taken)
 
-    def _wait_for_set(self) -> torch.Tensor:
+    def _wait_for_set(self) -> Tensor:
         while True:
             with self._lock:
                 self._caller_waits = not self._free  # what falls free now is the caller's

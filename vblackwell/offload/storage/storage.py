@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.memory.level import Transfer
@@ -241,14 +242,14 @@ class Storage:
 
     # -- bytes, for the CPU --------------------------------------------------------------------------------------------
 
-    def open(self, group: Group, kind: str, *, load: bool = True) -> torch.Tensor:
+    def open(self, group: Group, kind: str, *, load: bool = True) -> Tensor:
         """The range as a CPU uint8 tensor: the bytes themselves where they are in RAM, else staged (read if ``load``).
 
         Valid until the next of its kind is opened, by the worker thread or a caller that has waited for it.
         """
         return self.open_at(self.range(group, kind), kind, load=load)
 
-    def open_at(self, reservation: Reservation, kind: str, *, load: bool = True) -> torch.Tensor:
+    def open_at(self, reservation: Reservation, kind: str, *, load: bool = True) -> Tensor:
         """`open` for any reservation that holds bytes of ``kind``."""
         view = reservation.view()
         if view is not None and view.device.type == "cpu":
@@ -259,7 +260,7 @@ class Storage:
             self._move(reservation, staged, write=False)
         return staged
 
-    def store(self, group: Group, kind: str, opened: torch.Tensor) -> None:
+    def store(self, group: Group, kind: str, opened: Tensor) -> None:
         """The bytes that `open` gave were written to: staged ones are written back."""
         reservation = self.range(group, kind)
         view = reservation.view()
@@ -273,7 +274,7 @@ class Storage:
                 raise
         self.ledger.end(reservation, None)
 
-    def _move(self, reservation: Reservation, staged: torch.Tensor, *, write: bool) -> None:
+    def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
         """Write or read a range, and count it: `stack.read` could not tell staging from a level 0 in RAM."""
         level, started = self.stack.levels[reservation.level], time.perf_counter()
         (level.write if write else level.read)(reservation.extent, staged).wait()
@@ -295,14 +296,12 @@ class Storage:
         flat = self.open(group, kind, load=False)
         self.store(group, kind, flat.zero_())
 
-    def _stage(self, kind: str, num_bytes: int) -> torch.Tensor:
+    def _stage(self, kind: str, num_bytes: int) -> Tensor:
         if kind not in self._staging:  # a stack without a host level: nothing to count it to
             return torch.empty(num_bytes, dtype=torch.uint8)
-        view = self._staging[kind].view()
-        assert view is not None and view.device.type == "cpu"
-        return view[:num_bytes]
+        return self._staging[kind].bytes[:num_bytes]
 
-    def start(self, reservation: Reservation, memory: torch.Tensor, *, write: bool) -> Transfer | None:
+    def start(self, reservation: Reservation, memory: Tensor, *, write: bool) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
         level = self.stack.levels[reservation.level]
         with self._lock:
