@@ -7,6 +7,7 @@ between all other measurements, and the quicker steps count (`HostSamples`). So 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import statistics
@@ -242,38 +243,30 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
     return step
 
 
-def group_seconds(device: torch.device, update: str = "level0", passes: int = 1) -> float:
-    """What the host takes for a layer group that streams, in addition to its operators: seconds of each of ``passes``
-    forwards and backwards, the last with the update. The groups leave links and device nothing to do.
+def group_seconds(device: torch.device, update: str = "level0") -> float:
+    """What the host takes for a layer group that streams, in addition to its operators: seconds of a forward, a
+    backward and an update. The groups leave links and device nothing to do.
     """
-    linear, width = torch.nn.Linear, WIDTH_OF_A_LAYER
+    width = WIDTH_OF_A_LAYER
     with torch.random.fork_rng(devices=[]):  # layers of as many matrices as a transformer's block has, and no more
-        plain, streamed = (
-            torch.nn.Sequential(
-                *(
-                    torch.nn.Sequential(*(linear(width, width, bias=False) for _ in range(MATRICES_OF_A_LAYER)))
-                    for _ in range(GROUPS_STREAMED)
-                )
-            )
-            for _ in range(2)
-        )
+        linears = [torch.nn.Linear(width, width, bias=False) for _ in range(GROUPS_STREAMED * MATRICES_OF_A_LAYER)]
+    parts = [linears[index::GROUPS_STREAMED] for index in range(GROUPS_STREAMED)]
+    streamed = torch.nn.Sequential(*(torch.nn.Sequential(*part) for part in parts))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    plain.to(device, dtype)
+    plain = copy.deepcopy(streamed).to(device, dtype)
     x = torch.zeros(width, width, device=device, dtype=dtype)
     with create_vgpu_stack(*GROUP_LEVELS, 0, device=device) as stack:
         names = tuple(name for name, _ in streamed.named_children())
         options = StreamingOptions(dtype, names, update, weight_bytes=GROUP_WEIGHTS)
         with closing(stream(streamed, stack, "model", options, Source(streamed, None))) as engine:
-            optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False, accumulation_steps=passes)
+            optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False)
 
             def step_plain() -> None:
-                for _ in range(passes):
-                    plain(x).sum().backward()
+                plain(x).sum().backward()
                 plain.zero_grad(set_to_none=True)
 
             def step_streamed() -> None:
-                for _ in range(passes):
-                    streamed(x).sum().backward()
+                streamed(x).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -281,7 +274,7 @@ def group_seconds(device: torch.device, update: str = "level0", passes: int = 1)
             finish = _finish(device)
             times = [quick(steps_seconds(step, finish)) for step in (step_plain, step_streamed)]
             engine.finish()
-    return max(0.0, times[1] - times[0]) / (GROUPS_STREAMED * passes)
+    return max(0.0, times[1] - times[0]) / GROUPS_STREAMED
 
 
 def cpu_rates() -> Rates:

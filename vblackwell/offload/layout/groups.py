@@ -285,7 +285,6 @@ def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
 class Site:
     """A module at whose forward some groups must be on level 0, if ``when(args, kwargs)``."""
 
-    name: str
     module: nn.Module
     groups: list[Group]
     when: Callable[[Any, Any], bool] = lambda args, kwargs: True
@@ -344,11 +343,11 @@ def find_groups(
                 owner[param] = group
             groups.append(group)
         if params:
-            sites.append(Site(name, module, list(dict.fromkeys(owner[param] for _, param in params))))
-    for name, module in model.named_modules():
+            sites.append(Site(module, list(dict.fromkeys(owner[param] for _, param in params))))
+    for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and module not in inside:
             first = dict.fromkeys(owner[param] for param in module.layers[0].parameters())
-            sites.append(Site(name, module, list(first), partial(_may_nest, module)))
+            sites.append(Site(module, list(first), partial(_may_nest, module)))
     for group in groups:
         if not supports(formats, (slot.dtype for slot in group.slots)):
             if group.trainable():
