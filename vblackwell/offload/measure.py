@@ -428,12 +428,19 @@ class _BothWays:
     def queue(self, count: int) -> list[torch.cuda.Event]:
         """Starts ``count`` copies each way: the events after the last of each."""
         self.count = count
-        self.begun = [way.record_event(torch.cuda.Event(enable_timing=True)) for way in self.streams]
+        self.begun = self._record()
         for _ in range(count):
             for way, (target, source) in zip(self.streams, self.pairs, strict=True):
                 with torch.cuda.stream(way):
                     target.copy_(source, non_blocking=True)
-        return [way.record_event(torch.cuda.Event(enable_timing=True)) for way in self.streams]
+        return self._record()
+
+    def _record(self) -> list[torch.cuda.Event]:
+        """An event after what each stream has queued."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in self.streams]
+        for way, event in zip(self.streams, events, strict=True):
+            event.record(way)
+        return events
 
     def rate_after(self, done: list[torch.cuda.Event]) -> float:
         """Waits for what `queue` started: bytes/s of the slower direction."""

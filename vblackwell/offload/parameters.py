@@ -497,7 +497,9 @@ def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator
         for inner in module.modules():
             params: dict[str, Any] = inner._parameters
             for name, param in params.items():
-                found = None if param is None else engine_and_slot(param)
+                if param is None:
+                    continue
+                found = engine_and_slot(param)
                 if found is not None and found[1] in wanted:
                     replaced.append((params, name, param))
                     params[name] = param.view_as(param)
