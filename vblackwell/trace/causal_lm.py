@@ -32,7 +32,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     finally:
         if was_on:
             gc.enable()
-    kind: Any = fields.get("model_type")
+    kind = fields.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ConfigurationError(
             f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
@@ -41,7 +41,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
-        config = CONFIG_MAPPING[kind](**rest)
+        config = CONFIG_MAPPING[fields["model_type"]](**rest)
         if config._attn_implementation == "flex_attention":
             config._attn_implementation = "sdpa"
         config.use_cache = False  # as in training: a cache would keep keys and values in addition to autograd's
