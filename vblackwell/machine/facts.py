@@ -232,11 +232,11 @@ def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
 
 
+@dataclass
 class HardwareDetector:
     """Facts that kernels and planners ask for, by attribute."""
 
-    def __init__(self, device_index: int = 0) -> None:
-        self.device_index = device_index
+    device_index: int = 0
 
     @property
     def l2_cache_size(self) -> int:

@@ -115,12 +115,11 @@ def keep_disk(path: str, gbps: dict[str, Any]) -> None:
 def kept_disk(path: str) -> tuple[float, float] | None:
     """What `keep_disk` remembers of the disk at ``path``, bytes/s read and written; None if it was never measured."""
     file, disk = _disk_of(path)
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(file.read_text(encoding="utf-8"))
-        is_same = all(values[name] == value for name, value in disk.items())
-        return (float(values["read"]) * 1e9, float(values["write"]) * 1e9) if is_same else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        if all(values[name] == value for name, value in disk.items()):
+            return float(values["read"]) * 1e9, float(values["write"]) * 1e9
+    return None
 
 
 def _disk_of(path: str) -> tuple[Path, dict[str, Any]]:

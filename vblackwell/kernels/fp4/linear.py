@@ -28,19 +28,12 @@ from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
+Rows = Backend[Request, Callable[..., Tensor]]
 
 # -- what all linears with a packed weight share -----------------------------------------------------------------------
 
 
-def run_rows(
-    op: str,
-    table: Sequence[Backend[Request, Callable[..., Tensor]]],
-    x: Tensor,
-    format: str,
-    n: int,
-    k: int,
-    *args: Any,
-) -> Tensor:
+def run_rows(op: str, table: Sequence[Rows], x: Tensor, format: str, n: int, k: int, *args: Any) -> Tensor:
     """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K)."""
     rows_MK = x.reshape(-1, k).contiguous()
     if rows_MK.shape[0] == 0:
@@ -93,18 +86,16 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
 def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> None:
     """Raises ConfigurationError where the tensors of a weight do not belong together."""
     if layout.canonical_name(format) not in FORMATS:
-        raise ConfigurationError(
-            f"format {format!r} is not known: choose one of {', '.join(FORMATS)} or a '-tiled' layout"
-        )
+        known = ", ".join(FORMATS)
+        raise ConfigurationError(f"format {format!r} is not known: choose one of {known} or a '-tiled' layout")
     if n <= 0 or k <= 0:
         raise ConfigurationError(f"a weight of {n} x {k} has no elements: both dimensions must be positive")
     if layout.is_tiled(format):
         layout.tiled_name(format)
         layout.check_shapes(format, n, k, codes, block_scales)
     if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        raise ConfigurationError(
-            f"tensor_scale must be one fp32 value, got {tuple(tensor_scale.shape)} {tensor_scale.dtype}"
-        )
+        found = f"{tuple(tensor_scale.shape)} {tensor_scale.dtype}"
+        raise ConfigurationError(f"tensor_scale must be one fp32 value, got {found}")
 
 
 def check_arguments(

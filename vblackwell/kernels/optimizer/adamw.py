@@ -98,11 +98,8 @@ def torch_order() -> Order:
     step = weight * (g - m).double()
     lerps = [m + step.float(), (m.double() + step).float()]
     kept, added = v.double() * beta2, (weight2 * g.double()).float().double() * g.double()
-    squares = [
-        kept.float() + added.float(),
-        (kept + added.float().double()).float(),
-        (kept.float().double() + added).float(),
-    ]
+    in_one = (kept + added.float().double()).float(), (kept.float().double() + added).float()
+    squares = [kept.float() + added.float(), *in_one]
     exp_avg, exp_avg_sq, gradient = (source.expand(-1, 31).contiguous() for source in (m, v, g))
     for row in range(len(g)):
         _fused(torch.ones(31), gradient[row], exp_avg[row], exp_avg_sq[row], numbers)
