@@ -232,7 +232,7 @@ def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
     return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
 
 
-@dataclass
+@dataclass(eq=False)
 class HardwareDetector:
     """Facts that kernels and planners ask for, by attribute."""
 
