@@ -26,7 +26,6 @@ from benchmarks.lib.kernels.attention_report import TIMES, Rows, goals, ratios, 
 from benchmarks.lib.kernels.graph_timing import alternating_us
 from benchmarks.lib.results import append_csv, machine
 from benchmarks.tune.attention_plans import STARTED, leaves_of, say, sweep, time_us
-from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import BACKENDS, Variant
@@ -190,7 +189,7 @@ def keep_times(
         if path is not None:
             tuning.write_entries(path, tuning.machine(device), table)
         if keep:
-            tuning.store(attention_plan.KIND, device, table)
+            tuning.store(dispatcher.KIND, device, table)
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -83,14 +83,9 @@ SWEEP = {
 
 
 def plan_of(fields: tuple[int, ...]) -> AttentionPlan:
-    """The plan of (rows, columns, warps, stages, copy engine, registers, specialized, together, ahead); the last four
-    may be left out.
-    """
-    rows, columns, warps, stages, tma, registers, specialized, together, ahead = (
-        *fields,
-        *(0, 0, 16, 0)[len(fields) - 5 :],
-    )
-    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers, bool(specialized), together, bool(ahead))
+    """The plan of (rows, columns, warps, stages, copy engine, registers); the last may be left out."""
+    rows, columns, warps, stages, tma, registers = (*fields, 0)[:6]
+    return AttentionPlan(rows, columns, warps, stages, bool(tma), registers)
 
 
 def compile_plan(head: int, kernel: str, fields: tuple[int, ...]) -> str:

@@ -4,7 +4,7 @@
 A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as
 ``kernel,head,mask``, with ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv
 or, on 90, specialized; and behind those ``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one
-(rows, columns, warps, stages, most registers; a sixth number, 1, computes scores a tile ahead). Default: every one of
+(rows, columns, warps, stages, most registers). Default: every one of
 the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with
 registers of a thread, how many programs a multiprocessor holds and, of each loop that has matrix products, instructions
 of a warp and waits for products, in the order of the code; shared bytes; spilled bytes of a thread.
@@ -70,13 +70,10 @@ def build(
         "SOFTCAP": False,
         "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
         "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False,
-        "TOGETHER": plan.together,
         **features,
     }  # fmt: skip
     if mask != "none":
         constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1
-    constants["AHEAD"] = plan.ahead and mask != "none"
-    constants["STAGES"] = plan.stages if constants["AHEAD"] else 0
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     tiled = {"q_ptr": plan.rows, "dout_ptr": plan.rows, "k_ptr": plan.columns, "v_ptr": plan.columns}
 
@@ -127,16 +124,14 @@ def build_specialized(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from vblackwell.kernels.attention.hopper import MASK_STAGES, NUMBERS, attend_hopper
+    from vblackwell.kernels.attention.hopper import NUMBERS, attend_hopper
     from vblackwell.kernels.attention.plan import SPECIALIZED, padded_head
 
     width = padded_head(head)
     plan, names = plan or SPECIALIZED[max(64, width)], attend_hopper.arg_names
     constants: dict[str, Any] = {
         "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "ENDS": False,
-        "TOGETHER": plan.together,
         "H": head, "D": width, "ROWS": plan.rows // 2, "COLUMNS": plan.columns, "STAGES": plan.stages,
-        "MASK_STAGES": MASK_STAGES,
     }  # fmt: skip
     constants |= {name: value for name, value in features.items() if name in constants}
     signature = {name: "constexpr" if name in constants else "i32" for name in names}
@@ -225,8 +220,8 @@ def plan_of(sizes: str, capability: int) -> Any:
 
     if not sizes:
         return None
-    rows, columns, warps, stages, registers, ahead = (*map(int, sizes.split("x")), 0, 0)[:6]
-    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers, ahead=bool(ahead))
+    rows, columns, warps, stages, registers = (*map(int, sizes.split("x")), 0)[:5]
+    return AttentionPlan(rows, columns, warps, stages, capability == 90, registers)
 
 
 def everything(capability: int) -> list[list[str]]:

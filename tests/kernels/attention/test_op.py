@@ -10,7 +10,6 @@ from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention import op as module
 from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed
-from vblackwell.kernels.attention.plan import AttentionPlan
 from vblackwell.kernels.attention.reference import attention_reference
 
 # Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities,
@@ -94,24 +93,6 @@ def test_masks(shape, kind):
         mask = normal(*shape, seed=6).masked_fill(~mask, float("-inf"))
         mask = mask.masked_fill(normal(*shape, seed=7) > 1, 0.0)
     check((2 if shape[0] == 2 else 1, 2 if len(shape) == 4 else 1, 1, 40, 63, 16), mask=mask)
-
-
-@pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_scores_a_tile_ahead(kind):
-    """Lines with whole tiles, others, both and none."""
-    from vblackwell.kernels.attention.launch import use_plans
-
-    mask = boolean(1, 2, 72, 104)
-    mask[..., 32:64, :] = False
-    mask[..., 64:, :64] = True
-    if kind == "additive":
-        mask = normal(1, 2, 72, 104, seed=6).masked_fill(~mask, float("-inf")).half()
-        mask[..., 64:, :64] = 0.0
-    q, k, v = inputs(1, 2, 1, 72, 104, 16, torch.float16)
-    with poisoned(), use_plans(forward=AttentionPlan(32, 32, 4, 2, True, ahead=True)):
-        got = flash_attention(q, k, v, mask=mask, causal=True, bottom_right=True)
-    exact = plain(mask=mask, causal=True, bottom_right=True)(q.double(), k.double(), v.double())
-    assert relative(got, exact) <= TOLERANCE[torch.float16] and not got[:, :, 32:64].any()
 
 
 def test_expanded_masks_are_read_once():

@@ -4,6 +4,8 @@ compilation, memory.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional
@@ -90,7 +92,7 @@ def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
             None, None, None, None, None, queries, keys, 0.125, None, right, True, 0.0, 0.0
         )
         expected = None
-        for variant in attention_plan.variants(plan, properties.major == 9):
+        for variant in variants(plan):
             with (
                 attention_launch.use_plans(**{kernel: variant}),
                 poisoned(),
@@ -99,6 +101,14 @@ def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
                 got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
             expected = expected or got
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (queries, keys, variant)
+
+
+def variants(plan: attention_plan.AttentionPlan) -> list[attention_plan.AttentionPlan]:
+    """``plan`` and others that give the same bits."""
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    choices = [(stages, tma) for tma in ((True, False) if hopper else (False,)) for stages in (2, 3, 4)]
+    others = [dataclasses.replace(plan, stages=stages, tma=tma) for stages, tma in choices]
+    return [plan, *(other for other in others if other != plan)]
 
 
 def mask_of(kind: str, *shape: int) -> torch.Tensor:
@@ -158,7 +168,7 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
         out, lse = attention_launch.forward(q, k, v, options)
         expected = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
     for kernel, plan in plans.items():
-        for variant in attention_plan.variants(plan, properties.major == 9):
+        for variant in variants(plan):
             if variant == plan or variant.stages > plan.stages:  # more may not fit
                 continue
             with attention_launch.use_plans(**{**plans, kernel: variant}), poisoned():
@@ -177,7 +187,7 @@ def test_additive_masks_leave_every_bit_whatever_is_tuned():
     properties = torch.cuda.get_device_properties(0)
     plan = attention_plan.plan_for("forward", 128, 2, properties.shared_memory_per_block_optin, "additive")
     found = []
-    for variant in attention_plan.variants(plan, properties.major == 9):
+    for variant in variants(plan):
         if variant.stages > plan.stages:  # more may not fit
             continue
         for tensor in (mask, shifted) if variant == plan else (mask,):

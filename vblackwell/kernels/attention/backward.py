@@ -1,9 +1,8 @@
-"""Backward kernels of op.py: ``query_gradient`` walks over keys, ``key_gradient`` over queries (Dao, arXiv:2307.08691,
-algorithm 2).
+"""Backward kernels of op.py: ``query_gradient`` walks over keys, ``key_gradient`` over queries (arXiv:2307.08691,
+algorithm 2). Probabilities are computed anew in both, so gradients need no atomic additions.
 
-Both compute the probabilities anew from the log-sum-exp (seven matrix products where one pass with atomic additions
-needs five), so gradients are the same bits in every run. ``query_gradient`` goes first: it also writes what the other's
-products start at: -delta of each row, delta = sum(out * dout), and -lse in units of the products.
+``query_gradient`` goes first: it also writes what the other's products start at: -delta of each row, delta = sum(out *
+dout), and -lse in units of the products.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -20,12 +19,15 @@ from vblackwell.kernels.attention.device import (
     LOG2E,
     column_tiles,
     kept,
+    listed_tiles,
     load_mask,
     load_tile,
     load_words,
+    mask_tile,
     place_in_order,
     row_tiles,
     scores,
+    sequence_of,
     store_tile,
 )
 
@@ -51,13 +53,10 @@ def _walk_keys(
         else:
             start = index * COLUMNS
         col = (start + tl.arange(0, COLUMNS))[None, :]
-        values, first, second = 0.0, 0, 0
-        if MASK == 1 and EDGES:
-            first, second = load_words(mask, row0, start, stride_mask_row, stride_mask_col, ROWS, COLUMNS)
-        if MASK == 2 and EDGES:
-            values = load_mask(
-                mask, row0, start, row - row0, col - start, stride_mask_row, stride_mask_col, q_len, k_len
-            )
+        values, first, second = mask_tile(
+            mask, row0, start, row, col, stride_mask_row, stride_mask_col, q_len, k_len, MASK if EDGES else 0, ROWS,
+            COLUMNS
+        )  # fmt: skip
         k_tile = load_tile(k, start, stride_k, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         v_tile = load_tile(v, start, stride_v, batch, kv_head, k_len, COLUMNS, H, D, EDGES, TMA)
         s = tl.dot(q, tl.trans(k_tile), out_dtype=dq.dtype, input_precision=PRECISION)
@@ -88,21 +87,16 @@ def query_gradient(
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, EVEN: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, ENDS: tl.constexpr, TOGETHER: tl.constexpr,
+    TMA: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     q_tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
-        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1, TOGETHER)
+        q_tile, head, batch = place_in_order(order_ptr, list_batch, list_head, 1)
     elif HAS_RIGHT:
         q_tile = tl.num_programs(0) - 1 - q_tile
     kv_head = head // GROUP
     wide_head, wide_kv, wide_batch = head.to(tl.int64), kv_head.to(tl.int64), batch.to(tl.int64)
-    q_len, k_len = q_length, k_length
-    q_start, k_start = wide_batch * 0, wide_batch * 0
-    if VARLEN:
-        q_start, k_start = tl.load(q_starts_ptr + batch).to(tl.int64), tl.load(k_starts_ptr + batch).to(tl.int64)
-        q_len = (tl.load(q_starts_ptr + batch + 1) - q_start).to(tl.int32)
-        k_len = (tl.load(k_starts_ptr + batch + 1) - k_start).to(tl.int32)
+    q_start, k_start, q_len, k_len = sequence_of(batch, q_starts_ptr, k_starts_ptr, q_length, k_length, VARLEN)
     row0 = q_tile * ROWS
     if VARLEN:  # noqa: SIM102 - one is decided while compiling
         if row0 >= q_len:
@@ -135,36 +129,19 @@ def query_gradient(
     items = items_ptr
     if MASK:
         line = (batch * list_batch + head * list_head) * tl.num_programs(0) + q_tile
-        items += line.to(tl.int64) * list_width
-        run = tl.load(counts_ptr + line * 2)
-        first, whole_first = 0, tl.load(items)
-        whole_end = whole_first + run
-        edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
+        items, begins, ends = listed_tiles(items_ptr, counts_ptr, line, list_width)
     else:
-        first, whole_first, whole_end, end = column_tiles(
-            row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
-        )
-        edge_first = whole_end
-    if HAS_LEFT and not MASK:
-        dq = _walk_keys(
-            dq, q_values, dout_values, lse, delta, k, v, first, whole_first, items, row0, batch, head, kv_head,
-            stride_k, stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-            softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True,
-            H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
-        )  # fmt: skip
-    dq = _walk_keys(
-        dq, q_values, dout_values, lse, delta, k, v, whole_first, whole_end, items, row0, batch, head, kv_head,
-        stride_k, stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap,
-        slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False, H, D, ROWS,
-        COLUMNS, PRECISION, TMA, ENDS,
-    )  # fmt: skip
-    if HAS_LEFT or HAS_RIGHT or MASK or not EVEN:
-        dq = _walk_keys(
-            dq, q_values, dout_values, lse, delta, k, v, edge_first, end, items, row0, batch, head, kv_head, stride_k,
-            stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale, softcap, slope,
-            seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, True, H, D, ROWS,
-            COLUMNS, PRECISION, TMA, ENDS,
-        )  # fmt: skip
+        begins, ends = column_tiles(row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS)
+    for part in tl.static_range(3):  # as in the forward
+        if part == 1 or (part == 0 and HAS_LEFT and not MASK) or (
+            part == 2 and (HAS_LEFT or HAS_RIGHT or MASK or not EVEN)
+        ):  # fmt: skip
+            dq = _walk_keys(
+                dq, q_values, dout_values, lse, delta, k, v, begins[part], ends[part], items, row0, batch, head,
+                kv_head, stride_k, stride_v, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right,
+                scale, softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI,
+                DROPOUT, part != 1, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+            )  # fmt: skip
     store_tile(dq_out, row0, stride_dq, q_len, dq * scale, ROWS, H, D)
 
 
@@ -255,19 +232,14 @@ def key_gradient(
     MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    ENDS: tl.constexpr, TOGETHER: tl.constexpr,
+    ENDS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads that share them, in order."""
     k_tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if MASK:
-        k_tile, kv_head, batch = place_in_order(order_ptr, list_batch, list_head, GROUP, TOGETHER)
+        k_tile, kv_head, batch = place_in_order(order_ptr, list_batch, list_head, GROUP)
     wide_kv, wide_batch = kv_head.to(tl.int64), batch.to(tl.int64)
-    q_len, k_len = q_length, k_length
-    q_start, k_start = wide_batch * 0, wide_batch * 0
-    if VARLEN:
-        q_start, k_start = tl.load(q_starts_ptr + batch).to(tl.int64), tl.load(k_starts_ptr + batch).to(tl.int64)
-        q_len = (tl.load(q_starts_ptr + batch + 1) - q_start).to(tl.int32)
-        k_len = (tl.load(k_starts_ptr + batch + 1) - k_start).to(tl.int32)
+    q_start, k_start, q_len, k_len = sequence_of(batch, q_starts_ptr, k_starts_ptr, q_length, k_length, VARLEN)
     col0 = k_tile * COLUMNS
     if VARLEN:  # noqa: SIM102 - one is decided while compiling
         if col0 >= k_len:
@@ -300,35 +272,16 @@ def key_gradient(
         items = items_ptr
         if MASK:
             line = (batch * list_batch + head * list_head) * tl.num_programs(0) + k_tile
-            items += tl.cast(line, tl.int64) * list_width
-            run = tl.load(counts_ptr + line * 2)
-            first, whole_first = 0, tl.load(items)
-            whole_end = whole_first + run
-            edge_first, end = run, run + tl.load(counts_ptr + line * 2 + 1)
+            items, begins, ends = listed_tiles(items_ptr, counts_ptr, line, list_width)
         else:
-            first, whole_first, whole_end, end = row_tiles(
-                col0, q_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS
-            )
-            edge_first = whole_end
-        if HAS_RIGHT and not MASK:
-            dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, start, first, whole_first, items, col0, batch, head,
-                stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-                softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT,
-                True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
-            )  # fmt: skip
-        dk, dv = _walk_queries(
-            dk, dv, k_values, v_values, q, dout, lse, delta, start, whole_first, whole_end, items, col0, batch, head,
-            stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-            softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT, False,
-            H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
-        )  # fmt: skip
-        if HAS_LEFT or MASK:
-            dk, dv = _walk_queries(
-                dk, dv, k_values, v_values, q, dout, lse, delta, start, edge_first, end, items, col0, batch, head,
-                stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left, right, scale,
-                softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP, ALIBI, DROPOUT,
-                True, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
-            )  # fmt: skip
+            begins, ends = row_tiles(col0, q_len, offset, left, right, HAS_LEFT, HAS_RIGHT, ROWS, COLUMNS)
+        for part in tl.static_range(3):  # tiles on an edge to the top, whole ones, and those on other edges
+            if part == 1 or (part == 0 and HAS_RIGHT and not MASK) or (part == 2 and (HAS_LEFT or MASK)):
+                dk, dv = _walk_queries(
+                    dk, dv, k_values, v_values, q, dout, lse, delta, start, begins[part], ends[part], items, col0,
+                    batch, head, stride_q, stride_g, mask, stride_mask_row, stride_mask_col, q_len, k_len, offset, left,
+                    right, scale, softcap, slope, seed_ptr, dropout, dropout_head, MASK, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                    ALIBI, DROPOUT, part != 1, H, D, ROWS, COLUMNS, PRECISION, TMA, ENDS,
+                )  # fmt: skip
     store_tile(dk_out, col0, stride_dk, k_len, dk * scale, COLUMNS, H, D)
     store_tile(dv_out, col0, stride_dv, k_len, dv, COLUMNS, H, D)

@@ -1,11 +1,9 @@
 """Which tiles of a mask are worth visiting, and a boolean mask in bits: made on the GPU before the kernels that read
-it.
+it. Broadcast dimensions are never expanded.
 
-``pack_bits`` writes a boolean mask as words of 64 keys a query and, for the gradients of keys, of 64 queries a key.
-``judge_bits`` (``judge_values`` of an additive mask) calls a tile empty (nobody sees anybody), whole (all see all; an
-additive mask is zero there) or partial, with causality, window and the end of the keys counted in. ``collect_tiles``
-turns each line of that into a run of whole tiles, which is walked by counting, and a list of the others, and
-``order_lines`` sorts the lines, the longest first. Broadcast dimensions are never expanded.
+``pack_bits`` writes words of 64 keys a query and, for the gradients of keys, of 64 queries a key. ``judge_bits``
+(``judge_values`` of an additive mask) calls a tile empty, whole (all see all; an additive mask is zero there) or
+partial, bounds counted in. ``collect_tiles`` lists the tiles of each line and ``order_lines`` sorts the lines.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -31,12 +29,12 @@ CHUNK = 64
 
 
 class MaskBits(NamedTuple):
-    """A boolean mask in bits.
+    """A boolean mask in bits, int64 words; 1 where a dimension is broadcast.
 
     Attributes:
-        by_query: (1 or B, 1 or N, words of 64 keys, queries) int64; 1 where the mask is broadcast. Bits beyond the last
-            key are zero unless the mask is broadcast along the keys.
-        by_key: (1 or B, 1 or N, words of 64 queries, keys) int64, or None where it was not asked for.
+        by_query: (1 or B, 1 or N, words of 64 keys, queries). Bits beyond the last key are zero unless the mask is
+            broadcast along the keys.
+        by_key: (1 or B, 1 or N, words of 64 queries, keys), or None where it was not asked for.
     """
 
     by_query: Tensor
@@ -99,9 +97,7 @@ def pack_quads(
     mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, heads, rows, cols,
     query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """``pack_bits`` of a mask of contiguous keys, four of them as one number of 32 bits; strides and ``cols`` count
-    fours.
-    """
+    """``pack_bits`` of contiguous keys, four of them as one number of 32 bits; strides and ``cols`` count fours."""
     which = tl.program_id(2).to(tl.int64)
     row0, quad0 = tl.program_id(1) * 64, tl.program_id(0) * 16
     row, quad = tl.arange(0, 64), tl.arange(0, 16)

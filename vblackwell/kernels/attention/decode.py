@@ -1,9 +1,7 @@
 """Attention of one new position over a cache whose length only the device knows: what a captured decoding step needs.
 
-The position is read from a tensor, so that a replayed graph goes on where the last replay ended. On CUDA keys are read
-once, in parts that are added up in a fixed order. It has no gradient.
-
-Legend: B rows, N query heads, K key-value heads, H head width, T positions of the cache.
+The position is read from a tensor, so that a replayed graph goes on where the last replay ended. Parts of the keys are
+added up in a fixed order. No gradient. Legend: B rows, N query heads, K key heads, H head width, T cached positions.
 """
 
 from __future__ import annotations

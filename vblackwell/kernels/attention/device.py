@@ -1,8 +1,7 @@
-"""What the attention kernels share on the device: tiles, scores and who may see whom.
+"""What the attention kernels share on the device: tiles, scores (in units of log2) and who may see whom.
 
 A query i of a sequence stands at position i + offset among the keys; key j is visible where i + offset - left <= j <= i
-+ offset + right (each bound optional) and j < k_len. Scores are kept in units of log2, so that one exp2 makes a
-probability of them.
++ offset + right (each bound optional) and j < k_len.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -17,6 +16,7 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Numbers that only find a list: a kernel compiled anew for a 0, a 1 or a multiple of 16 among them would be no faster.
 LISTED = ("list_batch", "list_head", "list_width")
+TOGETHER: tl.constexpr = tl.constexpr(16)  # of a mask, lines of a head that run at a time
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -25,9 +25,7 @@ def load_tile(
     source, start, stride, batch, head, length,
     ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(ROWS, D) rows from ``start`` on of a descriptor or from a head's first element; beyond ``length`` (if CHECK) and
-    H zeros.
-    """
+    """(ROWS, D) rows from ``start`` on of a descriptor or a head; zeros beyond ``length`` (if CHECK) and H."""
     if TMA:
         return source.load([batch, head, start, 0]).reshape(ROWS, D)
     else:
@@ -50,9 +48,7 @@ def store_tile(target, start, stride, length, value, ROWS: tl.constexpr, H: tl.c
 
 @triton.jit
 def load_mask(mask, row0, col0, row, col, stride_row, stride_col, q_len, k_len):
-    """The mask's values of rows and columns (from row0 and col0) that broadcast to a tile; zero (hidden, if boolean)
-    outside.
-    """
+    """The mask's values of rows and columns (from row0 and col0) that broadcast to a tile; zero outside."""
     corner = mask + tl.cast(row0, tl.int64) * stride_row + tl.cast(col0, tl.int64) * stride_col
     return tl.load(corner + (row * stride_row + col * stride_col), (row0 + row < q_len) & (col0 + col < k_len), other=0)
 
@@ -71,31 +67,9 @@ def widened(values, WIDE: tl.constexpr):
 
 
 @triton.jit
-def scaled_now(x, factor):
-    """``x * factor``, computed at this place of the program whatever follows."""
-    if INTERPRETED:
-        return x * factor
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def here(x):
-    """``x`` (16-bit), as a value computed at this place: Triton sends a product's operand of registers through shared
-    memory otherwise.
-    """
-    if INTERPRETED or x.dtype.primitive_bitwidth != 16:
-        return x
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@triton.jit
 def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.constexpr, INNER: tl.constexpr):
-    """Two words of 64 bits (OUTER,) of the lines from ``outer0`` on, for the INNER bits from ``inner0`` (a multiple of
-    INNER) on; the second is the first where INNER is at most 64.
+    """Two words of 64 bits (OUTER,) of lines from ``outer0`` for INNER bits from ``inner0`` (a multiple of INNER); the
+    second is the first where INNER is at most 64.
     """
     tl.static_assert(INNER <= 128)
     at = bits + tl.cast(inner0 // 64, tl.int64) * stride_word + (outer0 + tl.arange(0, OUTER)) * stride_outer
@@ -107,6 +81,20 @@ def load_words(bits, outer0, inner0, stride_outer, stride_word, OUTER: tl.conste
         first = first >> (inner0 & 63)
         second = first
     return first, second
+
+
+@triton.jit
+def mask_tile(
+    mask, row0, start, row, col, stride_row, stride_col, q_len, k_len, MASK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What ``scores`` wants of a tile of the mask: numbers to add, and words of bits; zeros for what MASK has not."""
+    values, first, second = 0.0, 0, 0
+    if MASK == 1:
+        first, second = load_words(mask, row0, start, stride_row, stride_col, ROWS, COLUMNS)
+    elif MASK == 2:
+        values = load_mask(mask, row0, start, row - row0, col - start, stride_row, stride_col, q_len, k_len)
+    return values, first, second
 
 
 @triton.jit
@@ -138,7 +126,7 @@ def hide(x, first, second, INNER: tl.constexpr):
 
 
 @triton.jit
-def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr, TOGETHER: tl.constexpr):
+def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr):
     """Which (tile, head of the grid, batch) this program takes: the longest lines first.
 
     Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of
@@ -202,9 +190,7 @@ def scores(
 
 @triton.jit
 def kept(seed_ptr, head, row, col, dropout):
-    """Whether dropout keeps the probability of (row, col) of a head: Philox (Salmon et al., SC 2011) counted by
-    position.
-    """
+    """Whether dropout keeps the probability of (row, col) of a head: Philox (SC 2011) counted by position."""
     seed, offset = tl.load(seed_ptr), tl.load(seed_ptr + 1)
     column = (col + row * 0).to(tl.uint32)
     line = (row + col * 0).to(tl.uint32)
@@ -214,11 +200,36 @@ def kept(seed_ptr, head, row, col, dropout):
 
 
 @triton.jit
+def sequence_of(batch, q_starts_ptr, k_starts_ptr, q_length, k_length, VARLEN: tl.constexpr):
+    """First query, first key (int64) and numbers of queries and keys of a sequence."""
+    q_start, k_start = batch.to(tl.int64) * 0, batch.to(tl.int64) * 0
+    q_len, k_len = q_length, k_length
+    if VARLEN:
+        q_start, k_start = tl.load(q_starts_ptr + batch).to(tl.int64), tl.load(k_starts_ptr + batch).to(tl.int64)
+        q_len = (tl.load(q_starts_ptr + batch + 1) - q_start).to(tl.int32)
+        k_len = (tl.load(k_starts_ptr + batch + 1) - k_start).to(tl.int32)
+    return q_start, k_start, q_len, k_len
+
+
+# Three runs of tiles, as their begins and their ends: on the first edge, whole, and on the others.
+
+
+@triton.jit
+def listed_tiles(items_ptr, counts_ptr, line, list_width):
+    """A line of a ``TileLists``: its items, and runs of tiles (the first is empty, the last is of places in items)."""
+    items = items_ptr + tl.cast(line, tl.int64) * list_width
+    run = tl.load(counts_ptr + line * 2)
+    whole_first = tl.load(items)
+    end = run + tl.load(counts_ptr + line * 2 + 1)
+    return items, (0, whole_first, run), (0, whole_first + run, end)
+
+
+@triton.jit
 def column_tiles(
     row0, k_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys that rows from ``row0`` see: (first, first whole, end of whole, end)."""
+    """Tiles of keys that rows from ``row0`` see."""
     first, end = 0, tl.cdiv(k_len, COLUMNS)
     whole_first, whole_end = 0, k_len // COLUMNS
     if HAS_LEFT:
@@ -230,7 +241,7 @@ def column_tiles(
     end = tl.maximum(end, first)
     whole_first = tl.minimum(tl.maximum(whole_first, first), end)
     whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
-    return first, whole_first, whole_end, end
+    return (first, whole_first, whole_end), (whole_first, whole_end, end)
 
 
 @triton.jit
@@ -238,7 +249,7 @@ def row_tiles(
     col0, q_len, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries that see columns from ``col0``: (first, first whole, end of whole, end)."""
+    """Tiles of queries that see columns from ``col0``."""
     first, end = 0, tl.cdiv(q_len, ROWS)
     whole_first, whole_end = first, end
     if HAS_RIGHT:
@@ -251,4 +262,4 @@ def row_tiles(
     end = tl.maximum(end, first)
     whole_first = tl.minimum(tl.maximum(whole_first, first), end)
     whole_end = tl.minimum(tl.maximum(whole_end, whole_first), end)
-    return first, whole_first, whole_end, end
+    return (first, whole_first, whole_end), (whole_first, whole_end, end)

@@ -1,10 +1,9 @@
 """Forward kernel of op.py for Hopper, in Gluon: specialised warps, any bounds, boolean and 16-bit additive masks.
 
 One warp brings tiles through the copy engine into rings of shared memory; two groups of four warps, each with 64
-queries, compute. While one group is at its exponentials the other has the tensor cores (Shah et al., FlashAttention-3,
-arXiv:2407.08608), and within a group the product of probabilities and values is queued after the next scores. Tiles on
-an edge come first, then whole ones without a comparison. Triton's own compiler serialises softmax and products in a
-program; Gluon lets waits be placed by hand. It has no interpreter: forward.py is what the CPU tests.
+queries, compute: one is at its exponentials while the other has the tensor cores (Shah et al., FlashAttention-3,
+arXiv:2407.08608), and within a group the product of probabilities and values is queued after the next scores. Gluon
+lets waits be placed by hand. It has no interpreter: forward.py is what the CPU tests.
 """
 # What @gluon.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -35,7 +34,8 @@ from vblackwell.kernels.attention.blocks import TileLists, mask_strides
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-MASK_STAGES = 2  # tiles of an additive mask on their way or in use; more would not fit next to heads of 128
+# Tiles of an additive mask on their way or in use; more would not fit next to heads of 128.
+MASK_STAGES: gl.constexpr = gl.constexpr(2)
 # Numbers for which a kernel compiled anew for a 1 or a multiple of 16 would be no faster.
 NUMBERS = (
     "stride_mb", "stride_mn", "stride_mask_row", "stride_mask_col", "list_batch", "list_head", "list_width", "q_len",
@@ -66,7 +66,6 @@ def _produce(
     q, k, v, mask, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready, mask_free,
     items, row0, head, kv_head, batch, mask_batch, mask_head, steps, edges, whole_first, whole_end, end,
     MASK: gl.constexpr, HAS_LEFT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    MASK_STAGES: gl.constexpr,
 ):
     mbarrier.expect(q_ready, 2 * q.block_type.nbytes)
     tma.async_copy_global_to_shared(q, [batch, head, row0, 0], q_ready, q_tiles.index(0))
@@ -115,8 +114,7 @@ def _words(mask, row, start, stride_row, stride_col, MASK: gl.constexpr, COLUMNS
 
 @gluon.jit
 def _hide(s, first, second, COLUMNS: gl.constexpr, SCORES: gl.constexpr):
-    """``hide`` of device.py. A thread's columns are 8 j + c and one more: shifted by c once a word, bits are constant.
-    """
+    """``hide`` of device.py: a thread's columns are 8 j + c and one more, so bits shifted by c are constant."""
     place = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES)), 0)
     low = place & 6
     picked = gl.expand_dims(first.to(gl.int32), 1) >> low
@@ -181,7 +179,7 @@ def _consume(
     mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges, whole_first,
     whole_end, end, q_len, k_len, offset, left, right, scale, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
@@ -231,14 +229,14 @@ def _consume(
             acc, operand, top, total = _step(
                 which, step, True, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free,
                 v_ready, v_free, mask_ready, mask_free, start, row, first, second, k_len, offset, left, right, factor,
-                inverse_scale, MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT,
+                inverse_scale, MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, SCORES, LEFT,
                 ACC,
             )
         for step in range(edge_steps, steps):
             acc, operand, top, total = _step(
                 which, step, False, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring, k_ready, k_free,
                 v_ready, v_free, mask_ready, mask_free, 0, row, 0, 0, k_len, offset, left, right, factor, inverse_scale,
-                MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, MASK_STAGES, SCORES, LEFT, ACC,
+                MASK, HAS_LEFT, HAS_RIGHT, ENDS, D, ROWS, COLUMNS, STAGES, SCORES, LEFT, ACC,
             )
         last = steps - 1
         mbarrier.wait(v_ready.index(last % STAGES), (last // STAGES) & 1)
@@ -259,7 +257,7 @@ def _step(
     which: gl.constexpr, step, EDGES: gl.constexpr, acc, operand, top, total, q, zero, k_ring, v_ring, mask_ring,
     k_ready, k_free, v_ready, v_free, mask_ready, mask_free, start, row, first, second, k_len, offset, left, right,
     factor, inverse_scale, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr,
-    D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
+    D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     SCORES: gl.constexpr, LEFT: gl.constexpr, ACC: gl.constexpr,
 ):
     slot = step % STAGES
@@ -293,14 +291,14 @@ def attend_hopper(
     q, k, v, mask, items_ptr, counts_ptr, order_ptr, out_ptr, lse_ptr, stride_ob, stride_on, stride_o, stride_lb,
     stride_ln, stride_mb, stride_mn, stride_mask_row, stride_mask_col, list_batch, list_head, list_width, q_len, k_len,
     offset, left, right, scale, GROUP: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, TOGETHER: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, MASK_STAGES: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, ENDS: gl.constexpr, H: gl.constexpr, D: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
 ):
     q_tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
     if MASK != 0:
-        q_tile, head, batch = _place_in_order(order_ptr, list_batch, list_head, 1, TOGETHER)
+        q_tile, head, batch = _place_in_order(order_ptr, list_batch, list_head, 1)
     elif HAS_RIGHT:
         q_tile = gl.num_programs(0) - 1 - q_tile
     row0 = q_tile * (2 * ROWS)
@@ -319,11 +317,10 @@ def attend_hopper(
         if MASK == 1:
             mask += batch.to(gl.int64) * stride_mb + head.to(gl.int64) * stride_mn
     else:
-        first, whole_first, whole_end, end = _column_tiles(
-            row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, 2 * ROWS, COLUMNS
-        )
-        edges = whole_first - first + end - whole_end
-        steps = end - first
+        begins, ends = _column_tiles(row0, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT, 2 * ROWS, COLUMNS)
+        whole_first, whole_end, end = ends
+        edges = whole_first - begins[0] + end - whole_end
+        steps = end - begins[0]
     dtype: gl.constexpr = q.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], q.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, COLUMNS, D], k.layout)
@@ -358,7 +355,7 @@ def attend_hopper(
                     0, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
                     mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges,
                     whole_first, whole_end, end, q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT,
-                    ENDS, H, D, ROWS, COLUMNS, STAGES, MASK_STAGES,
+                    ENDS, H, D, ROWS, COLUMNS, STAGES,
                 ),
             ),
             (
@@ -367,7 +364,7 @@ def attend_hopper(
                     1, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free, mask_ready,
                     mask_free, mask, items, out, lse, stride_o, stride_mask_row, stride_mask_col, row0, steps, edges,
                     whole_first, whole_end, end, q_len, k_len, offset, left, right, scale, MASK, HAS_LEFT, HAS_RIGHT,
-                    ENDS, H, D, ROWS, COLUMNS, STAGES, MASK_STAGES,
+                    ENDS, H, D, ROWS, COLUMNS, STAGES,
                 ),
             ),
             (
@@ -375,7 +372,7 @@ def attend_hopper(
                 (
                     q, k, v, mask, q_tiles, k_ring, v_ring, mask_ring, q_ready, k_ready, k_free, v_ready, v_free,
                     mask_ready, mask_free, items, row0, head, head // GROUP, batch, mask_batch, mask_head, steps, edges,
-                    whole_first, whole_end, end, MASK, HAS_LEFT, ROWS, COLUMNS, STAGES, MASK_STAGES,
+                    whole_first, whole_end, end, MASK, HAS_LEFT, ROWS, COLUMNS, STAGES,
                 ),
             ),
         ],
@@ -422,6 +419,6 @@ def launch(
         *listed, out, lse, out.stride(0), out.stride(1), out.stride(2), lse.stride(0), lse.stride(1),
         *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *steps, q.shape[2], k.shape[2], offset, left or 0,
         right or 0, scale, GROUP=q.shape[1] // k.shape[1], MASK=kind, HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None, ENDS=open_ended, TOGETHER=plan.together, H=q.shape[3], D=width, ROWS=rows,
-        COLUMNS=plan.columns, STAGES=plan.stages, MASK_STAGES=MASK_STAGES, num_warps=plan.warps, maxnreg=plan.registers,
+        HAS_RIGHT=right is not None, ENDS=open_ended, H=q.shape[3], D=width, ROWS=rows,
+        COLUMNS=plan.columns, STAGES=plan.stages, num_warps=plan.warps, maxnreg=plan.registers,
     )  # fmt: skip

@@ -1,10 +1,8 @@
 """Flash Attention (Dao, arXiv:2307.08691) in Triton, forward and backward, with memory in proportion to the sequence.
 
-Masks of any broadcastable shape are never expanded, and tiles in which nothing is seen are skipped. Rows that see
-nothing give zeros, in the output and in every gradient. There are no atomic additions: forward and backward give equal
-bits in every run. Dropout is drawn by position from a seed and drawn again in backward. Results keep the strides of
-what came in. Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA unless ``bottom_right``
-(the last query sees the last key), which decoding with a cache wants.
+No atomic additions: equal bits in every run. Rows that see nothing give zeros, in the output and in every gradient.
+Results keep the strides of what came in. Causal attention over unequal lengths is aligned top left as in PyTorch's SDPA
+unless ``bottom_right`` (the last query sees the last key), which decoding with a cache wants.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -28,9 +26,7 @@ def new_seed(device: torch.device) -> Tensor:
 
 
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """How many keys a query sees to its left and right, next to its own place; None: all. ``window`` counts the own
-    one.
-    """
+    """How many keys a query sees to its left and right of its own place, which ``window`` counts; None: all."""
     if window is not None and window < 1:
         raise ConfigurationError(f"a window of {window} keys: give at least 1, or None for all")
     side = None if window is None else window - 1
@@ -66,26 +62,12 @@ def flash_attention(
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
-    if q_BNSH.is_cuda:
-        _check_grid(q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
+    _check_grid(q_BNSH, q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
     if mask is not None:
         mask = mask.detach()[(None,) * (4 - mask.dim())]
+    tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
     lengths = (None, None, q_BNSH.shape[2], k_BKTH.shape[2])
-    return _attend(
-        q_BNSH,
-        k_BKTH,
-        v_BKTH,
-        mask,
-        alibi_slopes_N,
-        seed,
-        lengths,
-        causal,
-        bottom_right,
-        window,
-        scale,
-        softcap,
-        dropout,
-    )
+    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
 def flash_attention_varlen(
@@ -114,12 +96,9 @@ def flash_attention_varlen(
         raise ConfigurationError("packed attention: q_starts and k_starts are (B + 1,) int32")
     check_heads(q_SNH, k_TKH, v_TKH, 1)
     check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
-    if q_SNH.is_cuda:
-        _check_grid(q_starts.shape[0] - 1, 0)
-    lengths = (q_starts, k_starts, max_q, max_k)
-    return _attend(
-        q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout
-    )
+    _check_grid(q_SNH, q_starts.shape[0] - 1, 0)
+    tensors, lengths = (q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed), (q_starts, k_starts, max_q, max_k)
+    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
 
 
 def _attend(  # type: ignore[no-untyped-def]
@@ -138,8 +117,8 @@ def grid_reasons(batch: int, mask_planes: int) -> list[str]:
     return [f"{count} {what}: it takes {LARGEST_GRID}" for count, what in found if count > LARGEST_GRID]
 
 
-def _check_grid(batch: int, mask_planes: int) -> None:
-    if reasons := grid_reasons(batch, mask_planes):
+def _check_grid(q: Tensor, batch: int, mask_planes: int) -> None:
+    if q.is_cuda and (reasons := grid_reasons(batch, mask_planes)):
         raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
 
 
@@ -165,14 +144,11 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         return
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
         raise ConfigurationError(
-            f"an attention mask of {mask.dtype}: "
-            f"give torch.bool (True attends), or torch.float32 or {q.dtype} to be added"
+            f"an attention mask of {mask.dtype}: give torch.bool (True attends), or torch.float32 or {q.dtype} to add"
         )
     whole = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    fits = mask.dim() <= 4 and all(
-        size in (1, full) for size, full in zip(reversed(mask.shape), reversed(whole), strict=False)
-    )
-    if not fits or mask.device != q.device:
+    sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
+    if mask.dim() > 4 or any(size not in (1, full) for size, full in sizes) or mask.device != q.device:
         raise ConfigurationError(
             f"an attention mask of {tuple(mask.shape)} on {mask.device} does not broadcast to {whole} on {q.device}"
         )
@@ -204,10 +180,8 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-def]
-    nothing = (None,) * 13
-    if dout is None:
-        return None, None, None, *nothing
-    return *_attention_backward(dout, *ctx.saved_tensors, *ctx.numbers), *nothing
+    gradients = (None,) * 3 if dout is None else _attention_backward(dout, *ctx.saved_tensors, *ctx.numbers)
+    return *gradients, *(None,) * 13
 
 
 @register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
@@ -216,14 +190,13 @@ def _attention(
     q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int, scale: float, left: int | None,
     right: int | None, bottom_right: bool, softcap: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from vblackwell.kernels.attention import launch as attention_launch
+    from vblackwell.kernels.attention.launch import Options, forward
 
     refuse_forward_mode("attention")
-    options = attention_launch.Options(
-        mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
-    )
+    starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        return attention_launch.forward(q, k, v, options)
+        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        return forward(q, k, v, options)
 
 
 @register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))
@@ -232,10 +205,9 @@ def _attention_backward(
     slopes_N: Tensor | None, seed: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int,
     max_k: int, scale: float, left: int | None, right: int | None, bottom_right: bool, softcap: float, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from vblackwell.kernels.attention import launch as attention_launch
+    from vblackwell.kernels.attention.launch import Options, backward
 
-    options = attention_launch.Options(
-        mask, slopes_N, seed, q_starts, k_starts, max_q, max_k, scale, left, right, bottom_right, softcap, dropout
-    )
+    starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        return attention_launch.backward(dout, q, k, v, out, lse, options)
+        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
+        return backward(dout, q, k, v, out, lse, options)

@@ -1,22 +1,17 @@
 """Tiles, warps and pipeline stages of the attention kernels for a GPU, a type and a head width.
 
 The tile sizes decide the order of additions: they are a function of the shape, of the class of GPU (by its shared
-memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopper.py), never of a measurement. What may
-be tuned, by ``tune`` when asked, leaves every bit alone: how many tiles are in flight and whether they come by TMA.
+memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopper.py), never of a measurement. How many
+tiles are in flight, and whether they come by TMA, leaves every bit alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vblackwell.kernels.runtime import tuning
-
-KIND = "attention"  # of its entries in runtime/tuning.py
 KERNELS = ("forward", "dq", "dkv")
 # Shared memory that a block of threads may take, by class of GPU: Hopper, A100, and the others from Ampere on.
 LARGE, MEDIUM, SMALL = 227 << 10, 163 << 10, 99 << 10
@@ -33,8 +28,6 @@ class AttentionPlan:
         tma: tiles come by tensor descriptors; only where strides and lengths allow it, and on Hopper.
         registers: most that a thread may hold, so that two programs share a multiprocessor; 0: the compiler's choice.
         specialized: hopper.py's kernel, ``stages`` being those of its rings; always by descriptors.
-        together: of a mask, how many lines of a head run at a time and share its keys and values in the L2.
-        ahead: of a mask, the forward computes the next tile's scores under the exponentials of this one.
     """
 
     rows: int
@@ -44,12 +37,6 @@ class AttentionPlan:
     tma: bool = False
     registers: int = 0
     specialized: bool = False
-    together: int = 16
-    ahead: bool = False
-
-
-def class_of(shared_bytes: int) -> int:
-    return next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL)
 
 
 def padded_head(head: int) -> int:
@@ -74,11 +61,8 @@ _HALF = {
 # run; of four warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers
 # allow one program; its tiles, too, are asked for two ahead.
 _HALF_BOOLEAN = {
-    (LARGE, 128): (
-        P(128, 64, 4, 2, True),
-        P(128, 64, 8, 3, True), P(64, 128, 8, 3, True),
-    ),
-}  # fmt: skip
+    (LARGE, 128): (P(128, 64, 4, 2, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
+}
 # Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
 _HALF_SCORED = {
     (LARGE, 64): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
@@ -92,11 +76,8 @@ _HALF_SCORED = {
 # the other computes.
 _HALF_ADDED = {
     **_HALF_SCORED,
-    (LARGE, 128): (
-        P(128, 64, 8, 3, True),
-        P(128, 64, 8, 3, True), P(64, 64, 4, 2, True),
-    ),
-}  # fmt: skip
+    (LARGE, 128): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 64, 4, 2, True)),
+}
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {
@@ -107,12 +88,7 @@ SPECIALIZED = {
 # (Kind of mask, padded head) for which it runs, a line each, to be taken out where another forward is faster. All kinds
 # were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too
 # (docs/journal/attention.md).
-SPECIALIZED_BY_DEFAULT: frozenset[tuple[str, int]] = frozenset({
-    ("none", 64),
-    ("none", 128),
-    ("boolean", 128),
-    ("additive", 128),
-})  # fmt: skip
+SPECIALIZED_BY_DEFAULT = frozenset({("none", 64), ("none", 128), ("boolean", 128), ("additive", 128)})
 # Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with
 # any.
 SPECIALIZED_TRITON = ("3.6.",)
@@ -125,56 +101,22 @@ _SINGLE = {
 
 
 def plan_for(kernel: str, head: int, itemsize: int, shared_bytes: int, kind: str = "none") -> AttentionPlan:
-    """The plan of ``kernel`` before tuning; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
-    width = next(size for size in (64, 128, 256) if padded_head(head) <= size)
-    key = (class_of(shared_bytes), width)
-    plans = _SINGLE[width] if itemsize != 2 else _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
+    """The plan of ``kernel``; ``kind``: 'none', 'boolean', 'additive' or 'scored'."""
+    width = max(64, padded_head(head))
+    if itemsize != 2:
+        plans = _SINGLE[width]
+    else:
+        key = (next((size for size in (LARGE, MEDIUM) if shared_bytes >= size), SMALL), width)
+        plans = _BY_KIND.get(kind, _HALF).get(key, _HALF[key])
     return plans[KERNELS.index(kernel)]
 
 
-def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str = "none") -> AttentionPlan | None:
+def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind: str) -> AttentionPlan | None:
     """The plan of hopper.py's forward for a kind of mask; None where it does not run."""
     width = padded_head(head)  # narrower heads than 64 it would pad further than the Triton forward does
     if (kind, width) not in SPECIALIZED_BY_DEFAULT or capability != (9, 0) or itemsize != 2:
         return None
     return SPECIALIZED[width]
-
-
-def variants(plan: AttentionPlan, hopper: bool) -> list[AttentionPlan]:
-    """``plan`` and others that give the same bits."""
-    choices = [(stages, tma) for tma in ((True, False) if hopper else (False,)) for stages in (2, 3, 4)]
-    others = [dataclasses.replace(plan, stages=stages, tma=tma) for stages, tma in choices]
-    return [plan, *(other for other in others if other != plan)]
-
-
-def entry_name(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, plan: AttentionPlan) -> str:
-    """The key of a bucket: lengths count up to the next power of two, and the fixed fields are part of it."""
-    shape = f"{plan.rows}x{plan.columns}x{plan.warps}"
-    return f"{kernel}|{tuning.dtype_name(dtype)}|{head}|{tuning.bucket(length)}|{mask}|{shape}"
-
-
-def tuned(kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device) -> AttentionPlan:
-    if device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
-        return AttentionPlan(32, 32, 4, 1)
-    properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
-    found = tuning.entries(KIND, device).get(entry_name(kernel, head, dtype, length, mask, plan), {})
-    return dataclasses.replace(
-        plan, **{name: type(getattr(plan, name))(found[name]) for name in ("stages", "tma") if name in found}
-    )
-
-
-def tune(
-    kernel: str, head: int, dtype: torch.dtype, length: int, mask: str, device: torch.device,
-    measure_us: Callable[[AttentionPlan], float],
-) -> AttentionPlan:  # fmt: skip
-    """Measure ``variants`` of a kernel's plan (inf for one that does not fit), store the fastest and return it."""
-    properties = torch.cuda.get_device_properties(device)
-    plan = plan_for(kernel, head, dtype.itemsize, properties.shared_memory_per_block_optin, mask)
-    best = min(variants(plan, properties.major == 9), key=measure_us)
-    name = entry_name(kernel, head, dtype, length, mask, plan)
-    tuning.store(KIND, device, {name: {"stages": best.stages, "tma": int(best.tma)}})
-    return best
 
 
 def lse_of(q: Tensor) -> Tensor:
