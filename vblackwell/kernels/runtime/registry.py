@@ -13,7 +13,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -57,14 +57,20 @@ class Backend(Generic[AnyRequest, Run]):
     """One way to run an op."""
 
     name: str  # what ``use_backend`` calls it
-    reasons: Callable[[AnyRequest], list[str]]  # against a request; empty means it runs
+    reasons: Callable[[AnyRequest], Iterable[str]]  # against a request; empty means it runs
     run: Run
     forward_mode: bool = False  # torch can differentiate it forward (`torch.func.jvp`): it is of torch's own operators
     slower: Callable[[AnyRequest], list[str]] = accept  # why a later one is faster; asked for by name it runs
 
     def refusals(self, request: AnyRequest) -> list[str]:
         forward = differentiating_forward() and not self.forward_mode
-        return [*self.reasons(request), NO_FORWARD_MODE] if forward else self.reasons(request)
+        return [*self.reasons(request), *([NO_FORWARD_MODE] if forward else [])]
+
+    def accepts(self, request: AnyRequest) -> bool:
+        """Whether there is no reason against it; of a generator none but the first is made."""
+        for _ in self.reasons(request):
+            return False
+        return self.forward_mode or not differentiating_forward()
 
 
 def choose(
@@ -81,7 +87,7 @@ def choose(
         name = _CHOSEN.get().get(op)
     if name is None:
         for backend in table:
-            if not backend.refusals(request) and not backend.slower(request):
+            if backend.accepts(request) and not backend.slower(request):
                 return backend
         said = " | ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in explain(table, request).items())
         raise Unsupported(f"no backend of {op} takes {request}: {said}")

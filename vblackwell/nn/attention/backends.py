@@ -1,11 +1,9 @@
 """Which attention runs: the own kernel or one of PyTorch's; each says why not, the fastest known of the others runs.
 
 ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
-(kernels/attention/reference.py: scores of S x T in memory, everything else, any device). Among those that accept a
-request the one with the least time runs that ``tune_attention`` has measured on this machine; where nothing was
-measured, and under ``torch.compile``, which cannot read the tables, the order is that of ``preference``.
-
-``use_dispatcher`` gives it to transformers' models.
+(kernels/attention/reference.py: everything else, any device). Among those that accept a request the one with the least
+time runs that ``tune_attention`` has measured on this machine; where nothing was measured, and under ``torch.compile``,
+which cannot read the tables, the order is that of ``preference``.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -14,7 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
-from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.op import (
     WIDEST_HEAD,
     bounds,
@@ -35,6 +33,7 @@ from vblackwell.kernels.attention.op import (
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime import registry, tuning
 
+KIND = "attention"  # of its entries in runtime/tuning.py
 HALF = (torch.bfloat16, torch.float16)
 SLEEP_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
 
@@ -105,66 +104,84 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
     )  # fmt: skip
 
 
-def _common_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
-    wide = [f"a head of {r.head}: it takes {widest}"] if r.head > widest else []
-    return registry.dtype_reasons(r.dtype, dtypes) + wide
+# Generators: whether one refuses is asked at every call, and only what is read is written out.
 
 
-def _stated(*reasons: tuple[object, str]) -> list[str]:
-    return [reason for applies, reason in reasons if applies]
+def _common_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
+    yield from registry.dtype_reasons(r.dtype, dtypes)
+    if r.head > widest:
+        yield f"a head of {r.head}: it takes {widest}"
 
 
-def _triton_reasons(r: AttentionRequest) -> list[str]:
+def _triton_reasons(r: AttentionRequest) -> Iterator[str]:
     on_cuda = r.device == "cuda"
+    yield from registry.triton_reasons(r.device, r.capability)
     dtypes = (*HALF, torch.float32) if on_cuda else (torch.float16, torch.float32, torch.float64)
-    reasons = registry.triton_reasons(r.device, r.capability) + _common_reasons(r, dtypes, WIDEST_HEAD)
-    reasons += _stated((r.mask_gradient, "the mask wants a gradient"))
-    return reasons + (grid_reasons(r.batch, r.mask_planes) if on_cuda else [])
+    yield from _common_reasons(r, dtypes, WIDEST_HEAD)
+    if r.mask_gradient:
+        yield "the mask wants a gradient"
+    if on_cuda:
+        yield from grid_reasons(r.batch, r.mask_planes)
 
 
-def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> list[str]:
+def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
     """What all of SDPA's fused backends refuse."""
-    oblong = r.causal and r.bottom_right and r.queries != r.keys
-    return _common_reasons(r, dtypes, widest) + _stated(
-        (min(r.queries, r.keys) == 0, "an empty sequence"),
-        (r.window is not None, "a sliding window"),
-        (r.softcap, "a soft cap"),
-        (r.alibi, "ALiBi"),
-        (r.causal and r.mask != "none", "causal together with a mask"),
-        (oblong, f"causal from the bottom right over {r.queries} x {r.keys}"),
-    )
+    yield from _common_reasons(r, dtypes, widest)
+    if min(r.queries, r.keys) == 0:
+        yield "an empty sequence"
+    if r.window is not None:
+        yield "a sliding window"
+    if r.softcap:
+        yield "a soft cap"
+    if r.alibi:
+        yield "ALiBi"
+    if r.causal and r.mask != "none":
+        yield "causal together with a mask"
+    if r.causal and r.bottom_right and r.queries != r.keys:
+        yield f"causal from the bottom right over {r.queries} x {r.keys}"
 
 
-def _cudnn_reasons(r: AttentionRequest) -> list[str]:
-    return _torch_reasons(r, HALF, 128) + _stated(
-        (r.device != "cuda" or r.capability < (8, 0), "it needs a CUDA GPU of compute capability 8.0"),
-        (r.head % 8, f"a head of {r.head} is no multiple of 8"),
-        (r.mask != "none", "a mask"),
-        (r.causal and r.queries != r.keys, f"causal over {r.queries} x {r.keys}"),
-        (r.queries == 1 or r.keys == 1, "a sequence of one"),
-        (r.deterministic, "its backward is not deterministic"),  # refused then even where no gradient is wanted
-    )
+def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
+    yield from _torch_reasons(r, HALF, 128)
+    if r.device != "cuda" or r.capability < (8, 0):
+        yield "it needs a CUDA GPU of compute capability 8.0"
+    if r.head % 8:
+        yield f"a head of {r.head} is no multiple of 8"
+    if r.mask != "none":
+        yield "a mask"
+    if r.causal and r.queries != r.keys:
+        yield f"causal over {r.queries} x {r.keys}"
+    if r.queries == 1 or r.keys == 1:
+        yield "a sequence of one"
+    if r.deterministic:  # refused then even where no gradient is wanted
+        yield "its backward is not deterministic"
 
 
-def _flash_reasons(r: AttentionRequest) -> list[str]:
+def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
     on_cpu = r.device == "cpu"
-    old = not on_cpu and (r.device != "cuda" or r.capability < (8, 0))
-    return _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD) + _stated(
-        (old, "it needs a CUDA GPU of compute capability 8.0, or the CPU"),
-        (r.mask != "none" and not on_cpu, "a mask"),
-        (r.causal and r.queries != r.keys, f"causal over {r.queries} x {r.keys}"),
-        (r.dropout and on_cpu, "dropout on the CPU"),
-        (r.mask_gradient, "the mask wants a gradient"),
-    )
+    yield from _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD)
+    if not on_cpu and (r.device != "cuda" or r.capability < (8, 0)):
+        yield "it needs a CUDA GPU of compute capability 8.0, or the CPU"
+    if r.mask != "none" and not on_cpu:
+        yield "a mask"
+    if r.causal and r.queries != r.keys:
+        yield f"causal over {r.queries} x {r.keys}"
+    if r.dropout and on_cpu:
+        yield "dropout on the CPU"
+    if r.mask_gradient:
+        yield "the mask wants a gradient"
 
 
-def _efficient_reasons(r: AttentionRequest) -> list[str]:
-    return _torch_reasons(r, (*HALF, torch.float32), 1 << 16) + _stated(
-        (r.device != "cuda", "it needs a CUDA GPU"),
-        (r.heads != r.kv_heads, f"{r.heads} query heads over {r.kv_heads} key heads"),
-        (r.head % 8, f"a head of {r.head} is no multiple of 8"),
-        (r.deterministic and r.gradient, "its backward is not deterministic"),
-    )
+def _efficient_reasons(r: AttentionRequest) -> Iterator[str]:
+    yield from _torch_reasons(r, (*HALF, torch.float32), 1 << 16)
+    if r.device != "cuda":
+        yield "it needs a CUDA GPU"
+    if r.heads != r.kv_heads:
+        yield f"{r.heads} query heads over {r.kv_heads} key heads"
+    if r.head % 8:
+        yield f"a head of {r.head} is no multiple of 8"
+    if r.deterministic and r.gradient:
+        yield "its backward is not deterministic"
 
 
 def _run_triton(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -179,22 +196,19 @@ def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     )  # fmt: skip
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor, Variant], Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-        mask = variant.mask
-        if mask is not None:
-            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
-            mask = mask[(None,) * (4 - mask.dim())]  # the CPU's flash takes two or four dimensions
-            if mask.shape[-1] != k.shape[2]:  # 'efficient' reads consecutive keys: it takes no stride of zero
-                mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
-        # A branch, because sizes may be symbols under torch.compile.
-        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        with sdpa_kernel(backend):
-            return functional.scaled_dot_product_attention(
-                q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
-            )
-
-    return run
+def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    mask = variant.mask
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+        mask = mask[(None,) * (4 - mask.dim())]  # the CPU's flash takes two or four dimensions
+        if mask.shape[-1] != k.shape[2]:  # 'efficient' reads consecutive keys: it takes no stride of zero
+            mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
+    # A branch, because sizes may be symbols under torch.compile.
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    with sdpa_kernel(backend):
+        return functional.scaled_dot_product_attention(
+            q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
+        )
 
 
 Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
@@ -202,19 +216,17 @@ BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
         registry.Backend("triton", _triton_reasons, _run_triton),
-        registry.Backend("cudnn", _cudnn_reasons, _sdpa(SDPBackend.CUDNN_ATTENTION)),
-        registry.Backend("flash", _flash_reasons, _sdpa(SDPBackend.FLASH_ATTENTION)),
-        registry.Backend("efficient", _efficient_reasons, _sdpa(SDPBackend.EFFICIENT_ATTENTION)),
+        registry.Backend("cudnn", _cudnn_reasons, partial(_run_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        registry.Backend("flash", _flash_reasons, partial(_run_sdpa, SDPBackend.FLASH_ATTENTION)),
+        registry.Backend("efficient", _efficient_reasons, partial(_run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
         registry.Backend("math", registry.accept, _run_math, forward_mode=True),
     )
 }
 
 
 def preference(r: AttentionRequest) -> tuple[str, ...]:
-    """Backends in the order in which they are taken where nothing was measured.
-
-    cuDNN leads on Hopper, flash on older GPUs (docs/attention.md); the CPU takes flash, the interpreter being for
-    tests. In fp32 the own kernel does not use tensor cores.
+    """Backends in the order in which they are taken where nothing was measured: cuDNN leads on Hopper, flash on older
+    GPUs (docs/attention.md); the CPU takes flash, the interpreter being for tests.
     """
     if r.device == "cpu":
         return ("flash", "math", "triton", "cudnn", "efficient")
@@ -256,9 +268,8 @@ def attention(
 ) -> tuple[Tensor, str]:  # fmt: skip
     """Attention (B, N, S, H), and the name of the backend that ran; arguments as in ``flash_attention``.
 
-    Raises:
-        ConfigurationError: shapes, types or values that do not belong together, or an unknown backend.
-        Unsupported: the backend asked for refuses; the message has every backend's reasons.
+    Raises ConfigurationError as that does, or for an unknown backend; Unsupported, with every backend's reasons, where
+    the backend asked for refuses.
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
@@ -290,7 +301,7 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
     if r.device != "cuda" or torch.compiler.is_compiling():
         return {}
     gpu = torch.cuda.current_device() if r.gpu is None else r.gpu
-    entries = tuning.entries(attention_plan.KIND, torch.device("cuda", gpu))
+    entries = tuning.entries(KIND, torch.device("cuda", gpu))
     return entries.get(shape_key(r)) or entries.get(neighbours_key(r), {})
 
 
@@ -304,9 +315,7 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
 
 def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
     """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for shape and neighbours.
-
-    Raises:
-        Unsupported: the tensors are not on a CUDA GPU.
+    Raises Unsupported where the tensors are not on a CUDA GPU.
     """
     chosen = Variant(**variant)
     request = request_of(q_BNSH, k_BKTH, v_BKTH, chosen)
@@ -315,9 +324,9 @@ def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: An
     times, tensors = {}, (q_BNSH, k_BKTH, v_BKTH)
     with torch.cuda.device(q_BNSH.device):  # whose streams are timed
         for name in preference(request):
-            if name != "math" and not BACKENDS[name].reasons(request):
+            if name != "math" and BACKENDS[name].accepts(request):
                 times[name] = int(_measure_ns(BACKENDS[name].run, tensors, chosen, request.gradient))
-    tuning.store(attention_plan.KIND, q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
+    tuning.store(KIND, q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
     return times
 
 
@@ -360,12 +369,9 @@ def why_not_dispatcher(model: nn.Module) -> str | None:
 def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None = None) -> Callable[[], None]:
     """Let one of transformers' models, which may be in a stack, attend through the dispatcher; returns what undoes it.
 
-    Its masks are those that transformers makes for SDPA: None where causality is the whole truth, a boolean one for
-    padding, packed sequences and sliding windows. ``cached`` is the backend of passes that continue what a cache holds.
-
-    Raises:
-        ConfigurationError: there is no such backend.
-        Unsupported: with the reason of `why_not_dispatcher`.
+    Its masks are those that transformers makes for SDPA. ``cached`` is the backend of passes that continue what a cache
+    holds. Raises ConfigurationError where there is no such backend, Unsupported with the reason of
+    `why_not_dispatcher`.
     """
     _check_name(backend)
     reason = why_not_dispatcher(model)
@@ -373,48 +379,37 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
         raise Unsupported(f"the dispatcher's attention: {reason}")
     made: Any = model
     before = made.config._attn_implementation
-    made.set_attn_implementation(_registered(backend, backend if cached is None else cached))
-    return lambda: made.set_attn_implementation(before)
-
-
-def _registered(backend: str, cached: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    cached = backend if cached is None else cached
     # Numbers, not words: transformers takes every name with "flash" in it for one of theirs.
     numbers = ["auto", *BACKENDS]
     name = f"{NAME}-{numbers.index(backend)}-{numbers.index(cached)}"
-    AttentionInterface.register(name, _Forward(backend, cached))
+    AttentionInterface.register(name, partial(_forward, backend, cached))
     AttentionMaskInterface.register(name, sdpa_mask)
-    return name
+    made.set_attn_implementation(name)
+    return lambda: made.set_attn_implementation(before)
 
 
-class _Forward:
+def _forward(
+    backend: str, cached: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
-
-    def __init__(self, backend: str, cached: str) -> None:
-        self._backend, self._cached = backend, cached
-
-    def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-        softcap: float | None = None, **options: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        asked = [name for name in _UNKNOWN if options.get(name) is not None]
-        if asked:
-            raise Unsupported(
-                f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has"
-            )
-        queries, keys = query.shape[2], key.shape[2]
-        backend = self._backend if queries == keys else self._cached
-        causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
-        causal = causal and queries > 1
-        if causal and keys > queries:  # a static cache that is being filled: what follows is empty
-            key, value = key[:, :, :queries], value[:, :, :queries]
-        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
-            attention_mask = attention_mask[..., : key.shape[2]]
-        out_BNSH, _ = attention(
-            query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
-            backend=backend,
-        )  # fmt: skip
-        return out_BNSH.transpose(1, 2).contiguous(), None
+    asked = [name for name in _UNKNOWN if options.get(name) is not None]
+    if asked:
+        raise Unsupported(f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has")
+    queries, keys = query.shape[2], key.shape[2]
+    causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    causal = causal and queries > 1
+    if causal and keys > queries:  # a static cache that is being filled: what follows is empty
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        attention_mask = attention_mask[..., : key.shape[2]]
+    out_BNSH, _ = attention(
+        query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
+        backend=backend if queries == keys else cached,
+    )  # fmt: skip
+    return out_BNSH.transpose(1, 2).contiguous(), None

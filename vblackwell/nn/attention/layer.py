@@ -26,8 +26,8 @@ def rotary_tables(start: int, length: int, head_dim: int, theta: float, device: 
 def rotary_tables_at(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each (..., H) in fp32, of ``positions`` (...): RoFormer (arXiv:2104.09864), halves split.
 
-    Computed anew in every forward, once for all layers: a few microseconds, against tables that would be cast by
-    ``model.to(bf16)``, be lost under ``to_empty`` and become inference tensors under ``inference_mode``.
+    Computed anew in every forward, once for all layers: tables would be cast by ``model.to(bf16)``, be lost under
+    ``to_empty`` and become inference tensors under ``inference_mode``.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angles = positions.to(torch.float32)[..., None] * (1.0 / (theta**exponents))
@@ -89,10 +89,8 @@ class FlashAttention(nn.Module):
         return f"{self.d_model}, heads={heads}, causal={self.causal}, backend={self.wanted_backend!r}"
 
     def quantize(self) -> FlashAttention:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the module.
-
-        Raises:
-            ConfigurationError: a weight has inf or NaN.
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the module. Raises
+        ConfigurationError where a weight has inf or NaN.
         """
         for projection in (self.qkv_proj, self.out_proj):
             if isinstance(projection, FusedFP4Linear):
@@ -131,12 +129,9 @@ class FlashAttention(nn.Module):
 def from_multihead_attention(
     module: nn.MultiheadAttention, *, causal: bool = False, backend: str = "auto"
 ) -> FlashAttention:
-    """A ``FlashAttention`` with copies of the weights of ``module``, as self-attention, batch first.
-
-    PyTorch's module masks where a boolean mask is True; this one attends there.
-
-    Raises:
-        Unsupported: ``module`` attends over other widths than its own, or to additional keys.
+    """A ``FlashAttention`` with copies of the weights of ``module``, as self-attention, batch first. PyTorch's masks
+    where a boolean mask is True; this one attends there. Raises Unsupported where ``module`` attends over other widths
+    than its own, or to additional keys.
     """
     if module.in_proj_weight is None:
         raise Unsupported(
