@@ -91,12 +91,12 @@ def test_checkpoint_and_saved_tensor_hooks_change_no_bit():
 
 def test_opcheck_and_compile():
     x, w = normal(3, 24).requires_grad_(), normal(24, seed=1).requires_grad_()
-    torch.library.opcheck(module._rms_norm, (x, w, EPS))
-    torch.library.opcheck(module._add_rms_norm, (x, x.detach(), w, EPS))
+    torch.library.opcheck(module._rms_norm, (x, None, w, EPS))
+    torch.library.opcheck(module._rms_norm, (x, x.detach(), w, EPS))
     compiled = torch.compile(
-        lambda a, b: module._add_rms_norm(a, a * 2, b, EPS)[0] * 3, fullgraph=True, backend="aot_eager"
+        lambda a, b: module._rms_norm(a, a * 2, b, EPS)[0] * 3, fullgraph=True, backend="aot_eager"
     )
-    expected = torch.autograd.grad((module._add_rms_norm(x, x * 2, w, EPS)[0] * 3).sum(), (x, w))
+    expected = torch.autograd.grad((module._rms_norm(x, x * 2, w, EPS)[0] * 3).sum(), (x, w))
     for got, right in zip(torch.autograd.grad(compiled(x, w).sum(), (x, w)), expected, strict=True):
         assert torch.equal(got, right)
 

@@ -1,19 +1,13 @@
 """Linear layer and cross entropy in one: ``sum_i -log softmax(hidden_i W^T + b)[target_i]``, the logits never whole.
 
-Tokens are taken a chunk at a time: logits in the type of ``hidden`` (as the unfused linear has them), loss with the
-log-sum-exp in fp32, logits overwritten by their gradient, and with it at once the gradients of hidden states and
-weight. So logits are computed once, and backward only multiplies what was saved by the incoming gradient.
+A chunk of tokens at a time: logits in the type of ``hidden``, loss and log-sum-exp in fp32, logits overwritten by their
+gradient, and with it at once the gradients of hidden states and weight. Backward only multiplies what was saved by the
+incoming gradient. All sums are in a fixed order: equal calls give equal bits.
 
 The gradients of n chunks add up in the weight's type, so in bf16 the error is at most n * 2^-8 of the largest partial
-sum, typically sqrt(n) times that of rounding once. ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight. All
-sums are in a fixed order: equal calls give equal bits. Sums of fp16 stay fp32 until backward has divided them by the
-number of tokens and multiplied them by a loss scale: they would be infinite, and terms divided beforehand would vanish.
-
-16k tokens, width 2560, bf16, H200, forward and backward against the unfused expression: 32,000 words 12.2 ms and 486 MB
-(16.7 ms, 6.0 GB), 128,000 words 53.2 ms and 1.09 GB (68.6 ms, 24 GB).
-
-``z_loss`` adds ``z * logsumexp^2`` a token (Chowdhery et al., PaLM, arXiv:2204.02311). If no token counts, the mean is
-0 with zero gradients, where PyTorch's is NaN. A target outside the vocabulary makes the loss NaN.
+sum, typically sqrt(n) times that of rounding once; ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight.
+Sums of fp16 stay fp32 until backward has divided them by the number of tokens and multiplied them by a loss scale: they
+would be infinite, and terms divided beforehand would vanish.
 
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
@@ -26,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.pointwise.rows import kernels
 from vblackwell.kernels.runtime.registry import refuse_forward_mode, register_op, runs_triton
 
 CHUNK_BYTES = 256 << 20  # of logits; large enough for matrix kernels at any vocabulary in use
@@ -38,30 +33,23 @@ def chunk_tokens_for(vocabulary: int, itemsize: int) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight_VD: Tensor,
-    targets: Tensor,
-    bias_V: Tensor | None = None,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    z_loss: float = 0.0,
-    chunk_tokens: int | None = None,
-    accumulate_fp32: bool = False,
-) -> Tensor:
+    hidden: Tensor, weight_VD: Tensor, targets: Tensor, bias_V: Tensor | None = None, *, ignore_index: int = -100,
+    reduction: str = "mean", z_loss: float = 0.0, chunk_tokens: int | None = None, accumulate_fp32: bool = False,
+) -> Tensor:  # fmt: skip
     """Cross entropy of ``hidden W^T + b`` against ``targets``, a scalar in fp32.
+
+    If no token counts, the mean is 0 with zero gradients. A target outside the vocabulary makes the loss NaN.
 
     Args:
         hidden: (..., D); under autocast it and the weight are cast as by a linear layer.
         weight_VD, bias_V: of the same type as ``hidden``; the bias may be None.
         targets: (...) integers, one for each row of ``hidden``; tokens of ``ignore_index`` do not count.
         reduction: 'mean' over the tokens that count, or 'sum'.
-        z_loss: factor of the squared log-sum-exp.
+        z_loss: ``z * logsumexp^2`` is added a token (Chowdhery et al., PaLM, arXiv:2204.02311).
         chunk_tokens: tokens whose logits exist at a time; default: what 256 MiB hold.
         accumulate_fp32: sum the weight's gradient in fp32 however narrow the weight is.
 
-    Raises:
-        ConfigurationError: shapes or types do not belong together, or an unknown reduction.
+    Raises ConfigurationError where shapes or types do not belong together, or for an unknown reduction.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -96,8 +84,7 @@ def _check(
     if weight_VD.dim() != 2 or hidden.shape[-1] != weight_VD.shape[1] or hidden.shape[:-1] != targets.shape:
         raise ConfigurationError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)} and targets {tuple(targets.shape)} "
-            "do not belong together: "
-            "give (..., D), (V, D) and (...)"
+            "do not belong together: give (..., D), (V, D) and (...)"
         )
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ConfigurationError(f"a bias of {tuple(bias_V.shape)} for {weight_VD.shape[0]} words")
@@ -139,95 +126,55 @@ def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-unty
 
 @register_op(_fake_linear_cross_entropy, save=_save, backward=_backward)
 def _linear_cross_entropy(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_T: Tensor,
-    ignore_index: int,
-    z_loss: float,
-    chunk: int,
-    accumulate_fp32: bool,
-    with_hidden: bool,
-    with_weight: bool,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty if not wanted."""
-    refuse_forward_mode("linear_cross_entropy")
-    with torch.autocast(hidden_TD.device.type, enabled=False):
-        return _chunked(
-            hidden_TD, weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, accumulate_fp32, with_hidden,
-            with_weight, with_bias
-        )  # fmt: skip
-
-
-def _chunked(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, ignore_index: int, z_loss: float,
     chunk: int, accumulate_fp32: bool, with_hidden: bool, with_weight: bool, with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tokens, words = hidden_TD.shape[0], weight_VD.shape[0]
+    """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty if not wanted."""
+    refuse_forward_mode("linear_cross_entropy")
+    tokens, words, sum_type = hidden_TD.shape[0], weight_VD.shape[0], _sum_type(hidden_TD.dtype)
     dhidden_TD = torch.empty_like(hidden_TD) if with_hidden else hidden_TD.new_empty(0)
-    sums = _GradientSum(weight_VD, accumulate_fp32) if with_weight else None
+    sum_VD = hidden_TD.new_empty(0, dtype=sum_type)
+    if with_weight:
+        sum_VD = torch.empty_like(weight_VD, dtype=torch.float32 if accumulate_fp32 else sum_type)
+    if not tokens:
+        sum_VD.zero_()
     dbias_V = hidden_TD.new_zeros(words if with_bias else 0, dtype=torch.float32)
     loss_T = hidden_TD.new_empty(tokens, dtype=torch.float32)
-    gradients = with_hidden or with_weight or with_bias
     # Rows start at multiples of 128 bytes: matrix kernels need 16 for their wide loads, and 50257 words would give 2.
     room = hidden_TD.new_empty(min(chunk, tokens), -(-words // 64) * 64)[:, :words]
-    triton = runs_triton("cross_entropy", hidden_TD, 0)
-    for start in range(0, tokens, chunk):
-        part = slice(start, min(start + chunk, tokens))
-        hidden_CD, targets_C = hidden_TD[part], targets_T[part]
-        logits_CV = room[: hidden_CD.shape[0]]
-        if bias_V is None:
-            torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
-        else:
-            torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
-        step = _triton_step if triton else _torch_step
-        step(logits_CV, targets_C, loss_T[part], ignore_index, z_loss, gradients)
-        if with_hidden:
-            torch.mm(logits_CV, weight_VD, out=dhidden_TD[part])
-        if sums is not None:
-            sums.add(logits_CV, hidden_CD)
-        if with_bias:
-            dbias_V += logits_CV.sum(0, dtype=torch.float32)
-    dweight_VD = hidden_TD.new_empty(0, dtype=_sum_type(hidden_TD.dtype)) if sums is None else sums.result()
-    return loss_T.sum(), dhidden_TD, dweight_VD, dbias_V.to(_sum_type(hidden_TD.dtype))
-
-
-class _GradientSum:
-    """``sum G^T H`` over chunks, added up in fp32 or in the type that it is given in (`_sum_type`)."""
-
-    def __init__(self, weight_VD: Tensor, fp32: bool) -> None:
-        self.dtype = _sum_type(weight_VD.dtype)
-        self.sum_VD = torch.empty_like(weight_VD, dtype=torch.float32 if fp32 else self.dtype)
-        self.wide = self.sum_VD.dtype != weight_VD.dtype
-        self.empty = True
-
-    def add(self, gradient_CV: Tensor, hidden_CD: Tensor) -> None:
-        left = gradient_CV.t()
-        if self.wide and left.is_cuda:
-            if self.empty:
-                torch.mm(left, hidden_CD, out_dtype=torch.float32, out=self.sum_VD)
+    step = kernels().loss_and_gradient_ if runs_triton("cross_entropy", hidden_TD, 0) else _torch_step
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            hidden_CD, targets_C = hidden_TD[part], targets_T[part]
+            logits_CV = room[: hidden_CD.shape[0]]
+            if bias_V is None:
+                torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
             else:
-                torch.addmm(self.sum_VD, left, hidden_CD, out_dtype=torch.float32, out=self.sum_VD)
+                torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
+            gradients = with_hidden or with_weight or with_bias
+            step(logits_CV, targets_C, loss_T[part], ignore_index, z_loss, gradients)
+            if with_hidden:
+                torch.mm(logits_CV, weight_VD, out=dhidden_TD[part])
+            if with_weight:
+                _add_product(sum_VD, logits_CV.t(), hidden_CD, start == 0)
+            if with_bias:
+                dbias_V += logits_CV.sum(0, dtype=torch.float32)
+    return loss_T.sum(), dhidden_TD, sum_VD.to(sum_type), dbias_V.to(sum_type)
+
+
+def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, first: bool) -> None:
+    """Add ``left @ right`` to the sum, in its type; ``first`` writes it."""
+    options = {}
+    if sum_VD.dtype != left_VC.dtype:
+        if left_VC.is_cuda:
+            options["out_dtype"] = torch.float32
         else:
-            if self.wide:
-                left, hidden_CD = left.float(), hidden_CD.float()
-            if self.empty:
-                torch.mm(left, hidden_CD, out=self.sum_VD)
-            else:
-                torch.addmm(self.sum_VD, left, hidden_CD, out=self.sum_VD)
-        self.empty = False
-
-    def result(self) -> Tensor:
-        return self.sum_VD.zero_().to(self.dtype) if self.empty else self.sum_VD.to(self.dtype)
-
-
-def _triton_step(
-    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, z_loss: float, gradients: bool
-) -> None:
-    from vblackwell.kernels.pointwise import rows_triton
-
-    rows_triton.loss_and_gradient_(logits_CV, targets_C, loss_C, ignore_index, z_loss, gradients)
+            left_VC, right_CD = left_VC.float(), right_CD.float()
+    if first:
+        torch.mm(left_VC, right_CD, **options, out=sum_VD)
+    else:
+        torch.addmm(sum_VD, left_VC, right_CD, **options, out=sum_VD)
 
 
 def _torch_step(
@@ -251,26 +198,20 @@ def _torch_step(
 def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor`` in fp32, rounded once to the type of ``x``: a 0-dim factor would be rounded to it first."""
     if runs_triton("cross_entropy", x, 0):
-        from vblackwell.kernels.pointwise import rows_triton
-
-        return rows_triton.scale(x, factor)
+        return kernels().scale(x, factor)
     return (x.float() * factor).to(x.dtype) if x.element_size() < 4 else x * factor
 
 
 @torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
 def _scale_by_(x: Tensor, factor: Tensor) -> None:
     if runs_triton("cross_entropy", x, 0):
-        from vblackwell.kernels.pointwise import rows_triton
-
-        rows_triton.scale(x, factor, out=x)
+        kernels().scale(x, factor, out=x)
     else:
         x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """``x * factor``, in the memory of ``x`` if nobody will ask for it again: a head's gradient is as large as the
-    head.
-    """
+    """``x * factor``, in the memory of ``x``, as large as the head, if nobody will ask for it again."""
     traced = type(x) is not Tensor  # a compiler's stand-in: what is saved there must stay as it was
     if traced or torch.compiler.is_compiling() or _keeps_graph():
         return _scale_by(x, factor)

@@ -1,17 +1,12 @@
 """Linear layers of one input (queries, keys and values; gate and up), whose input gradients add up inside the matrix
-kernels, and those that keep the input of their norm instead of what the norm made of it.
-
-Autograd multiplies each output's gradient by its weight and adds the results one after the other, three passes over
-memory an addition. Here every product but the first starts from the sum so far (``addmm`` with beta 1): the same
-roundings, no separate pass. Nothing is concatenated.
+kernels (every product but the first starts from the sum so far, the same roundings as autograd's without its passes
+over memory), and those that keep the input of their norm instead of what the norm made of it.
 
 `normed_linears` and `feed_forward_block` are for blocks that are computed again in backward, whose input is kept in any
-case: the operations, their order, and so the bits are those of `rms_norm`, `shared_input_linears` and `swiglu_linear`.
-As separate operations the second pass of a checkpoint leaves n, gate and up, and backward makes three more tensors of
-gate's size. In `feed_forward_block` the second pass computes nothing at all; backward makes n, gate, up and the
-product's gradient, and one kernel turns the last three, in place, into their gradients and the product. Where one such
-tensor would take more than `MAX_BYTES`, it goes in chunks of rows. Gradients of the weights are then rounded once a
-chunk: the first is written, the others are added to it inside the matrix kernels.
+case; operations, their order, and so the bits are those of `rms_norm`, `shared_input_linears` and `swiglu_linear`. The
+second pass of a `feed_forward_block` computes nothing; backward makes n, gate, up and the product's gradient, and one
+kernel turns the last three, in place, into their gradients and the product. Where such a tensor would take more than
+`MAX_BYTES` it goes in chunks of rows, and weights' gradients are rounded once a chunk.
 
 Legend: M rows, C rows of a chunk, K (in a feed-forward D) features in, N features out, I inner width.
 """
@@ -22,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.pointwise.rows import kernels
 from vblackwell.kernels.runtime.registry import refuse_forward_mode, register_op
 
 # Products of 8k rows run as fast as those of 16k, and few chunks are few roundings: 9.7k rows of I = 6912 in bf16, 6.1k
@@ -32,9 +28,7 @@ ROW_STEP = 256  # chunks are multiples of the matrix kernels' tiles
 
 def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
     """``[x @ w.T for w in weights_NK]``: (..., K) in, (..., N) each out. Differentiable in ``x`` and every weight.
-
-    Raises:
-        ConfigurationError: a weight is not (N, K), or of another type than ``x``.
+    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``.
     """
     _check_weights(x, weights_NK)
     return _shared_input_linears(x, weights_NK)
@@ -42,9 +36,7 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
 
 def normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
     """`shared_input_linears` of ``rms_norm(x)``; differentiable in all tensors, and saves these alone. Triton only.
-
-    Raises:
-        ConfigurationError: a weight is not (N, K), the norm's not (K,), or one is of another type than ``x``.
+    Raises ConfigurationError as that does, also for a norm's weight that is not (K,).
     """
     _check_weights(x, weights_NK, norm_K)
     return _normed_linears(x, norm_K, eps, weights_NK)
@@ -138,9 +130,7 @@ def _backward_normed(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
 @register_op(_fake_linears, save=_save_normed, backward=_backward_normed)
 def _normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
     refuse_forward_mode("normed_linears")
-    from vblackwell.kernels.pointwise import rows_triton
-
-    n_MK, _, _ = rows_triton.rms_norm(x.reshape(-1, x.shape[-1]), None, norm_K, eps)
+    n_MK, _, _ = kernels().rms_norm(x.reshape(-1, x.shape[-1]), None, norm_K, eps)
     return _products(n_MK, weights_NK, x)
 
 
@@ -149,10 +139,8 @@ def _normed_linears_backward(
     dys: list[Tensor], x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
     """Gradients of x, the norm's weight and each weight; empty where not ``needed``, but for x's."""
-    from vblackwell.kernels.pointwise import rows_triton
-
     x_MK = x.reshape(-1, x.shape[-1])
-    n_MK, _, scale_M = rows_triton.rms_norm(x_MK, None, norm_K, eps)
+    n_MK, _, scale_M = kernels().rms_norm(x_MK, None, norm_K, eps)
     rows = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
     dweights = [
         torch.mm(dy_MN.t(), n_MK) if wanted else dy_MN.new_empty(0)
@@ -160,7 +148,7 @@ def _normed_linears_backward(
     ]
     del n_MK
     dn_MK = linears_dx(rows, weights_NK)
-    dx_MK, dnorm_K = rows_triton.rms_norm_backward(dn_MK, None, x_MK, norm_K, scale_M, needed[1])
+    dx_MK, dnorm_K = kernels().rms_norm_backward(dn_MK, None, x_MK, norm_K, scale_M, needed[1])
     return [dx_MK.view(x.shape), dnorm_K, *dweights]
 
 
@@ -170,8 +158,8 @@ def _normed_linears_backward(
 def feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool = True
 ) -> Tensor:
-    """``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, all (..., D). Differentiable in all
-    five tensors; saves them alone. Triton only.
+    """``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, all (..., D); saves the five tensors
+    alone and is differentiable in each. Triton only.
 
     ``wanted``: False leaves the result unwritten, as for `swiglu_linear`. Raises ConfigurationError where shapes or
     types do not fit.
@@ -213,18 +201,16 @@ def _backward_block(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 def _feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool
 ) -> Tensor:
-    from vblackwell.kernels.pointwise import rows_triton
-
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     refuse_forward_mode("feed_forward_block")
     if not wanted:
         return y
     x_MD, y_MD = x.reshape(-1, x.shape[-1]), y.view(-1, x.shape[-1])
     for rows in chunks(len(x_MD), gate_ID.shape[0] * x.itemsize):
-        n_CD, _, _ = rows_triton.rms_norm(x_MD[rows], None, norm_D, eps)
+        n_CD, _, _ = kernels().rms_norm(x_MD[rows], None, norm_D, eps)
         gate, up = torch.mm(n_CD, gate_ID.t()), torch.mm(n_CD, up_ID.t())
         del n_CD
-        rows_triton.swiglu(gate, up, out=gate)
+        kernels().swiglu(gate, up, out=gate)
         del up
         y_CD = y_MD[rows]
         torch.mm(gate, down_DI.t(), out=y_CD)
@@ -252,8 +238,6 @@ def _feed_forward_block_backward(
     needed: list[bool],
 ) -> list[Tensor]:
     """Gradients of x, the norm's weight, gate, up and down; empty where not ``needed``, but for x's."""
-    from vblackwell.kernels.pointwise import rows_triton
-
     dx, dnorm_D, dgate_ID, dup_ID, ddown_DI = (
         torch.empty(each.shape if wanted else (0,), dtype=x.dtype, device=x.device)
         for each, wanted in zip((x, norm_D, gate_ID, up_ID, down_DI), [True, *needed[1:]], strict=True)
@@ -261,11 +245,11 @@ def _feed_forward_block_backward(
     x_MD, dy_MD, dx_MD = (each.reshape(-1, x.shape[-1]) for each in (x, dy, dx))
     for number, rows in enumerate(chunks(len(x_MD), gate_ID.shape[0] * x.itemsize)):
         x_CD, dy_CD, first = x_MD[rows], dy_MD[rows], number == 0
-        n_CD, _, scale_C = rows_triton.rms_norm(x_CD, None, norm_D, eps)
+        n_CD, _, scale_C = kernels().rms_norm(x_CD, None, norm_D, eps)
         gate, up = torch.mm(n_CD, gate_ID.t()), torch.mm(n_CD, up_ID.t())
         product = torch.mm(dy_CD, down_DI)
         dgate, dup = gate, up
-        rows_triton.swiglu_backward_in_place(product, gate, up)
+        kernels().swiglu_backward_in_place(product, gate, up)
         if needed[4]:
             _add_product(ddown_DI, dy_CD, product, first)
         del product
@@ -277,7 +261,7 @@ def _feed_forward_block_backward(
         if needed[3]:
             _add_product(dup_ID, dup, n_CD, first)
         del up, dup, n_CD
-        _, part_D = rows_triton.rms_norm_backward(dn_CD, dy_CD, x_CD, norm_D, scale_C, needed[1], out=dx_MD[rows])
+        _, part_D = kernels().rms_norm_backward(dn_CD, dy_CD, x_CD, norm_D, scale_C, needed[1], out=dx_MD[rows])
         if needed[1]:
             dnorm_D.copy_(part_D) if first else dnorm_D.add_(part_D)
     return [dx, dnorm_D, dgate_ID, dup_ID, ddown_DI]

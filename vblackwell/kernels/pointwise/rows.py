@@ -1,17 +1,11 @@
 """Row-wise ops, each in one pass over memory and rounded once from fp32 (PyTorch's expressions round each operation):
-RMSNorm, alone or with the residual addition before it; the gating of SwiGLU; rotary position embedding.
+RMSNorm (Zhang & Sennrich, arXiv:1910.07467), alone or with the residual addition before it; the gating of SwiGLU
+(Shazeer, arXiv:2002.05202); rotary position embedding (Su et al., arXiv:2104.09864), pairs (h, h + H/2) as in Hugging
+Face's models.
 
-RMSNorm (Zhang & Sennrich, arXiv:1910.07467): ``y = (x * rsqrt(mean(x^2) + eps)) * w``; with a residual ``x + residual``
-is rounded to its type first, as the unfused addition would, and returned too. The weight's gradient is deterministic:
-every program sums its own rows, and the partial sums are added in order.
-
-SwiGLU (Shazeer, arXiv:2002.05202): ``silu(gate) * up``, which may be halves of one tensor: nothing is copied.
-`swiglu_linear` multiplies by the next weight too: its backward computes the product again in the same pass as the
-gradients, so that it is not kept.
-
-Rotary (Su et al., arXiv:2104.09864), pairs (h, h + H/2) as in Hugging Face's models: ``left' = left * cos - right *
-sin``, ``right' = right * cos + left * sin``. Backward is the transposed rotation, so only the tables are kept. Results
-have the strides of what came in: attention reads transposed views without a copy.
+With a residual ``x + residual`` is rounded to its type first, as the unfused addition would. The weight's gradient is
+deterministic: every program sums its own rows, and the partial sums are added in order. The rotation's backward is the
+transposed one, so only the tables are kept, and its results have the strides of what came in.
 
 Legend: R rows, D width, I inner width; B batch, S sequence, N query heads, K key heads, H head width, T positions of
 the cache.
@@ -19,12 +13,24 @@ the cache.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.runtime.registry import empty_of, refuse_forward_mode, register_op, runs_triton
+
+
+@cache
+def kernels() -> Any:
+    """rows_triton.py, imported when the first kernel runs: triton takes half a second."""
+    from vblackwell.kernels.pointwise import rows_triton
+
+    return rows_triton
+
 
 # -- RMSNorm -----------------------------------------------------------------------------------------------------------
 
@@ -35,17 +41,15 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """
     _check_rms_norm(x, weight_D, None)
     if runs_triton("rms_norm", x, x.shape[-1]):
-        return _rms_norm(x, weight_D, eps)[0]
+        return _rms_norm(x, None, weight_D, eps)[0]
     return functional.rms_norm(x, (x.shape[-1],), weight_D, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)`` in one pass; all (..., D). Raises ConfigurationError where they do not
-    fit.
-    """
+    """``(rms_norm(x + residual), x + residual)`` in one pass; all (..., D), or ConfigurationError."""
     _check_rms_norm(x, weight_D, residual)
     if runs_triton("rms_norm", x, x.shape[-1]):
-        y, total, _ = _add_rms_norm(x, residual, weight_D, eps)
+        y, total, _ = _rms_norm(x, residual, weight_D, eps)
         return y, total
     total = x + residual
     return functional.rms_norm(total, (x.shape[-1],), weight_D, eps), total
@@ -64,53 +68,29 @@ def _check_rms_norm(x: Tensor, weight_D: Tensor, residual: Tensor | None) -> Non
 
 
 def _save_rms_norm(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight_D, _ = inputs
-    ctx.save_for_backward(x, weight_D, output[1])
+    x, residual, weight_D, _ = inputs
+    ctx.added = residual is not None
+    ctx.save_for_backward(output[1] if ctx.added else x, weight_D, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _backward_rms_norm(ctx, dy: Tensor | None, dscale: None):  # type: ignore[no-untyped-def]
-    if dy is None:
-        return None, None, None
-    dx, dweight_D = _rms_norm_backward(dy, None, *ctx.saved_tensors, ctx.needs_input_grad[1])
-    return dx, dweight_D if ctx.needs_input_grad[1] else None, None
+def _backward_rms_norm(ctx, dy: Tensor | None, dtotal: Tensor | None, dscale: None):  # type: ignore[no-untyped-def]
+    dx, dweight_D, wanted = dtotal, None, ctx.needs_input_grad[2]
+    if dy is not None:
+        dx, dweight_D = _rms_norm_backward(dy, dtotal, *ctx.saved_tensors, wanted)
+    return dx, dx if ctx.added else None, dweight_D if wanted else None, None
 
 
-@register_op(lambda x, weight_D, eps: _fake_rms_norm(x, weight_D), save=_save_rms_norm, backward=_backward_rms_norm)
-def _rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rows_triton
-
-    y, _, scale_R = rows_triton.rms_norm(x, None, weight_D, eps)
-    return y, scale_R
+def _fake_rms_norm(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
+    y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight_D.dtype))
+    scale_R = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    return y, x.new_empty(x.shape if residual is not None else (0,)), scale_R
 
 
-def _fake_add_rms_norm(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
-    y, scale_R = _fake_rms_norm(x, weight_D)
-    return y, x.new_empty(x.shape), scale_R
-
-
-def _save_add_rms_norm(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(output[1], inputs[2], output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward_add_rms_norm(ctx, dy: Tensor | None, dtotal: Tensor | None, dscale: None):  # type: ignore[no-untyped-def]
-    if dy is None:
-        return dtotal, dtotal, None, None
-    dx, dweight_D = _rms_norm_backward(dy, dtotal, *ctx.saved_tensors, ctx.needs_input_grad[2])
-    return dx, dx, dweight_D if ctx.needs_input_grad[2] else None, None
-
-
-@register_op(_fake_add_rms_norm, save=_save_add_rms_norm, backward=_backward_add_rms_norm)
-def _add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rows_triton
-
-    return rows_triton.rms_norm(x, residual, weight_D, eps)
-
-
-def _fake_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, weight_D.dtype)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+@register_op(_fake_rms_norm, save=_save_rms_norm, backward=_backward_rms_norm)
+def _rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """``(y, x + residual, 1 / rms of each row)``; without a residual the second is empty."""
+    return kernels().rms_norm(x, residual, weight_D, eps)
 
 
 def _fake_rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight):  # type: ignore[no-untyped-def]
@@ -122,18 +102,14 @@ def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` (that of the sum as well, if given, is added) and of the weight (empty if not wanted)."""
-    from vblackwell.kernels.pointwise import rows_triton
-
-    return rows_triton.rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight)
+    return kernels().rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight)
 
 
 # -- SwiGLU ------------------------------------------------------------------------------------------------------------
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, all (..., I) of one type. Differentiable in both. Raises ConfigurationError where they
-    differ.
-    """
+    """``silu(gate) * up``, all (..., I) of one type, or ConfigurationError. Differentiable in both."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ConfigurationError(
             f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}: they must match"
@@ -154,9 +130,7 @@ def _backward_swiglu(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 
 @register_op(lambda gate, up: gate.new_empty(gate.shape), save=_save_swiglu, backward=_backward_swiglu)
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    from vblackwell.kernels.pointwise import rows_triton
-
-    return rows_triton.swiglu(gate, up)
+    return kernels().swiglu(gate, up)
 
 
 def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untyped-def]
@@ -166,17 +140,15 @@ def _fake_swiglu_backward(dy, gate, up, with_product):  # type: ignore[no-untype
 @register_op(_fake_swiglu_backward)
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``(dgate, dup, silu(gate) * up)`` from ``dy``, all (..., I); the product is empty unless wanted. Triton only."""
-    from vblackwell.kernels.pointwise import rows_triton
-
-    return rows_triton.swiglu_backward(dy, gate, up, with_product)
+    return kernels().swiglu_backward(dy, gate, up, with_product)
 
 
 def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = True) -> Tensor:
-    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone. Triton
-    only.
+    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone:
+    backward computes the product again in the pass that makes the gradients. Triton only.
 
-    ``wanted``: False leaves the result unwritten, for the second pass of a checkpoint, which needs what backward reads
-    alone. Raises ConfigurationError where shapes or types differ.
+    ``wanted``: False leaves the result unwritten, for the second pass of a checkpoint. Raises ConfigurationError where
+    shapes or types differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype != weight_DI.dtype:
         raise ConfigurationError(
@@ -208,12 +180,10 @@ def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 
 @register_op(_fake_swiglu_linear, save=_save_linear, backward=_backward_linear)
 def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
-    from vblackwell.kernels.pointwise import rows_triton
-
     refuse_forward_mode("swiglu_linear")
     if not wanted:
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
-    product = rows_triton.swiglu(gate, up)
+    product = kernels().swiglu(gate, up)
     return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
 
 
@@ -242,7 +212,7 @@ def store_rotated(
     """Put the rotated keys and the values at ``position_1`` (int64, on the device); returns the rotated queries (B, N,
     H).
 
-    Tables are of all positions in fp32, as of `rotary_tables`. No gradient. Raises ConfigurationError where sizes do
+    Tables are of all positions in fp32, as of `rotary_tables`. No gradient. Raises ConfigurationError for sizes that do
     not fit.
     """
     if q_BNH.shape[-1] % 2 or k_BKH.shape != v_BKH.shape or keys_BKTH.shape[:2] != k_BKH.shape[:2]:
@@ -251,9 +221,7 @@ def store_rotated(
             f"for a cache of {tuple(keys_BKTH.shape)}"
         )
     if runs_triton("store_rotated", q_BNH, q_BNH.shape[-1]):
-        from vblackwell.kernels.pointwise import rows_triton
-
-        return rows_triton.store(q_BNH, k_BKH, v_BKH, keys_BKTH, values_BKTH, cos_TH, sin_TH, position_1)
+        return kernels().store(q_BNH, k_BKH, v_BKH, keys_BKTH, values_BKTH, cos_TH, sin_TH, position_1)
     tables = (cos_TH.index_select(0, position_1), sin_TH.index_select(0, position_1))
     q_BN1H, k_BK1H = rotary(q_BNH.unsqueeze(2), k_BKH.unsqueeze(2), *tables)
     keys_BKTH.index_copy_(2, position_1, k_BK1H)
@@ -291,6 +259,4 @@ def _backward_rotary(ctx, dq_BNSH: Tensor, dk_BKSH: Tensor):  # type: ignore[no-
     lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)), save=_save_rotary, backward=_backward_rotary
 )
 def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    from vblackwell.kernels.pointwise import rows_triton
-
-    return rows_triton.rotate(q_BNSH, k_BKSH, cos, sin, inverse)
+    return kernels().rotate(q_BNSH, k_BKSH, cos, sin, inverse)

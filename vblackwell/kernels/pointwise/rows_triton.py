@@ -1,6 +1,4 @@
-"""Triton kernels of rows.py and cross_entropy.py, and their launches. Import it only where
-they run: triton takes half a second.
-"""
+"""Triton kernels of rows.py and cross_entropy.py, and their launches."""
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -109,8 +107,8 @@ def tiles_of(tiles: int, most: int) -> tuple[int, int]:
 
 
 def stages_of(row_bytes: int, most: int, programs: int, shared_bytes: int) -> int:
-    """Pipeline stages of loops whose tiles take ``row_bytes``, if ``programs`` share a multiprocessor's
-    ``shared_bytes``: at least two sets of rows on their way, or no pipeline, as one set would wait in registers.
+    """Pipeline stages of loops whose tiles take ``row_bytes``, if ``programs`` share a multiprocessor: at least two
+    sets of rows on their way, or no pipeline, as one set would wait in registers.
     """
     sets = next((sets for sets in range(most - 1, 1, -1) if programs * sets * row_bytes <= shared_bytes), None)
     if sets is None and 2 * row_bytes <= shared_bytes:
@@ -169,14 +167,9 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -
 
 
 def rms_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight_D: Tensor,
-    scale_R: Tensor,
-    with_weight: bool,
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``; the first is ``out`` if given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -496,9 +489,7 @@ def loss_and_gradient_(
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x * factor`` with one rounding, into ``out`` if given; contiguous, ``factor`` of one element on the same
-    device.
-    """
+    """``x * factor`` (one element on the same device) with one rounding, contiguous, into ``out`` if given."""
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     count = x.numel()

@@ -3,14 +3,8 @@
 The token is the argmax of ``logits / temperature + g`` with g drawn from the Gumbel distribution (Maddison, Tarlow and
 Minka, arXiv:1411.0030), which follows the softmax without computing it. The noise comes from Philox 4x32-10 (Salmon et
 al., SC 2011), keyed by the row's seed and counted by the row's position and the column: equal seeds, positions and
-logits give equal tokens in any batch.
-
-What may be drawn is cut before, in this order and each on what the one before left: ``top_k`` likeliest, the fewest
-likeliest with probability ``top_p`` (Holtzman et al., arXiv:1904.09751), at least ``min_p`` of the likeliest's
-probability (Nguyen et al., arXiv:2407.01082). Tokens as likely as the last one kept are kept too.
-
-On CUDA Triton kernels, elsewhere torch; the two draw the same numbers and can differ only where two tokens tie within
-the last bits of a logarithm.
+logits give equal tokens in any batch. Triton kernels on CUDA and torch elsewhere draw the same numbers and can differ
+only where two tokens tie within the last bits of a logarithm.
 
 Legend: B rows, V vocabulary, C counters.
 """
@@ -31,6 +25,10 @@ def sample_tokens(
 ) -> Tensor:  # fmt: skip
     """The tokens (B,) int64; -1 for a row that has NaN or +inf, or nothing but -inf.
 
+    What may be drawn is cut by ``top_k``, ``top_p`` (Holtzman et al., arXiv:1904.09751) and ``min_p`` (Nguyen et al.,
+    arXiv:2407.01082), each on what the one before left; tokens as likely as the last one kept are kept too. Each
+    setting is a number, or a tensor (B,) on the logits' device, whose values are not read: that would wait for it.
+
     Args:
         logits_BV: bf16, fp16 or fp32; -inf for tokens that must not be drawn.
         seeds_B: of each request, any 63-bit number.
@@ -40,10 +38,7 @@ def sample_tokens(
         top_p: draw from the fewest likeliest with this probability; above 0 and up to 1: from all.
         min_p: draw from tokens with at least this share of the likeliest's probability; 0: from all.
 
-    Each setting is a number, or a tensor (B,) on the logits' device, whose values are not read: that would wait for it.
-
-    Raises:
-        ConfigurationError: a shape or type that does not fit, or a number outside its range.
+    Raises ConfigurationError for a shape or type that does not fit, or a number outside its range.
     """
     _check(logits_BV, temperature, top_k, top_p, min_p)
     device, rows = logits_BV.device, logits_BV.shape[0]

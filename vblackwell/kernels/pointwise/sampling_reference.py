@@ -1,7 +1,4 @@
-"""sampling.py in plain torch, on any device: the noise, what is cut, the draw.
-
-Legend: B rows, V vocabulary, C counters.
-"""
+"""sampling.py in plain torch. Legend: B rows, V vocabulary, C counters."""
 
 from __future__ import annotations
 

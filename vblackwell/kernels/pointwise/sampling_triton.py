@@ -2,10 +2,9 @@
 row, ``_first`` in all of it.
 
 No row is sorted. Logits become integers of the same order (``ordered``). One pass over the row keeps the four largest
-of every lane's words, `CUT_LANES` lanes wide. The least key that stays is found by bisection over these, in registers,
-counting (top_k) or adding probabilities (top_p). That is exact as long as no lane's fourth lies above the answer, since
-what a lane has dropped is not larger than its fourth. Where one does, the bisection goes on over the whole row, some 30
-passes of it. Sums are in a fixed order.
+of every lane's words; the least key that stays is found by bisection over these, in registers, counting (top_k) or
+adding probabilities (top_p), in a fixed order. What a lane has dropped is not larger than its fourth: only where that
+lies above the answer the bisection goes on over the whole row, some 30 passes of it.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
