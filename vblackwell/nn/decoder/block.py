@@ -1,13 +1,9 @@
 """Blocks of a decoder: attention and a feed-forward network, each after an RMSNorm, and the keys and values they keep.
 
 Pre-norm (Xiong et al., arXiv:2002.04745), SwiGLU (Shazeer, arXiv:2002.05202), grouped-query attention; parameters are
-named as in Hugging Face's Llama. On CUDA what is no matrix product runs as fused kernels, on the CPU as the plain
-expressions. RMSNorm rounds once, after the weight; Hugging Face's Llama rounds to the compute dtype before it too: the
-same bits in fp32, and in bf16 ours is the nearer to the exact value.
-
-Attention is given as ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends,
-on an H200 nine times slower for eight documents in a row of 8k (docs/journal/attention.md). So on CUDA packed
-documents, and prompts that continue a filled cache, go to the dispatcher.
+named as in Hugging Face's Llama. RMSNorm rounds once, after the weight; theirs rounds to the compute dtype before it
+too: the same bits in fp32. Attention is ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to
+its slow backends, so on CUDA packed documents, and prompts that continue a filled cache, go to the dispatcher.
 
 Legend: B batch, S new positions, T all positions, D model width, F feed-forward width, N query heads, K key-value
 heads, H head width.
@@ -44,10 +40,7 @@ BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
 
 
 class KVCache:
-    """Keys and values of every layer of a ``Decoder``; memory for ``max_length`` positions comes with the first.
-
-    Growing by concatenation instead would copy the whole cache at every token.
-    """
+    """Keys and values of every layer of a ``Decoder``; memory for ``max_length`` positions comes with the first."""
 
     def __init__(self, config: DecoderConfig, max_length: int) -> None:
         if not 1 <= max_length <= config.max_position:
@@ -226,10 +219,9 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:  # fmt: skip
         """(B, S, D) to the same.
 
-        Args:
-            wanted: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-            lean: of 'attention' and 'feed_forward', the halves that keep the residual stream alone
-                (linear/one_input.py): those under a checkpoint which keeps nothing of them.
+        ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
+        ``lean``: of 'attention' and 'feed_forward', the halves that keep the residual stream alone
+        (linear/one_input.py): those under a checkpoint which keeps nothing of them.
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -316,10 +308,8 @@ class OptimizedTransformerBlock(nn.Module):
         return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
 
     def quantize(self) -> OptimizedTransformerBlock:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the block.
-
-        Raises:
-            ConfigurationError: a weight has inf or NaN.
+        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the block. Raises
+        ConfigurationError where a weight has inf or NaN.
         """
         for module in (self.attention, self.up_proj, self.down_proj):
             if isinstance(module, (FlashAttention, FusedFP4Linear)):
@@ -327,14 +317,8 @@ class OptimizedTransformerBlock(nn.Module):
         return self
 
     def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, S, D) of (B, S, D).
-
-        Args:
-            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added to the
-                scores.
-
-        Raises:
-            ConfigurationError: an input or mask of another shape or type.
+        """(B, S, D) of (B, S, D); ``mask`` as for ``FlashAttention``. Raises ConfigurationError for an input or mask of
+        another shape or type.
         """
         if self.use_checkpoint and torch.is_grad_enabled():
             # No buffers to protect: the block writes none, and packed weights, which are buffers, would be copied.

@@ -1,25 +1,13 @@
 """Activation checkpointing that leaves no trace: a block is computed again in backward exactly as the first time.
 
 ``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it
-counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first, and what it
-writes is thrown away. The module's own buffers are swapped out, not written back: that would invalidate what autograd
-saved. A checkpoint keeps its inputs as autograd does, so ``saved_tensors_hooks`` around the call see them and nothing
-else: inside, checkpointing pushes other hooks.
+counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first; the module's
+own are swapped out, not written back: that would invalidate what autograd saved.
 
-`Keeping` holds outputs of chosen operations from the forward to the backward (torch's selective checkpointing). What
-each costs and saves, a block and token, in elements and multiply-adds, with model width D, key-value width K,
-feed-forward width F, sequence S:
-
-==============  ==================  =============================  =========================================
-name            held                not computed again             2.70B shape, 16k tokens: held a block
-==============  ==================  =============================  =========================================
-'attention'     D                   S * D (causal)                 84 MB
-'projections'   D + 2 K             D * (D + 2 K)                  252 MB
-'gates'         2 F                 2 * D * F                      453 MB
-==============  ==================  =============================  =========================================
-
-It works inside the function that is checkpointed, so it goes with any checkpoint that calls that function once more in
-backward. On the CPU, where linears run one by one, only 'attention' is kept.
+`Keeping` holds outputs of chosen operations from the forward to the backward (torch's selective checkpointing), inside
+the function that is checkpointed. Elements held a token of a block, and multiply-adds saved (D model, K key-value and F
+feed-forward width, S sequence): 'attention' D and S * D (causal), 'projections' D + 2 K and D * (D + 2 K), 'gates' 2 F
+and 2 * D * F. On the CPU, where linears run one by one, only 'attention' is kept.
 """
 
 from __future__ import annotations
@@ -27,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,22 +70,19 @@ def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Ite
     own = {module: module.__dict__[_FUNCTION] for module in modules if _FUNCTION in module.__dict__}
     outer = _input_hooks.get()
     _input_hooks.set(hooks)
+
+    def under(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with hooks():
+            return function(*args, **kwargs)
+
     try:
         for module, function in own.items():
-            module.__dict__[_FUNCTION] = _under(hooks, function)
+            module.__dict__[_FUNCTION] = partial(under, function)
         yield
     finally:
         for module, function in own.items():
             module.__dict__[_FUNCTION] = function
         _input_hooks.set(outer)
-
-
-def _under(hooks: InputHooks, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with hooks():
-            return function(*args, **kwargs)
-
-    return call
 
 
 def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, Tensor]:

@@ -6,11 +6,24 @@ ignores a key computes something else than the file says.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, Unsupported, nearest
+
+# Fields of a configuration and their names in ``config.json``: those it must have, and others.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_OPTIONAL = {
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_position": "max_position_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class DecoderConfig:
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_position"):
+        for name in (*_SIZES, "max_position"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: give at least 1")
         if self.num_kv_heads is None:
@@ -83,14 +96,7 @@ class DecoderConfig:
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_size,
-            "max_position_embeddings": self.max_position,
+            **{key: getattr(self, field) for field, key in (_SIZES | _OPTIONAL).items()},
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "rms_norm_eps": self.norm_eps,
@@ -119,27 +125,18 @@ class DecoderConfig:
             raise Unsupported(
                 f"Decoder cannot compute this config.json: {'; '.join(reasons)}. Open it with transformers"
             )
-        try:
-            eos = config.get("eos_token_id")
-            return cls(
-                vocab_size=config["vocab_size"],
-                hidden_size=config["hidden_size"],
-                intermediate_size=config["intermediate_size"],
-                num_layers=config["num_hidden_layers"],
-                num_heads=config["num_attention_heads"],
-                num_kv_heads=config.get("num_key_value_heads"),
-                head_dim=config.get("head_dim"),
-                max_position=config.get("max_position_embeddings", 2048),
-                rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
-                norm_eps=config.get("rms_norm_eps", 1e-6),
-                initializer_range=config.get("initializer_range", 0.02),
-                bos_token_id=config.get("bos_token_id"),
-                eos_token_id=eos[0] if isinstance(eos, list) else eos,
-            )
-        except KeyError as error:
-            raise ConfigurationError(
-                f"config.json lacks the key {error}: it is no complete Llama configuration"
-            ) from error
+        for key in _SIZES.values():
+            if key not in config:
+                raise ConfigurationError(f"config.json lacks the key {key!r}: it is no complete Llama configuration")
+        eos = config.get("eos_token_id")
+        return cls(
+            **{field: config[key] for field, key in (_SIZES | _OPTIONAL).items() if key in config},
+            rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            initializer_range=config.get("initializer_range", 0.02),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        )
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -176,19 +173,7 @@ GPT2_VOCAB_SIZE = 50257
 class Preset:
     """A decoder's shape without its vocabulary, which is the tokenizer's.
 
-    Widths are multiples of 64 so that every block format divides them. Parameters, in millions, by vocabulary:
-
-    =======  ======  ======  =====  =======  ========  ========  ========
-    preset   hidden  layers  heads  feed-f.     4,096    32,000    50,257
-    =======  ======  ======  =====  =======  ========  ========  ========
-    tiny        128       9      4      384      2.97      10.1      14.8
-    small       512      12      8     1536      45.1      73.7      92.4
-    medium      768      12     12     2048      91.2     134.1     162.1
-    large      1024      24     16     2752     312.0     369.1     406.5
-    xl         2048      22     16     5632      1147      1261      1336
-    7b         4096      32     32    11008      6510      6738      6888
-    =======  ======  ======  =====  =======  ========  ========  ========
-
+    Widths are multiples of 64 so that every block format divides them.
     ``7b`` is Llama 2's shape (6.74 G with its 32,000 tokens). ``tiny`` is deep and narrow: its embedding, the
     largest single group, is under a fifth of the model, so it streams through a third of its training state.
     """
@@ -224,8 +209,6 @@ PRESETS: dict[str, Preset] = {
 
 def find_preset(name: str) -> Preset:
     """The preset called ``name``; ConfigurationError, with the nearest name, if there is none."""
-    if name in PRESETS:
-        return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"preset {name!r} is not known; {hint}There are {', '.join(PRESETS)}")
+    if name not in PRESETS:
+        raise ConfigurationError(f"preset {name!r} is not known: choose {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    return PRESETS[name]

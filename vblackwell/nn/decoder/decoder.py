@@ -1,14 +1,10 @@
 """A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
 
 Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same
-bits (tests/nn/decoder/test_decoder_equality.py). Initial weights are drawn on the CPU whatever the device, one
-parameter after the other from one generator, so that a model that trains offloaded begins with the bits of the resident
-one.
-
-With ``gradient_checkpointing`` each block keeps only its input, and head and loss run over ``loss_chunk_tokens`` tokens
-at a time: at 50,000 words the logits of a batch, not the blocks, would otherwise set the peak. On CUDA head and loss
-are one operation (kernels/pointwise/cross_entropy.py), always in chunks, whose logits are computed once: the head is
-called with `HiddenWithTargets`.
+bits. Initial weights are drawn on the CPU whatever the device, one parameter after the other from one generator, so
+that a model that trains offloaded begins with the bits of the resident one. With ``gradient_checkpointing`` head and
+loss run over ``loss_chunk_tokens`` tokens at a time, on CUDA always, as one operation (`HiddenWithTargets`): at 50,000
+words the logits of a batch would otherwise set the peak.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -38,9 +34,9 @@ IGNORED_TARGET = -100
 class HiddenWithTargets:
     """Hidden states (..., D) and targets (...) for a linear head, which answers with the cross entropy of its logits.
 
-    ``nn.Linear`` passes them to ``torch.nn.functional.linear``, which hands the call to ``__torch_function__``: logits
-    never exist whole. The head stays a plain ``nn.Linear`` and is called as one: hooks that load its weight run, a
-    parametrised weight is used, its gradient arrives where it always does. ``options`` are `linear_cross_entropy`'s.
+    ``nn.Linear`` passes them to ``functional.linear``, which hands the call to ``__torch_function__``: the head stays a
+    plain ``nn.Linear`` whose hooks run and whose gradient arrives where it always does. ``options`` are
+    `linear_cross_entropy`'s.
     """
 
     def __init__(self, hidden: Tensor, targets: Tensor, **options: Any) -> None:
