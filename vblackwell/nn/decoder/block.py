@@ -215,24 +215,23 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
-        mask_BSS: Tensor | None = None, wanted: bool = True, lean: tuple[str, ...] = (),
+        mask_BSS: Tensor | None = None, wanted: bool = True, lean: bool = False,
     ) -> Tensor:  # fmt: skip
         """(B, S, D) to the same.
 
         ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-        ``lean``: of 'attention' and 'feed_forward', the halves that keep the residual stream alone
-        (linear/one_input.py): those under a checkpoint which keeps nothing of them.
+        ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
         """
         attention, mlp = self.self_attn, self.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         if hooked(attention):  # hooks that see its input expect a tensor
             rows_BSD = self.input_layernorm(x_BSD)
         else:
-            rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if "attention" in lean else None
+            rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if lean else None
             if rows_BSD is None:
                 rows_BSD = normed(x_BSD, self.input_layernorm, *projections)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
-        if "feed_forward" in lean:
+        if lean:
             linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
             y_BSD = lean_feed_forward(attended_BSD, x_BSD, self.post_attention_layernorm, mlp, linears, wanted)
             if y_BSD is not None:
@@ -296,8 +295,6 @@ class OptimizedTransformerBlock(nn.Module):
         )  # fmt: skip
         self.attention_norm = RMSNorm(d_model, BLOCK_NORM_EPSILON)
         self.feed_forward_norm = AddRMSNorm(d_model, BLOCK_NORM_EPSILON)
-        self.up_proj: nn.Linear | FusedFP4Linear
-        self.down_proj: nn.Linear | FusedFP4Linear
         if use_fp4:
             self.up_proj = FusedFP4Linear(d_model, d_ff, activation="gelu", use_fp4=True)
             self.down_proj = FusedFP4Linear(d_ff, d_model, use_fp4=True)

@@ -3,44 +3,23 @@
 ``torch.utils.checkpoint`` (non-reentrant) restores the random generators but not buffers, so a BatchNorm under it
 counts every batch twice. Here the second pass runs on copies of the buffers as they were before the first; the module's
 own are swapped out, not written back: that would invalidate what autograd saved.
-
-`Keeping` holds outputs of chosen operations from the forward to the backward (torch's selective checkpointing), inside
-the function that is checkpointed. Elements held a token of a block, and multiply-adds saved (D model, K key-value and F
-feed-forward width, S sequence): 'attention' D and S * D (causal), 'projections' D + 2 K and D * (D + 2 K), 'gates' 2 F
-and 2 * D * F. On the CPU, where linears run one by one, only 'attention' is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.kernels.attention import op as _attention_op  # noqa: F401 - registers the own kernel's op
-from vblackwell.kernels.pointwise import linears
 
 Slot = tuple[nn.Module, str]
 InputHooks = Callable[[], AbstractContextManager[Any]]
 
 _FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
-NAMES = ("attention", "projections", "gates")
-_aten: Any = torch.ops.aten
-_own: Any = torch.ops.vblackwell
-_ATTENTION = {
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _own.attention.default,
-}
 _input_hooks: ContextVar[InputHooks] = ContextVar("input_hooks", default=nullcontext)
 
 
@@ -114,50 +93,3 @@ class _BuffersReplaced:
         for (module, name), buffer in self._current.items():
             module._buffers[name] = buffer
         self._current.clear()
-
-
-# -- keeping some activations ------------------------------------------------------------------------------------------
-
-
-def check_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names as a tuple; ConfigurationError if one of them is not known."""
-    found = tuple(names)
-    for name in found:
-        if name not in NAMES:
-            raise ConfigurationError(f"kept activations {name!r} are not known: choose among {', '.join(NAMES)}")
-    return found
-
-
-class Keeping:
-    """``function``, called once in the forward; once more in backward it is ``again``, and what was kept is taken.
-
-    ``names`` are of `NAMES`; ``again`` computes the same, or at least all that backward reads. One for each checkpoint.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], names: tuple[str, ...], again: Callable[..., Any] | None = None
-    ) -> None:
-        self._next = function
-        self._again = again or function
-        self._contexts = list(create_selective_checkpoint_contexts(_policy(names))) if names else None
-
-    def __call__(self, *args: Any) -> Any:
-        function, self._next = self._next, self._again
-        if self._contexts is None:
-            return function(*args)
-        if not self._contexts:
-            raise Unsupported("a second backward through a graph with kept activations: the first gave them up")
-        with self._contexts.pop(0):
-            return function(*args)
-
-
-def _policy(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
-    products: Any = linears._shared_input_linears._opoverload
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operation in _ATTENTION and "attention" in names
-        if operation is products:  # of one input: three are queries, keys and values, two are gate and up
-            keep = ("projections" if len(args[1]) == 3 else "gates") in names
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy

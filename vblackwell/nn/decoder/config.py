@@ -19,11 +19,7 @@ _SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
 }
-_OPTIONAL = {
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_position": "max_position_embeddings",
-}
+_OPTIONAL = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "max_position": "max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -114,11 +110,8 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
-        """The shape described by a Llama ``config.json``.
-
-        Raises:
-            Unsupported: another architecture, or a feature of Llama's family that ``Decoder`` does not compute.
-            ConfigurationError: a needed key is missing, or the shape does not fit together.
+        """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
+        ConfigurationError for a missing key or a shape that does not fit together.
         """
         reasons = not_supported_reasons(config)
         if reasons:

@@ -24,7 +24,7 @@ from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
 from vblackwell.kernels.pointwise.rows import add_rms_norm
 from vblackwell.nn.attention.layer import rotary_tables, rotary_tables_at
 from vblackwell.nn.decoder.block import DecoderLayer, KVCache, RMSNorm, SelfAttention, SteadyCache, within_documents
-from vblackwell.nn.decoder.checkpoint import Keeping, check_names, checkpoint
+from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.linear.one_input import hooked
 
@@ -61,6 +61,12 @@ def takes_targets(head: nn.Module) -> bool:
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
 
 
+def _twice(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``layer`` for a checkpoint, whose second pass throws the output away."""
+    first = iter((layer,))
+    return lambda *args: next(first, partial(layer, wanted=False))(*args)
+
+
 class DecoderTrunk(nn.Module):
     """Everything but the head. It exists for the names of the weights."""
 
@@ -76,10 +82,7 @@ class Decoder(nn.Module):
 
     Attributes:
         gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
-        kept_activations: what checkpointing keeps nevertheless, of 'attention', 'projections', 'gates'
-        (nn/decoder/checkpoint.py has their costs).
-        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere while ``gradient_checkpointing`` is
-            on.
+        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        self.kept_activations: tuple[str, ...] = ()
         self.loss_chunk_tokens = 2048
         device = torch.get_default_device() if device is None else torch.device(device)
         with torch.device("meta"):  # so that no layer draws weights which would be drawn again
@@ -97,7 +99,9 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._allocate(device, dtype)
         if device.type != "meta":
-            self.draw_weights(seed)
+            fill = self.initial_weights(seed)
+            for name, parameter in self.named_parameters():
+                fill(name, parameter)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -116,16 +120,10 @@ class Decoder(nn.Module):
                 empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
                 setattr(module, name, nn.Parameter(empty))
 
-    def draw_weights(self, seed: int) -> None:
-        fill = self.initial_weights(seed)
-        for name, parameter in self.named_parameters():
-            fill(name, parameter)
-
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
-        """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device.
-
-        To be called once with each, in the order of ``named_parameters()``: all are drawn from one generator.
-        Values are normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
+        """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device;
+        called once with each, in the order of ``named_parameters()``, as all are drawn from one generator. Values are
+        normal, in projections into the residual stream divided by sqrt(2 * layers) (GPT-2); norms are 1.
         """
         generator = torch.Generator().manual_seed(seed)
         spread, num_layers = self.config.initializer_range, self.config.num_layers
@@ -160,9 +158,8 @@ class Decoder(nn.Module):
             positions_BS: of rows of several documents: counted from 0 in each. No token attends to another document.
             cache: keys and values of earlier positions; extended by this call.
 
-        Raises:
-            ConfigurationError: more positions than ``config.max_position``, or positions together with a cache.
-            Unsupported: positions, and attention was fixed to one backend by `use_attention`.
+        Raises ConfigurationError for more positions than ``config.max_position``, or positions with a cache;
+        Unsupported for positions where `use_attention` has fixed a backend.
         """
         hidden_BSD = self.hidden(input_ids_BS, cache, positions_BS)
         if targets_BS is None:
@@ -185,14 +182,11 @@ class Decoder(nn.Module):
         else:
             tables, mask_BSS = rotary_tables_at(positions_BS, *shape), within_documents(positions_BS)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
-        kept = check_names(self.kept_activations)
-        held = {"attention": "projections", "feed_forward": "gates"}
-        lean = tuple(half for half, name in held.items() if name not in kept)
         for layer in self.layers:
             if recompute:
-                once = partial(layer, lean=lean, mask_BSS=mask_BSS)
-                block = Keeping(once, kept, again=partial(once, wanted=False))
-                x_BSD = checkpoint(block, x_BSD, *tables, modules=(layer,))
+                x_BSD = checkpoint(
+                    _twice(partial(layer, mask_BSS=mask_BSS, lean=True)), x_BSD, *tables, modules=(layer,)
+                )
             else:
                 x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
         if cache is not None:
