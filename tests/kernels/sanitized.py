@@ -238,17 +238,16 @@ def masks(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @case(
     "forward.attend", "backward.query_gradient", "backward.key_gradient",
-    "blocks.pack_bits", "blocks.pack_quads", "blocks.judge_bits", "blocks.judge_values",
+    "blocks.pack_bits", "blocks.judge_bits", "blocks.judge_values",
     "blocks.collect_tiles", "blocks.order_lines",
 )  # fmt: skip
 def attention() -> None:
     length = 261 if DEVICE == "cuda" else 21
-    for keys in (length, length + 3):  # one that packs by bits, one by quads
-        for mask in (None, *masks(length, keys)):
-            attend(
-                attention_plan.plan_for("forward", 64, 2, 227 << 10) if DEVICE == "cuda" else None,
-                64 if DEVICE == "cuda" else 16, mask, length, keys, 0 if mask is None else None,
-            )()  # fmt: skip
+    for mask in (None, *masks(length, length)):
+        attend(
+            attention_plan.plan_for("forward", 64, 2, 227 << 10) if DEVICE == "cuda" else None,
+            64 if DEVICE == "cuda" else 16, mask, length, length, 0 if mask is None else None,
+        )()  # fmt: skip
 
 
 @case("hopper.attend_hopper", hopper=True)

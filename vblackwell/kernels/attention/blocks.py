@@ -21,7 +21,6 @@ from torch import Tensor
 
 from vblackwell.kernels.attention.device import load_mask, load_words, visible
 
-EMPTY, PARTIAL, WHOLE = 0, 1, 2
 WORD = 64
 # Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no check of their own.
 PADDING = 256
@@ -42,12 +41,10 @@ class MaskBits(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Lists of tiles, one a line; line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles +
-    tile.
+    """Lists of tiles; the line of (batch, head, tile) is (batch * list_batch + head * list_head) * tiles + tile.
 
     Attributes:
-        items: (lines, tiles + 1) int32 tile numbers: the longest run of whole ones, then the others, ascending, which
-            may be whole too; the last entry is spare.
+        items: (lines, tiles + 1) int32: the longest run of whole tiles, then the others, ascending; the last is spare.
         counts: (lines, 2) int32, how many are in that run and how many after it.
         order: (lines,) int32: of each batch and head, its lines from the longest to the shortest.
     """
@@ -90,40 +87,6 @@ def pack_bits(
             words,
             (col[None, :] + half[:, None] * 0 == 0) | (key_step > 0),
         )
-
-
-@triton.jit
-def pack_quads(
-    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, heads, rows, cols,
-    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
-):  # fmt: skip
-    """``pack_bits`` of contiguous keys, four of them as one number of 32 bits; strides and ``cols`` count fours."""
-    which = tl.program_id(2).to(tl.int64)
-    row0, quad0 = tl.program_id(1) * 64, tl.program_id(0) * 16
-    row, quad = tl.arange(0, 64), tl.arange(0, 16)
-    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
-    corner += row0.to(tl.int64) * stride_row + quad0
-    inside = ((row0 + row < rows) | (rows == 1))[:, None] & (quad0 + quad < cols)[None, :]
-    four = tl.load(corner + row[:, None] * stride_row + quad[None, :], inside, other=0).to(tl.uint32, bitcast=True)
-    # A bit at the bottom of each byte that is not zero; then one product puts the four side by side at the top.
-    four = ((((four & 0x7F7F7F7F) + 0x7F7F7F7F) | four) & 0x80808080) >> 7
-    nibble = (four * 0x10204080) >> 28
-    half = tl.arange(0, 2)
-    words = tl.sum((nibble << ((quad[None, :] & 7) * 4).to(tl.uint32)).reshape(64, 2, 8), 2).to(tl.uint32)
-    at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
-    tl.store(
-        by_query_ptr + at[:, None] * 2 + half[None, :],
-        words.to(tl.int32, bitcast=True),
-        (row[:, None] + half[None, :] * 0 == 0) | (query_step > 0),
-    )
-    if WITH_KEYS:
-        # Eight queries make a byte of each of the four keys, and eight such bytes a word of a key.
-        eight = tl.sum((four << (row[:, None] & 7).to(tl.uint32)).reshape(8, 8, 16), 1).to(tl.uint32)
-        byte, member = tl.arange(0, 8)[:, None, None], tl.arange(0, 4)[None, None, :]
-        bits = (eight[:, :, None] >> (8 * member).to(tl.uint32)).to(tl.uint8)
-        key = (tl.program_id(0) * 64 + quad[None, :, None] * 4 + member) * key_step
-        at = which * key_plane + tl.program_id(1).to(tl.int64) * key_word + key
-        tl.store(by_key_ptr.to(tl.pointer_type(tl.uint8)) + at * 8 + byte, bits)
 
 
 @triton.jit
@@ -237,37 +200,20 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
         (int(outer > 1), outer if words > 1 else 0, words * outer)
         for words, outer in ((k_words, padded_rows), (q_words, padded_cols))
     ]
-    strides = mask_strides(mask)
     targets = (by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32))
-    grid, fours = (k_words, q_words, batch * heads), in_fours(mask)
-    if fours is None:
-        pack_bits[grid](
-            mask, *targets, *strides, heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
-        )
-    else:
-        strides = tuple(stride // 4 for stride in strides[:3])
-        pack_quads[grid](
-            fours, *targets, *strides, heads, rows, cols // 4, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
-        )
+    pack_bits[(k_words, q_words, batch * heads)](
+        mask, *targets, *mask_strides(mask), heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+    )
     return MaskBits(by_query, by_key)
-
-
-def in_fours(mask: Tensor) -> Tensor | None:
-    """``mask`` (uint8) as int32 from its first element on, for ``pack_quads``; None if its keys are not contiguous."""
-    *strides, step = mask_strides(mask)
-    if step != 1 or mask.shape[3] % 4 or mask.data_ptr() % 4 or any(stride % 4 for stride in strides):
-        return None
-    return mask.as_strided((mask.numel() and 4,), (1,)).view(torch.int32)
 
 
 def list_tiles(
     mask: Tensor, bits: MaskBits | None, lengths: tuple[int, int], tile: tuple[int, int], offset: int, left: int | None,
     right: int | None, by_column: bool,
 ) -> TileLists:  # fmt: skip
-    """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile.
+    """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile (at most 128 keys).
 
-    ``mask``: (1 or B, 1 or N, S or 1, T or 1) of any strides, read if it has no ``bits``; ``tile``: queries and at most
-    128 keys; ``offset``, ``left``, ``right``: as in device.py.
+    ``mask``: (1 or B, 1 or N, S or 1, T or 1) of any strides, read if it has no ``bits``; bounds as in device.py.
     """
     q_tiles, k_tiles = triton.cdiv(lengths[0], tile[0]), triton.cdiv(lengths[1], tile[1])
     batch, heads = mask.shape[:2]

@@ -101,9 +101,8 @@ def mask_tile(
 def hide(x, first, second, INNER: tl.constexpr):
     """``x`` (OUTER, INNER), -inf where the bits of ``load_words`` are 0.
 
-    In the layout of a product a thread's columns are 8 j + c with c of the thread, so shifting by c once a word leaves
-    a test of a constant bit for each value. Written out, because the compiler packs comparisons into words again, bit
-    by bit.
+    A product's thread has columns 8 j + c: shifted by c once a word, a constant bit is tested for each value. Written
+    out, because the compiler packs comparisons into words again, bit by bit.
     """
     place = tl.arange(0, INNER)[None, :]
     low = place & 7
@@ -127,10 +126,8 @@ def hide(x, first, second, INNER: tl.constexpr):
 
 @triton.jit
 def place_in_order(order_ptr, list_batch, list_head, GROUP: tl.constexpr):
-    """Which (tile, head of the grid, batch) this program takes: the longest lines first.
-
-    Programs of one head that run at a time share its keys and values in the L2, so the grid is walked in blocks of
-    TOGETHER lines: those of every head in turn, then the next.
+    """Which (tile, head of the grid, batch) this program takes: the longest lines first, in blocks of TOGETHER lines of
+    every head in turn, as programs of one head that run at a time share its keys and values in the L2.
     """
     tiles, heads = tl.num_programs(0), tl.num_programs(1)
     of_all = heads * tl.num_programs(2)
@@ -164,9 +161,8 @@ def scores(
 ):  # fmt: skip
     """Products of queries and keys as log2 scores, hidden ones -inf; and the soft cap's derivative.
 
-    ``first``, ``second``: a boolean mask's words; ``values``: an additive one's numbers, which without SCALED are in
-    ``s`` already. Without ENDS a mask leaves nothing beyond the end of the keys to be hidden here. Without SCALED the
-    caller multiplies by scale * log2(e) itself (fused with the subtraction of the maximum).
+    ``first``, ``second``: a boolean mask's words; ``values``: an additive one's, which without SCALED are in ``s``
+    already, as the caller then multiplies by scale * log2(e) itself. Without ENDS a mask hides what is beyond the keys.
     """
     chain = 1.0
     x = s

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vblackwell.kernels.attention import device as attention_device
-from vblackwell.kernels.attention.blocks import TileLists, mask_strides
+from vblackwell.kernels.attention.blocks import mask_strides
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -43,6 +43,7 @@ NUMBERS = (
 )  # fmt: skip
 _column_tiles = gluon.jit(attention_device.column_tiles.fn)
 _place_in_order = gluon.jit(attention_device.place_in_order.fn)
+_visible = gluon.jit(attention_device.visible.fn)
 
 # fmt: off
 
@@ -157,11 +158,7 @@ def _softmax(
         if MASK == 0 or ENDS or HAS_LEFT or HAS_RIGHT:
             col = gl.expand_dims(start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES)), 0)
             line = gl.expand_dims(row, 1)
-            inside = (col < k_len) & (line >= 0)
-            if HAS_RIGHT:
-                inside = inside & (col <= line + (offset + right))
-            if HAS_LEFT:
-                inside = inside & (col >= line + (offset - left))
+            inside = _visible(line, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
             s = gl.where(inside, s, float("-inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * factor)
     base = new_top
@@ -398,27 +395,21 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     )
 
 
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: tuple[int | None, int | None], offset: int,
-    scale: float, plan: AttentionPlan, mask: Tensor | None = None, lists: TileLists | None = None,
-    open_ended: bool = False,
-) -> None:  # fmt: skip
-    """Write ``out`` and the log2-sum-exps; all (B, N, S, H) of strides that the copy engine takes, 16-bit, H up to 256.
-
-    ``mask``: words of a boolean mask (int64), or an additive one, with ``lists`` of its tiles; ``open_ended``: they may
-    have visible places beyond the last key; ``bounds`` (left and right) and ``offset``: as in device.py.
-    """
-    rows, width = plan.rows // 2, padded_head(q.shape[3])
-    left, right = bounds
+def launch(call: Any, plan: AttentionPlan, out: Tensor, lse: Tensor) -> None:
+    """Write ``out`` and the log2-sum-exps of launch.py's ``call``, which was found to fit."""
+    q, k, v, options = call.q, call.k, call.v, call.options
+    mask, lists = call.read_mask(by_column=False), call.lists(plan, by_column=False)
+    rows, width = plan.rows // 2, padded_head(call.head)
     kind = 0 if mask is None else 1 if mask.dtype == torch.int64 else 2
     given: Any = out if mask is None else descriptor(mask, rows, plan.columns) if kind == 2 else mask
     listed: Any = (lse, lse, lse) if lists is None else (lists.items, lists.counts, lists.order)
     steps = (0, 0, 0) if lists is None else (lists.list_batch, lists.list_head, lists.items.shape[1])
     attend_hopper[(triton.cdiv(q.shape[2], plan.rows), q.shape[1], q.shape[0])](
         descriptor(q, rows, width), descriptor(k, plan.columns, width), descriptor(v, plan.columns, width), given,
-        *listed, out, lse, out.stride(0), out.stride(1), out.stride(2), lse.stride(0), lse.stride(1),
-        *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *steps, q.shape[2], k.shape[2], offset, left or 0,
-        right or 0, scale, GROUP=q.shape[1] // k.shape[1], MASK=kind, HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None, ENDS=open_ended, H=q.shape[3], D=width, ROWS=rows,
-        COLUMNS=plan.columns, STAGES=plan.stages, num_warps=plan.warps, maxnreg=plan.registers,
+        *listed, out, lse, *out.stride()[:3], *lse.stride()[:2],
+        *((0, 0, 0, 0) if mask is None else mask_strides(mask)), *steps, q.shape[2], k.shape[2], call.offset,
+        options.left or 0, options.right or 0, options.scale, GROUP=q.shape[1] // k.shape[1], MASK=kind,
+        HAS_LEFT=options.left is not None, HAS_RIGHT=options.right is not None, ENDS=call.open_ended(plan),
+        H=call.head, D=width, ROWS=rows, COLUMNS=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
+        maxnreg=plan.registers,
     )  # fmt: skip

@@ -217,10 +217,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     if special is not None:
         from vblackwell.kernels.attention import hopper  # triton.experimental: only where it runs
 
-        hopper.launch(
-            call.q, call.k, call.v, out, lse, (options.left, options.right), call.offset, options.scale, special,
-            call.read_mask(by_column=False), call.lists(special, by_column=False), call.open_ended(special),
-        )  # fmt: skip
+        hopper.launch(call, special, out, lse)
         return result, lse
     tiled = [(call.q, plan.rows), (call.k, plan.columns), (call.v, plan.columns)]
     grid = (triton.cdiv(options.max_q, plan.rows), call.num_heads)

@@ -43,22 +43,18 @@ def flash_attention(
     Args:
         q_BNSH: queries, H up to 256. Any strides; the last dimension is best contiguous.
         k_BKTH, v_BKTH: keys and values; N is a multiple of K.
-        mask: broadcastable to (B, N, S, T): boolean (True attends) or floating point (added to the scores; gets no
-            gradient; numbers near the least of fp32 hide as -inf does).
+        mask: broadcastable to (B, N, S, T): boolean (True attends) or added to the scores, no gradient; numbers near
+            the least of fp32 hide as -inf does.
         causal: no key after the query's place is seen. Together with a mask both hold.
         bottom_right: the last query stands at the last key, instead of the first at the first.
-        window: keys seen including the query's own place: the last ``window`` with ``causal``, otherwise as many to
-            each side.
+        window: keys seen with the query's own: the last ``window`` with ``causal``, otherwise as many to each side.
         scale: of the scores, positive; default 1 / sqrt(H).
         softcap: scores s become softcap * tanh(s / softcap) before masks (Gemma 2, arXiv:2408.00118).
-        alibi_slopes_N: fp32; slope * distance is subtracted from the scores (Press et al., arXiv:2108.12409). No
-            gradient.
+        alibi_slopes_N: fp32, no gradient; slope * distance is subtracted from the scores (arXiv:2108.12409).
         dropout: probability to drop a probability; the others are divided by 1 - dropout.
         seed: of the dropout, from ``new_seed``; default: a new one.
 
-    Raises:
-        ConfigurationError: shapes, types or values that do not belong together.
-        Unsupported: on a GPU, as `grid_reasons` says.
+    Raises ConfigurationError where shapes, types or values do not belong together; Unsupported as `grid_reasons` says.
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
@@ -76,14 +72,12 @@ def flash_attention_varlen(
     softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``flash_attention`` of sequences packed one after the other; returns (S, N, H).
+    """``flash_attention`` of sequences packed one after the other; returns (S, N, H), and raises the same.
 
     Args:
         q_starts, k_starts: (B + 1,) int32 on the device, ascending: where each begins; the last is the number of rows.
+            They are not looked at.
         max_q, max_k: the longest sequence, or more.
-
-    Raises:
-        ConfigurationError, Unsupported: as ``flash_attention``; what ``starts`` hold is not looked at.
     """
     if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
         raise ConfigurationError(

@@ -60,9 +60,7 @@ _HALF = {
 # A boolean mask: two programs of the forward share a multiprocessor, one at its exponentials while the other's products
 # run; of four warps, because eight, held to 128 registers, have ptxas wait after each product. The backward's registers
 # allow one program; its tiles, too, are asked for two ahead.
-_HALF_BOOLEAN = {
-    (LARGE, 128): (P(128, 64, 4, 2, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
-}
+_HALF_BOOLEAN = {(LARGE, 128): (P(128, 64, 4, 2, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True))}
 # Where scores are changed (soft cap, ALiBi, dropout): that takes registers too.
 _HALF_SCORED = {
     (LARGE, 64): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 128, 8, 3, True)),
@@ -74,10 +72,7 @@ _HALF_SCORED = {
 }  # fmt: skip
 # And where a mask is added: two programs of four warps share a multiprocessor in dkv, one waiting for its mask while
 # the other computes.
-_HALF_ADDED = {
-    **_HALF_SCORED,
-    (LARGE, 128): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 64, 4, 2, True)),
-}
+_HALF_ADDED = {**_HALF_SCORED, (LARGE, 128): (P(128, 64, 8, 3, True), P(128, 64, 8, 3, True), P(64, 64, 4, 2, True))}
 _BY_KIND = {"boolean": _HALF_BOOLEAN, "scored": _HALF_SCORED, "additive": _HALF_ADDED}
 # hopper.py's forward, by padded head: two groups of 64 queries.
 SPECIALIZED = {

@@ -75,6 +75,7 @@ def _save_rms_norm(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward_rms_norm(ctx, dy: Tensor | None, dtotal: Tensor | None, dscale: None):  # type: ignore[no-untyped-def]
+    dtotal = dtotal if ctx.added else None  # of the empty one
     dx, dweight_D, wanted = dtotal, None, ctx.needs_input_grad[2]
     if dy is not None:
         dx, dweight_D = _rms_norm_backward(dy, dtotal, *ctx.saved_tensors, wanted)
