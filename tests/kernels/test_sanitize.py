@@ -31,6 +31,8 @@ def shipped() -> set[str]:
                 jitted.setdefault(node.name, set()).add(path.stem)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add((path.stem, ast.unparse(node.func.value).rpartition(".")[2]))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".launch") and node.args:
+                launched.add((path.stem, ast.unparse(node.args[0])))
     for stem, name in launched:
         modules = jitted.get(name, set())
         found |= {f"{module}.{name}" for module in (modules & {stem} or modules)}
