@@ -68,15 +68,14 @@ class Plan:
         self, level: int, num_bytes: int, max_priority: int = 10, than: Entry | None = None, *, may_rise: bool = True
     ) -> Extent | None:
         """Place ``num_bytes`` on ``level``, letting victims sink; None, and the plan as before, if that fails."""
-        extent = self.place(level, num_bytes)
-        if extent is not None or num_bytes > self._levels[level].capacity_bytes:
+        if (extent := self.place(level, num_bytes)) or num_bytes > self._levels[level].capacity_bytes:
             return extent
         # Victims of the size ``hopeless`` and more find no place.
         mark, refusals, hopeless = len(self.moves), 0, float("inf")
         for victim in self._policy.victims(level, max_priority, than):
             if victim.num_bytes < hopeless and self._may_go(victim):
                 if self._make_go(victim, may_rise=may_rise and self._by_order):
-                    if (extent := self.place(level, num_bytes)) is not None:
+                    if extent := self.place(level, num_bytes):
                         return extent
                     continue
                 hopeless = victim.num_bytes
@@ -148,8 +147,7 @@ class Placement:
                 return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
-            adopted = self._adopt(level, extent, bytes_in) if adopt and not plan.moves else None
-            if adopted is not None:
+            if adopt and not plan.moves and (adopted := self._adopt(level, extent, bytes_in)):
                 return self._seat(entry, level, adopted)
             self._begin(plan, level, extent)
         with self._carried_out(plan):
@@ -189,8 +187,7 @@ class Placement:
         with self._lock:
             self.sweep()
             plan = Plan(self._levels, self._policy, by_order=True)
-            extent = plan.make_room(level, num_bytes)
-            if extent is None:
+            if (extent := plan.make_room(level, num_bytes)) is None:
                 raise does_not_fit(self._levels, f"on {self._levels[level].name} for {what}", num_bytes, plan.refusal)
             self._begin(plan, level, extent)
         with self._carried_out(plan):
