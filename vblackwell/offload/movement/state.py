@@ -485,9 +485,13 @@ class Level0Room:
         self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
     ) -> Reservation:
         """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `no_room`."""
+        level = self._stack.levels[0]
 
         def take() -> Reservation:
             check()
+            # Where no key could give way, room is made before it is asked for: in vain it would cost an error each time.
+            while not level.can_allocate(num_bytes) and not self._stack.keys() and any(free() for free in free_some):
+                pass
             return self._storage.take(what, num_bytes, 0)
 
         def give_up() -> bool:
