@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from vblackwell.offload.layout.groups import GRADIENTS, KINDS, PARAMETER_KINDS, moment_ranges, num_elements
-from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.placement import (
-    StreamedPlacement,
-    StreamingOptions,
+from vblackwell.offload.layout.groups import (
+    GRADIENTS,
+    KINDS,
+    PARAMETER_KINDS,
+    moment_ranges,
+    num_elements,
     passing_bytes,
-    place_streamed,
-    spaces,
 )
+from vblackwell.offload.layout.lanes import GroupWork, LanePlan
+from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_streamed, spaces
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
 # Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three

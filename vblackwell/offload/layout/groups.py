@@ -442,6 +442,13 @@ def smallest_buffer(group: Group) -> int:
     return packed if group.formats.packed else MIN_BUFFER_BYTES
 
 
+def passing_bytes(group: Group) -> int:
+    """Bytes of what passes through the ring: a group's remainders and moments."""
+    narrow = group.slots[0].dtype.itemsize == 2 and not group.formats.stochastic
+    kinds = [*(["remainder"] if narrow else []), *group.formats.moments]
+    return sum(bytes_of(group, kind, num_elements(group)) for kind in kinds)
+
+
 def pieces_of(group: Group, max_elements: int) -> list[Piece]:
     """A uniform ``group`` in as few pieces as possible of at most ``max_elements`` (at least two cuts)."""
     assert max_elements >= 2 * group.formats.cut, max_elements

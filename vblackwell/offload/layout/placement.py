@@ -28,10 +28,10 @@ from vblackwell.offload.layout.groups import (
     Formats,
     Group,
     Site,
-    bytes_of,
     find_groups,
     moment_ranges,
     num_elements,
+    passing_bytes,
     rows_per_slice,
     smallest_buffer,
 )
@@ -300,13 +300,6 @@ def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None)
         left -= num_elements(group)
         found.append(group)
     return found
-
-
-def passing_bytes(group: Group) -> int:
-    """Bytes of what passes through the ring: a group's remainders and moments."""
-    narrow = group.slots[0].dtype.itemsize == 2 and not group.formats.stochastic
-    kinds = [*(["remainder"] if narrow else []), *group.formats.moments]
-    return sum(bytes_of(group, kind, num_elements(group)) for kind in kinds)
 
 
 def state_bytes(group: Group) -> int:

@@ -489,7 +489,7 @@ class Level0Room:
 
         def take() -> Reservation:
             check()
-            # Where no key could give way, room is made before it is asked for: in vain it would cost an error each time.
+            # Where no key could give way, room is made before it is asked for: asking in vain costs an error each time.
             while not level.can_allocate(num_bytes) and not self._stack.keys() and any(free() for free in free_some):
                 pass
             return self._storage.take(what, num_bytes, 0)
