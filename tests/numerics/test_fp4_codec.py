@@ -56,7 +56,7 @@ def test_any_shape_with_padding_never_seen(format):
 
 
 def _ts(format, scale):
-    return scale.tensor if format == "nvfp4" else None
+    return scale.tensor_scale if format == "nvfp4" else None
 
 
 @pytest.mark.parametrize("format", ALL)

@@ -1,27 +1,15 @@
 """Conversations: out of jsonl files, written down by a chat template, and as rows of tokens with masked targets.
 
-========  ============================================================  =============================================
-kind      a line                                                        becomes
-========  ============================================================  =============================================
-messages  {"messages": [{"role": "user", "content": "..."}, ...]}       itself
-sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...]}   human: user; gpt: assistant
-alpaca    {"instruction": "...", "input": "...", "output": "..."}       user: instruction, a blank line and input;
-                                                                        assistant: output
-========  ============================================================  =============================================
-
-The first line decides, and every other must be of its kind. A line that cannot be used is an error with file and line:
-a trainer that skips bad lines trains on something else than it was given.
+The first line tells the kind of all (docs/models.md). A line that cannot be used is an error with file and line.
 
 A template with ``{% generation %}`` says what the model writes. For any other, each answer is put between two
 characters that stand nowhere else, inside the white space it begins and ends with, because templates trim; the text
 without the marks must be the text without marking. Learnt is the answer, and the special token after it that ends the
-turn. The cache holds a token in the lower 31 bits of each number and in the highest whether it is to be learnt.
+turn.
 
-Rows hold whole conversations. With packing several share a row: positions begin again at 0 with each, and no token
-attends to another conversation or is predicted from one. Without, each has a row, filled up after its end with tokens
-that nothing attends to and nothing learns.
-
-Legend: B batch, S sequence.
+With packing several conversations share a row: positions begin again at 0 with each, and no token attends to another
+or is predicted from one. Without, each has a row, filled up with tokens that nothing attends to and nothing learns.
+B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -40,18 +28,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vblackwell.data.corpus import (
-    HELD_OUT_SHARE,
-    Corpus,
-    Progress,
-    cached,
-    content_hash,
-    pack_rows,
-    permute,
-    vocab_size_of,
-)
+from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, content_hash, pack_rows, permute
 from vblackwell.data.documents import LINES, TextFiles, json_lines
-from vblackwell.data.tokenizer import end_of_text_id
+from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, special_after
 from vblackwell.folders.folder import read_tokenizer
@@ -169,8 +148,6 @@ DEFAULT = """{{ bos_token }}{% for message in messages %}\
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = [chr(0xE000 + number) for number in range(64)]  # private use: no text of any language has them
 
-Span = tuple[int, int]
-
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -181,13 +158,10 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says what the model writes."""
         return _GENERATION.search(self.source) is not None
 
-    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The text, and the spans (from, to) of its answers in characters; ConfigurationError where it does not show
-        them.
-        """
+    def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the spans (from, to) of its answers; ConfigurationError where it does not show them."""
         messages, place = conversation
         if self.marks_answers:
             return self._rendered(messages, place, spans=True)
@@ -212,7 +186,7 @@ class ChatTemplate:
             return None
         return special_after(tokenizer, text.rpartition(mark)[2])
 
-    def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[Span]]:
+    def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[tuple[int, int]]]:
         refusal = (f"{place}: {self.origin} refuses it", "; change the line or the template")
         return render(self.source, messages, dict(self.special), refusal, spans=spans)
 
@@ -288,7 +262,6 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
 
 
 def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatTemplate) -> Iterator[np.ndarray]:
-    """Each conversation's tokens, marked."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     found = conversations(source, kind)
     while batch := list(islice(found, _BATCH)):
@@ -304,7 +277,7 @@ def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatT
             yield numbers
 
 
-def _learnt(text: str, spans: list[Span], encoding: Any, special: set[int]) -> np.ndarray:
+def _learnt(text: str, spans: list[tuple[int, int]], encoding: Any, special: set[int]) -> np.ndarray:
     """Which tokens have characters of a span, and the special token right after each."""
     starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     learnt = np.zeros(len(starts), dtype=bool)
@@ -392,10 +365,9 @@ class ChatDataset:
         return plain[:begin], plain[begin : begin + int(rest[0]) if len(rest) else None]
 
     def learnt_share(self) -> float:
-        """The share of tokens that are learnt."""
         learnt = sum(self._learnt(*pair) for pair in zip(self._starts, self._lengths, strict=True))
         return learnt / max(1, int((self._lengths - 1).sum()))
 
     def _learnt(self, start: int, length: int) -> int:
         """Targets among the first ``length`` tokens of a conversation."""
-        return np.count_nonzero(self._marked(start, length)[1:] & LEARNT)
+        return int(np.count_nonzero(self._marked(start, length)[1:] & LEARNT))

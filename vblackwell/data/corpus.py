@@ -1,10 +1,8 @@
 """From files to tokens, and from tokens to windows and rows in an order that is a pure function.
 
 Tokens and tokenizer are cached by the hash of what they came from. A window is ``seq_length`` inputs and, shifted by
-one, as many targets. An epoch's order is a Feistel permutation of (seed, epoch): position i is computed, not looked up,
-so a resumed run needs no list of indices, no replay, and no library's shuffle that stays the same between versions.
-
-Legend: B batch, S sequence.
+one, as many targets. An epoch's order is a Feistel permutation of (seed, epoch): position i is computed, so a resumed
+run needs no list of indices, no replay, and no library's shuffle that stays the same. B batch, S sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import json
 import os
 from array import array
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from vblackwell.data.documents import Piece, TextFiles, find_text, reading
-from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer
+from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer, vocab_size_of
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, hash_file, verify_folder
 from vblackwell.folders.folder import read_tokenizer
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
-ROUNDS = 4
+Batch = tuple[Tensor, ...]
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
 FORMAT = 2  # of the cache; part of every key
 BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
@@ -50,14 +49,14 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere, by a
-    Feistel network over the next power of four, applied again while the result is out of range (cycle walking).
+    """Where position ``index`` of ``epoch`` points: a permutation of ``0 .. count - 1``, the same everywhere, a Feistel
+    network over the next power of four, applied again while the result is out of range (cycle walking).
     """
     half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     base = _mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) ^ np.uint64(0x9E3779B97F4A7C15))
     base = _mix(base ^ np.uint64(epoch))
-    keys = [_mix(base ^ np.uint64(step + 1)) for step in range(ROUNDS)]
+    keys = [_mix(base ^ np.uint64(step + 1)) for step in range(4)]
     value = np.asarray(index, dtype=np.uint64).copy()
     pending = np.ones(value.shape, dtype=bool)
     while pending.any():
@@ -71,11 +70,9 @@ def permute(index: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Packed tokens and the tokenizer that made them."""
-
     tokens: np.ndarray  # all of them, one flat read-only memmap of uint16 or uint32
     tokenizer: Tokenizer
-    vocab_size: int  # one more than the largest token number; a tokenizer may leave some below unused
+    vocab_size: int
     end_of_text_id: int | None  # the token after each document; None where the tokenizer has none
     fingerprint: str  # hash of text and tokenizer: equal where the tokens are equal
     name: str  # what messages call it
@@ -84,17 +81,11 @@ class Corpus:
 def prepare_data(
     path: Path | None, tokenizer_path: Path | None = None, vocab_size: int = 4096, progress: Progress | None = None
 ) -> Corpus:
-    """The tokens of the documents under ``path``.
+    """The tokens of the documents under ``path``, by default those of the Python standard library's sources.
 
-    Args:
-        path: a text, jsonl or parquet file, or a folder of them; ``None``: the Python standard library's sources.
-        tokenizer_path: a ``tokenizer.json`` or a folder with one; ``None``: one is trained on the documents.
-        vocab_size: of the tokenizer that is trained.
-        progress: called with what is being done and the share done.
-
-    Raises:
-        ConfigurationError: input that cannot be read, or that holds no text; with file and place.
-        DiskError: the cache cannot be written.
+    Without ``tokenizer_path``, a tokenizer.json or its folder, one of ``vocab_size`` is trained on the documents.
+    ``progress`` is called with what is being done and the share done. Raises ConfigurationError for input that cannot
+    be read, or holds no text, DiskError where the cache cannot be written.
     """
     report = progress or (lambda message, share: None)
     source = find_text(path)
@@ -117,12 +108,7 @@ def prepare_data(
     return Corpus(tokens, tokenizer, vocab_size, end, fingerprint, source.name)
 
 
-def vocab_size_of(tokenizer: Tokenizer) -> int:
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-
-
 def content_hash(source: TextFiles, report: Progress) -> str:
-    """Hash of the files' names and bytes."""
     digest = xxhash.xxh3_128()
     total, done = max(1, source.size_bytes), 0
     for path in source.files:
@@ -168,7 +154,6 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 def _pack(
     source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], folder: Path, report: Progress
 ) -> None:
-    """Writes ``tokens.bin`` into ``folder``."""
     ends, count, text_bytes = array("q"), 0, 0
     read_order = folder / "read_order.bin"
     with read_order.open("wb") as file:
@@ -186,13 +171,13 @@ def _pack(
     tokens = np.memmap(read_order, dtype=kind, mode="r")
     with (folder / "tokens.bin").open("wb") as file:
         for start, stop in stretches(np.asarray(ends, dtype=np.int64)):
-            file.write(tokens[start:stop])
+            file.write(tokens[start:stop])  # pyright: ignore[reportArgumentType]
     read_order.unlink()
 
 
 def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Every token once, as ranges (from, to), of documents with these ``ends``. Those drawn, the same ones always,
-    until they have the held-out share come last, the first one at the end, so that only its end may be held out.
+    """Every token once, as ranges (from, to), of documents with these ``ends``: those drawn to be held out, always the
+    same ones, come last, the first of them at the end, so that only its end may be held out.
     """
     starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
     drawn = permute(np.arange(len(ends)), len(ends), seed=0, epoch=0)
@@ -272,7 +257,7 @@ class PackedDataset:
             rows[here] = self.tokens[starts[:, None] * self.seq_length + np.arange(self.seq_length + 1)]
         return torch.from_numpy(rows)
 
-    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+    def batch(self, positions: np.ndarray) -> Batch:
         """Inputs and targets, (B, S) int64 each, of the windows at ``positions``."""
         rows = self.windows(positions)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -283,7 +268,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
+    def batch(self, positions: np.ndarray) -> Batch:
         """What the loss is called with: inputs, targets and maybe positions, (B, S) int64 each."""
         ...
 
@@ -300,19 +285,15 @@ class BatchStream:
 
     @property
     def epoch(self) -> int:
-        """The one that the next batch begins in."""
         return self.state // len(self.dataset)
 
-    def next(self) -> tuple[Tensor, ...]:
-        """`Dataset.batch` of the next windows."""
+    def next(self) -> Batch:
         found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
         self.state += self.batch_size
         return found
 
 
-def evaluation_batches(
-    dataset: Dataset, batch_size: int, max_batches: int | None = None
-) -> Iterator[tuple[Tensor, ...]]:
+def evaluation_batches(dataset: Dataset, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
     """Every window of ``dataset`` once, or those of the first ``max_batches``; the last batch may be smaller."""
     count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
     for start in range(0, count, batch_size):
@@ -320,13 +301,12 @@ def evaluation_batches(
 
 
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
-    """Indices of the sequences, each at most ``row_length`` long, of each row. The longest first, each takes the
-    fullest row that it still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of
-    one more).
+    """Indices of the sequences of each row. The longest first, each takes the fullest row of ``row_length`` that it
+    still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of one more).
     """
     rows: list[list[int]] = []
-    open_rows: dict[int, list[int]] = {}  # rows by their free positions
-    sizes: list[int] = []  # the keys of open_rows, ascending
+    open_rows = defaultdict[int, list[int]](list)  # rows by their free positions
+    sizes: list[int] = []  # those that there are, ascending
     for index in np.argsort(-lengths, kind="stable"):
         length = int(lengths[index])
         at = bisect_left(sizes, length)
@@ -337,12 +317,12 @@ def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
             free = sizes[at]
             row = open_rows[free].pop()
             if not open_rows[free]:
-                del open_rows[free], sizes[at]
+                del sizes[at]
         rows[row].append(int(index))
         if left := free - length:
-            if left not in open_rows:
+            if not open_rows[left]:
                 insort(sizes, left)
-            open_rows.setdefault(left, []).append(row)
+            open_rows[left].append(row)
     return rows
 
 

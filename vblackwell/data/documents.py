@@ -30,16 +30,12 @@ LIBRARY_SKIPPED = frozenset(("site-packages", "dist-packages", "__pycache__", "e
 
 
 class Piece(NamedTuple):
-    """A stretch of a document's text, and whether the document ends with it."""
-
     text: str
     ends_document: bool
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Files to read, in order."""
-
     root: Path  # what the names are relative to
     files: tuple[Path, ...]
     name: str  # what messages call it
@@ -138,24 +134,21 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(file, 1):
             text = _decode(line, path, start, f"line {number}, ")
             start += len(line)
-            if text.strip():
-                place = f"{path}: line {number}"
-                yield place, _parsed(text, place)
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        record = json.loads(text)
-        if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
-            json.dumps(record, ensure_ascii=False).encode()
-        return record
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ConfigurationError(f"{place} has half a character ({half}): repair it") from error
-    except RecursionError as error:
-        raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
-    except ValueError as error:
-        raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
+            if not text.strip():
+                continue
+            place = f"{path}: line {number}"
+            try:
+                record = json.loads(text)
+                if "\\u" in text:  # an escape may write half of a pair, which no text has and no tokenizer takes
+                    json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = f"\\u{ord(error.object[error.start]):04x}"
+                raise ConfigurationError(f"{place} has half a character ({half}): repair it") from error
+            except RecursionError as error:
+                raise ConfigurationError(f"{place} is nested too deep to be read: repair or remove it") from error
+            except ValueError as error:
+                raise ConfigurationError(f"{place} is not JSON ({error}); write one object a line") from error
+            yield place, record
 
 
 def _read_table(path: Path) -> Iterator[Piece]:

@@ -33,10 +33,7 @@ SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary,
 
 def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens (fewer where text has no more pairs), the same for the same text.
-
-    Raises:
-        ConfigurationError: ``vocab_size`` below 257, or text that cannot be read.
-        VBError: the process that trains has ended without a tokenizer.
+    ConfigurationError for a size below 257, VBError where the process that trains has ended without one.
     """
     from tokenizers import Tokenizer
 
@@ -121,6 +118,11 @@ def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
             names = [name, *names] if name else names
     found = (tokenizer.token_to_id(name) for name in names)
     return next((number for number in found if number is not None), None)
+
+
+def vocab_size_of(tokenizer: Tokenizer) -> int:
+    """One more than the largest token number; a tokenizer may leave some below unused."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
 if __name__ == "__main__":

@@ -1,18 +1,8 @@
 """The block formats: code books, block sizes and scale types, as published.
 
-=======  =====================  ============================  ====================  =================
-format   element                block                         block scale           tensor scale
-=======  =====================  ============================  ====================  =================
-nvfp4    E2M1                   16                            E4M3 (uint8 bits)     fp32
-mxfp4    E2M1                   32                            E8M0 (uint8 bits)     1
-nf4      16 quantiles           64                            fp32                  1
-int4     -7 .. 7, excess 8      32 (or 128)                   bf16                  1
-int8     -127 .. 127            the row (or a multiple of 2)  fp32                  1
-=======  =====================  ============================  ====================  =================
-
-A decoded element is ``(value[code] * block_scale) * tensor_scale`` in fp32. E2M1, E4M3 and E8M0 are those of the OCP
-Microscaling specification 1.0; nf4 is the table of QLoRA (Dettmers et al. 2023); int4 stores ``q + 8`` as
-compressed-tensors files do.
+A decoded element is ``(value[code] * block_scale) * tensor_scale`` in fp32; the tensor scale is nvfp4's alone. E2M1 of
+nvfp4 and mxfp4, and the scales E4M3 and E8M0, are those of the OCP Microscaling specification 1.0; nf4 is the table of
+QLoRA (Dettmers et al. 2023); int4 stores ``q + 8`` as compressed-tensors files do.
 """
 
 from __future__ import annotations
@@ -32,7 +22,6 @@ NF4_VALUES: tuple[float, ...] = (
 )  # fmt: skip
 
 E2M1_VALUES: tuple[float, ...] = _E2M1 + tuple(-value for value in _E2M1)
-INT4_VALUES: tuple[float, ...] = tuple(float(code - 8) for code in range(16))
 
 E4M3_MAX = 448.0
 E4M3_MAX_CODE = 0x7E  # 0x7F is NaN
@@ -41,8 +30,6 @@ E8M0_MAX_CODE = 0xFE  # 0xFF is NaN
 
 @dataclass(frozen=True)
 class Format:
-    """One block format."""
-
     name: str
     block_size: int | None  # elements of the last dimension that share a scale; None: the whole row
     bits: int  # an element takes; two 4-bit codes share a byte, low nibble first
@@ -76,7 +63,7 @@ FORMATS: dict[str, Format] = {
         Format("nvfp4", 16, 4, torch.uint8, E2M1_VALUES, 6.0, 0),
         Format("mxfp4", 32, 4, torch.uint8, E2M1_VALUES, 6.0, 0),
         Format("nf4", 64, 4, torch.float32, NF4_VALUES, 1.0, 7),
-        Format("int4", 32, 4, torch.bfloat16, INT4_VALUES, 7.0, 8),
+        Format("int4", 32, 4, torch.bfloat16, tuple(float(code - 8) for code in range(16)), 7.0, 8),
         Format("int8", None, 8, torch.float32, (), 127.0, 0),
     )
 }
@@ -92,9 +79,7 @@ def format_named(name: str, block_size: int | None = None) -> Format:
         raise ConfigurationError(f"format {name!r} is not known: choose one of {', '.join(FORMATS)}")
     if block_size is None or block_size == form.block_size:
         return form
-    if name == "int4" and block_size in (32, 128):
-        return replace(form, block_size=block_size)
-    if name == "int8" and block_size > 0 and block_size % 2 == 0:
+    if (name == "int4" and block_size in (32, 128)) or (name == "int8" and block_size > 0 and block_size % 2 == 0):
         return replace(form, block_size=block_size)
     choices = {"int4": "32 or 128", "int8": "None (the row) or any even number"}.get(name, str(form.block_size))
     raise ConfigurationError(f"{name} has no blocks of {block_size}: its block size is {choices}")

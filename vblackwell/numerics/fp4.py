@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,17 +31,6 @@ _MSE_HEADROOM = 4 * E4M3_MAX  # the best scale of the largest block may be up to
 Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 
 
-@dataclass(frozen=True)
-class BlockScale:
-    """What ``FP4Codec.decode`` needs in addition to the codes: scales, logical shape and dtype, format."""
-
-    form: Format
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: Tensor
-    tensor: Tensor
-
-
 class FP4Codec:
     """Encodes and decodes one format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
 
@@ -57,13 +46,12 @@ class FP4Codec:
         self.form = format_named(format, block_size)
         self.scale_search = check_search(scale_search)
 
-    def encode(self, w: Tensor) -> tuple[Tensor, BlockScale]:
-        """(codes, scale) of a tensor of any shape; see ``quantize`` for what is refused."""
+    def encode(self, w: Tensor) -> tuple[Tensor, PackedTensor]:
+        """Codes of a tensor of any shape, and what they are decoded with; see ``quantize`` for what is refused."""
         packed = quantize(w, self.form.name, self.scale_search, block_size=self.form.block_size)
-        scales = (packed.block_scales, packed.tensor_scale)
-        return packed.codes, BlockScale(packed.form, packed.shape, packed.dtype, *scales)
+        return packed.codes, packed
 
-    def decode(self, codes: Tensor, scale: BlockScale) -> Tensor:
+    def decode(self, codes: Tensor, scale: PackedTensor) -> Tensor:
         """The tensor that ``encode`` packed, in its shape and dtype; ConfigurationError for ``scale`` of another
         format, CorruptData where codes and scales do not fit.
         """
@@ -71,7 +59,7 @@ class FP4Codec:
             given, own = (f"{form.name} (block {form.block_size})" for form in (scale.form, self.form))
             remedy = f"decode with FP4Codec({scale.form.name!r})"
             raise ConfigurationError(f"codes of {given} given to a codec of {own}: {remedy}")
-        packed = PackedTensor(scale.form, scale.shape, scale.dtype, codes, scale.block, scale.tensor)
+        packed = replace(scale, codes=codes)
         packed.check()
         return packed.dequantize()
 

@@ -39,7 +39,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def tiles(form: Format, n: int, k: int, budget: int) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Tiles of about ``budget`` elements: rows, columns up to ``k``, and with the padding those of codes and scales."""
+    """Tiles of about ``budget`` elements: rows, columns up to ``k``, and those of codes and scales with padding."""
     padded, block, per_code = form.padded(k), form.block_of(k), 8 // form.bits
     width = padded if padded <= budget else max(block, budget // block * block)
     height = max(1, budget // padded)
@@ -118,7 +118,6 @@ class PackedTensor:
 
     @property
     def n(self) -> int:
-        """Number of rows: the product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
     @property

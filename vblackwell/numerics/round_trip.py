@@ -19,6 +19,7 @@ a table of 2^13 cells answers for cells without a boundary, fp64 for the others.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,39 +40,28 @@ def round_trip(w_NK: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
     low, high = torch.aminmax(w_NK)
     tensor_scale = max_tensor_scale(torch.maximum(low.abs(), high.abs()).to(torch.float32), form)
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
-    buffers = _Buffers(min(n * form.padded(k), max(_TILE_ELEMENTS, block)), w_NK.device)
+    elements = min(n * form.padded(k), max(_TILE_ELEMENTS, block))
+    memory = torch.empty(5, elements, dtype=torch.float32, device=w_NK.device)
     for rows, columns, _, blocks in tiles(form, n, k, _TILE_ELEMENTS):
         shape = (rows.stop - rows.start, (blocks.stop - blocks.start) * block)
-        buffers.shape(shape[0] * shape[1] // block, block)
-        w_BE = buffers.load(w_NK[rows, columns], shape)
-        values_BE = _round_blocks(w_BE, tensor_scale, form, buffers)
-        out[rows, columns] = values_BE.view(shape)[:, : columns.stop - columns.start]
+        *buffers, held = memory[:, : shape[0] * shape[1]].view(5, -1, block)
+        tile, width = w_NK[rows, columns], columns.stop - columns.start
+        if tile.dtype != torch.float32 or not tile.is_contiguous() or width < shape[1]:
+            padded = held.view(shape)
+            padded[:, :width], padded[:, width:] = tile, 0.0
+            tile = padded
+        values_BE = _round_blocks(tile.view(-1, block), tensor_scale, form, _Buffers(*buffers))
+        out[rows, columns] = values_BE.view(shape)[:, :width]
     return out
 
 
-class _Buffers:
-    """A tile's temporaries u, v, x, y, fp32 (B, E), made once: fresh pages cost more than the arithmetic."""
+class _Buffers(NamedTuple):
+    """A tile's temporaries, fp32 (B, E), made once: fresh pages cost more than the arithmetic."""
 
     u: Tensor
     v: Tensor
     x: Tensor
     y: Tensor
-
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self._memory = torch.empty(5, elements, dtype=torch.float32, device=device)
-
-    def shape(self, blocks: int, block: int) -> None:
-        size = blocks * block
-        self.u, self.v, self.x, self.y = (self._memory[i, :size].view(blocks, block) for i in range(4))
-
-    def load(self, tile: Tensor, shape: tuple[int, int]) -> Tensor:
-        """``tile`` as fp32 blocks, zero-padded to ``shape``; itself where it is that already. Not to be written to."""
-        if tile.dtype == torch.float32 and tile.is_contiguous() and tile.shape == shape:
-            return tile.view(self.u.shape)
-        padded = self._memory[4, : shape[0] * shape[1]].view(shape)
-        padded[:, : tile.shape[1]] = tile
-        padded[:, tile.shape[1] :] = 0.0
-        return padded.view(self.u.shape)
 
 
 def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:

@@ -66,31 +66,22 @@ def round_elements(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
     scale_B1 = scale_B.unsqueeze(-1)
     u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
     if form.name in ("nvfp4", "mxfp4"):
-        return _round_e2m1(u)
+        # E2M1's codes 0..7 of magnitudes are the integers of min(2u, u + 2, u/2 + 4): one rounding to even does all.
+        magnitude = u.abs()
+        position = torch.minimum(magnitude * 2, magnitude + 2)
+        position = torch.minimum(position, magnitude.mul_(0.5).add_(4)).clamp_max_(7)
+        return position.round_().to(torch.uint8) | (u.signbit().to(torch.uint8) << 3)
     if form.name == "nf4":
-        return _round_to_table(u, form.values)
+        table = torch.tensor(form.values, dtype=torch.float64, device=u.device)
+        boundaries = (table[1:] + table[:-1]) / 2  # exact: fp32 values, 25 bits
+        low = torch.bucketize(u, boundaries, out_int32=True)
+        high = torch.bucketize(u, boundaries, out_int32=True, right=True)  # one more than `low` on a tie only
+        return (low + ((high - low) & low & 1)).to(torch.uint8)
     q = torch.round(u).clamp_(-form.max_value, form.max_value)
     return (q + form.zero_code).to(form.codes_dtype)
 
 
 def decode_elements(codes: Tensor, form: Format) -> Tensor:
-    """Values of unpacked codes as fp64, before any scale."""
     if not form.values:
         return codes.to(torch.float64)
     return torch.tensor(form.values, dtype=torch.float64, device=codes.device)[codes.to(torch.int32)]
-
-
-def _round_e2m1(u: Tensor) -> Tensor:
-    """The codes 0..7 of magnitudes are the integers of min(2u, u + 2, u/2 + 4): one rounding to even does all steps."""
-    magnitude = u.abs()
-    position = torch.minimum(magnitude * 2, magnitude + 2)
-    position = torch.minimum(position, magnitude.mul_(0.5).add_(4)).clamp_max_(7)
-    return position.round_().to(torch.uint8) | (u.signbit().to(torch.uint8) << 3)
-
-
-def _round_to_table(u: Tensor, values: tuple[float, ...]) -> Tensor:
-    table = torch.tensor(values, dtype=torch.float64, device=u.device)
-    boundaries = (table[1:] + table[:-1]) / 2  # exact: fp32 values, 25 bits
-    low = torch.bucketize(u, boundaries, out_int32=True)
-    high = torch.bucketize(u, boundaries, out_int32=True, right=True)  # one more than `low` on a tie only
-    return (low + ((high - low) & low & 1)).to(torch.uint8)

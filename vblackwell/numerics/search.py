@@ -7,10 +7,9 @@ nvfp4 has 126 positive E4M3 scales. Most cannot win (A is the block's largest ma
   rounds to 4 or 6) the half scale is at least as good. It exists unless s is among the lowest 15 codes, which are tried
   up to ``4 A``, from where on every element is zero.
 
-A window around A / 6 is tried on every block, the rest only on blocks for which it is still open; the optimum is that
-of the exhaustive search. fp32 errors are good to about 1.3e-6; a block in which two scales come within ``_CLOSE`` of
-each other is searched again in fp64. Blocks lie along the last, contiguous dimension (``EB``: element, block), and the
-fixed tree of additions gives every machine the same sums.
+A window around A / 6 is tried on every block, the rest where it is still open: the optimum of the exhaustive search.
+fp32 errors are good to about 1.3e-6; blocks in which two scales come within ``_CLOSE`` are searched again in fp64. In
+``EB`` (element, block) the fixed tree of additions gives every machine the same sums.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
 
 @dataclass
 class _Best:
-    """The best code of each block so far."""
-
     code: Tensor
     error: Tensor
     contested: Tensor  # whether another code came as near
@@ -69,12 +66,6 @@ class _Best:
     def empty(cls, a_EB: Tensor) -> _Best:
         error = torch.full_like(a_EB[0], torch.inf)
         return cls(torch.zeros_like(error, dtype=torch.int64), error, torch.zeros_like(error, dtype=torch.bool))
-
-    def take(self, at: Tensor) -> _Best:
-        return _Best(self.code[at], self.error[at], self.contested[at])
-
-    def put(self, at: Tensor, best: _Best) -> None:
-        self.code[at], self.error[at], self.contested[at] = best.code, best.error, best.contested
 
     def offer(self, code: Tensor, error: Tensor) -> None:
         """Takes ``code`` where it errs less, or as much with a smaller code."""
@@ -126,9 +117,9 @@ def _walk(a_EB: Tensor, amax: Tensor, code: Tensor, step: int, table: Tensor, li
             return
         if keep.numel() < at.numel():
             at, code, amax, a_EB, s_B = at[keep], code[keep], amax[keep], a_EB[:, keep], s_B[keep]
-        mine = best.take(at)
+        mine = _Best(best.code[at], best.error[at], best.contested[at])
         mine.offer(code, _e2m1_error(a_EB, s_B, limit))
-        best.put(at, mine)
+        best.code[at], best.error[at], best.contested[at] = mine.code, mine.error, mine.contested
 
 
 def best_e8m0(a_EB: Tensor, limit: float | None = None) -> Tensor:

@@ -2,15 +2,13 @@
 
 The coarse part is what ``quantize(w, 'nvfp4')`` makes, byte for byte. The fine part has no scales: its 16 levels divide
 the rounding cell of each coarse code. E2M1 codes are consecutive integers of a piecewise linear scale, so a magnitude
-``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell of a code is exactly the half step
-to either side:
+``code + (fine - 8) / 16`` on that scale is again such a number, E2M5, and the cell is the half step to either side:
 
     value = e2m5(16 * code + fine - 8),    e2m5(i) = max(i / 32, i / 16 - 2, i / 8 - 8)
     weight = (+-value * block_scale) * tensor_scale        in fp32, one rounding
 
-What was exact in nvfp4 stays exact, and a kernel adds the fine bits to the coarse ones. A zero code takes fine codes
-8..15 only: its sign says on which side of zero the weight lies. 4 + 4 + 0.5 = 8.5 bits a weight. Levels that are
-uniform within a cell are 0.3 dB better, but no binary fraction of the scale, and zero is no level.
+What was exact in nvfp4 stays exact. A zero code takes fine codes 8..15 only: its sign says on which side of zero the
+weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
 
 ``N`` rows, ``K`` columns, ``P`` columns padded to the block of 16, ``B`` blocks, ``E`` elements a block.
 """
@@ -70,9 +68,6 @@ def refine(coarse: PackedTensor, tensor: Tensor) -> PackedTensor:
 def _position(u: Tensor) -> Tensor:
     """In E2M1 codes, of a magnitude: the inverse of `e2m5`."""
     return torch.minimum(torch.minimum(u * 2, u + 2), u * 0.5 + 4)
-
-
-# -- training: encode and decode at once, on scales that are kept ------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

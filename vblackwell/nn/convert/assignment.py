@@ -1,11 +1,9 @@
 """Precision per layer: each linear in bf16, two parts (8.5 bits) or nvfp4 (4.5), in as few bytes as a budget allows.
 
 Measured is, for one changed linear at a time, the Kullback-Leibler divergence of the changed from the unchanged
-predictions: for a model that predicts well the expected rise of the loss, never negative and hardly noisy. Divergences
-are added up; while the loss with all choices in place rises by more than the budget, the choice is made again, for
-less. All linears begin in nvfp4. The one that saves the most divergence for a byte steps up, along the lower convex
-hull of its choices, until the sum is within the budget: the greedy solution of the multiple-choice knapsack, at most
-one step off the best.
+predictions, which hardly varies and is never negative. All linears begin in nvfp4; the one that saves the most
+divergence for a byte steps up, along the lower convex hull of its choices, until the sum is within the budget: the
+greedy solution of the multiple-choice knapsack. While the real loss rises by more, the choice is made again, for less.
 """
 
 from __future__ import annotations
@@ -52,23 +50,17 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A precision for each linear."""
-
     precisions: dict[str, str]  # 'bf16', 'two-part' or 'nvfp4'
     shapes: dict[str, Shape]
     measured: dict[str, float] = field(default_factory=dict)  # 'loss', 'loss_after', 'budget' of the calibration
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.precisions.values()) - set(BITS))
-        what = f"precision {unknown[0]!r}" if unknown else "" if self.precisions else "no linears"
-        if not what and set(self.precisions) != set(self.shapes):
-            what = "a linear without a shape"
-        if what:
-            raise ConfigurationError(f"an assignment with {what}: each linear has a shape and one of {', '.join(BITS)}")
+        known = set(self.precisions.values()) <= set(BITS)
+        if not known or not self.precisions or set(self.precisions) != set(self.shapes):
+            raise ConfigurationError(f"an assignment has linears, each with a shape and one of {', '.join(BITS)}")
 
     @property
     def bits(self) -> float:
-        """Bits a weight over all its linears."""
         weights = sum(n * k for n, k in self.shapes.values())
         return 8 * sum(_bytes(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
 
@@ -76,7 +68,7 @@ class Assignment:
         return [name for name, given in self.precisions.items() if given == precision]
 
     def save(self, path: Path | str) -> None:
-        """Write the file, whole or not at all; its folder is made if missing. DiskError if the disk refuses."""
+        """Write the file, whole or not at all, and its folder; DiskError if the disk refuses."""
         linears = {name: {"precision": p, "shape": list(self.shapes[name])} for name, p in self.precisions.items()}
         text = json.dumps({"version": VERSION, "measured": self.measured, "linears": linears}, indent=1)
         path = Path(path)
@@ -126,7 +118,7 @@ class Assignment:
 
 def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto") -> list[str]:
     """Replace the linears that are not bf16, on their own parameters, in this mode of `Settings`; their names.
-    ConfigurationError, and nothing changed, where the assignment is for another model or a linear cannot be replaced.
+    ConfigurationError, and nothing changed, where one cannot be replaced.
     """
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
@@ -146,33 +138,34 @@ def assign_precision(
     model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
     pattern: str = "all", keep: str = HEAD,
 ) -> Assignment:  # fmt: skip
-    """The cheapest precisions by which the calibration loss rises by at most ``budget``.
+    """The cheapest precisions by which the calibration loss rises by at most ``budget``, a share of it, or the best of
+    at most ``max_bits`` a weight; ``pattern`` and ``keep`` as for `select_linears`.
 
-    Args:
-        model: called with inputs; returns logits (B, S, V), or a value with ``logits``. Its weights change meanwhile.
-        batches: (inputs, targets (B, S) int64, -100 where there is none), on the model's device. All logits are kept.
-        budget: relative rise of the loss, e.g. 0.004.
-        max_bits: at most this many bits a weight, by as small a rise as that allows; ``budget`` is ignored then.
-        pattern, keep: which linears, as for `select_linears`.
-
-    Raises:
-        ConfigurationError: no calibration data, a value out of range, nothing selected, or a loss that is not finite.
+    ``model`` takes inputs and returns logits (B, S, V), or a value with ``logits``; its weights change meanwhile.
+    Batches are (inputs, targets (B, S) int64, -100 where there is none). ConfigurationError for what is out of range.
     """
     if max_bits is not None and not BITS["nvfp4"] <= max_bits <= BITS["bf16"]:
         raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")
     if not 0 <= budget < math.inf:
         raise ConfigurationError(f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more")
     measured = measure_sensitivity(model, batches, pattern, keep)
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in measured.shapes}
+
+    def tried(chosen: dict[str, str]) -> Assignment:
+        with torch.no_grad(), _weights_in(linears, chosen), _evaluating(model):
+            after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
+        return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
+
     if max_bits is not None:
-        return _with_loss(model, batches, choose(measured, math.inf, max_bits=max_bits), measured, budget)
+        return tried(choose(measured, math.inf, max_bits=max_bits))
     allowed = budget * measured.loss
     for _ in range(_ROUNDS):
-        found = _with_loss(model, batches, choose(measured, allowed), measured, budget)
+        found = tried(choose(measured, allowed))
         rise = found.measured["loss_after"] - measured.loss
         if rise <= budget * measured.loss:
             return found
         allowed *= 0.8 * budget * measured.loss / rise
-    return _with_loss(model, batches, dict.fromkeys(measured.shapes, "bf16"), measured, budget)
+    return tried(dict.fromkeys(measured.shapes, "bf16"))
 
 
 @torch.no_grad()
@@ -215,16 +208,6 @@ def choose(measured: Sensitivity, allowed: float, *, max_bits: float | None = No
         _, name, precision, saved, more = max(steps)
         chosen[name], total, held = precision, total - saved, held + more
     return chosen
-
-
-@torch.no_grad()
-def _with_loss(
-    model: nn.Module, batches: Batches, chosen: dict[str, str], measured: Sensitivity, budget: float
-) -> Assignment:  # fmt: skip
-    linears: dict[str, Any] = {name: model.get_submodule(name) for name in chosen}
-    with _weights_in(linears, chosen), _evaluating(model):
-        after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
-    return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
 
 
 @contextmanager

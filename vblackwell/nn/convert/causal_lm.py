@@ -1,19 +1,17 @@
 """Hugging Face causal language models, on the fused operators: norms, SwiGLU, rotary positions, and the loss.
 
-No parameter and no name changes; on the CPU the plain expressions run, with the model's bits but for the loss. In half
-precision the fused ops round once where transformers' round after every operation: nearer to the exact value.
-
-The loss is computed in the head's call, chunk by chunk, by hooks alone. Where ``labels`` are given, the head is called
-with its hidden states *and targets* (`HiddenWithTargets`) and answers with the loss; the model hands that "logits" on
-to its ``loss_function``, which is ours and takes it; the output has ``logits=None``. Shift, ``ignore_index``,
-``shift_labels`` and ``num_items_in_batch`` mean what they mean in transformers. Whether the forward really passes
-logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk.
+No parameter and no name changes; on the CPU the model's bits stay, but for the loss. The loss is computed in the head's
+call, chunk by chunk, by hooks alone: where ``labels`` are given, the head is called with its hidden states *and
+targets* (`HiddenWithTargets`) and answers with the loss, which the model hands on to its ``loss_function``, ours.
+Shift, ``ignore_index``, ``shift_labels`` and ``num_items_in_batch`` mean what they mean in transformers. Whether the
+forward passes logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import re
 import threading
 import weakref
@@ -34,8 +32,6 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one module."""
-
     kind: str  # linear, experts, attention, activation, norm, feed_forward, gate (of experts), rotary, adapter or loss
     name: str  # of the module; '' for the model
     became: str | None = None  # what computes it now; None if it was left
@@ -52,7 +48,6 @@ class Conversion:
 
     @property
     def replaced(self) -> dict[str, list[str]]:
-        """Names of what was replaced, by kind."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
             if row.became is not None:
@@ -67,8 +62,7 @@ class Conversion:
     def undo(self) -> nn.Module:
         """The model as it was, returned; packed weights come back rounded, everything else bit for bit. Idempotent.
 
-        What was trained meanwhile stays trained. ConfigurationError where weights are packed and the model is in a
-        stack, which would not know those that come back.
+        What was trained stays trained. ConfigurationError for packed weights in a stack, which would not know others.
         """
         names = self.replaced.get("linear", []) if self._undo else []
         made = [self.model.get_submodule(name) for name in names]
@@ -79,7 +73,6 @@ class Conversion:
         return self.model
 
     def summary(self) -> str:
-        """How many modules of each kind run fused, and how many were left for which reason."""
         lines = [f"{kind}: {len(names)} fused" for kind, names in self.replaced.items()]
         lines += [f"left {count}: {reason}" for reason, count in Counter(self.left.values()).items()]
         return ", ".join(lines) or "nothing in this model has a fused form"
@@ -96,7 +89,6 @@ class Conversion:
 
 
 def in_stack(model: nn.Module) -> bool:
-    """Whether parameters of the model are in a stack."""
     return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
 
@@ -183,10 +175,7 @@ class LossInPlaceOfLogits:
     __getitem__ = __iter__ = __len__ = __float__ = _refuse
 
 
-_NO_LOGITS = (
-    "{} on the logits of a model whose loss is computed in chunks: with labels there are none. Call it without labels, "
-    "or accelerate_causal_lm(model, loss=False)"
-)
+_NO_LOGITS = "{} on logits: a loss in chunks has none; leave labels out, or accelerate_causal_lm(model, loss=False)"
 
 
 class _FusedLoss:
@@ -218,11 +207,8 @@ class _FusedLoss:
     def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
         return logits.loss if isinstance(logits, LossInPlaceOfLogits) else self._original(logits, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._original
-
     def __reduce__(self) -> Any:
-        return _itself, (self._original,)
+        return operator.itemgetter(0), ((self._original,),)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = self._signature.bind_partial(model, *args, **kwargs)
@@ -271,23 +257,14 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
-
     def __reduce__(self) -> Any:
         return _Hook, (None,)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
 
 class _Always(nn.Module):
-    """In a module's place: it always gives the same answer."""
-
     def __init__(self, answer: Any) -> None:
         super().__init__()
         self.answer = answer
@@ -296,9 +273,7 @@ class _Always(nn.Module):
         return self.answer
 
 
-class _Output:
-    """Hidden states as a model's output; its other attributes are None."""
-
+class _Output:  # of a trunk: hidden states, and None for every other attribute
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 

@@ -29,7 +29,6 @@ Overrides = dict[str, Callable[..., Any]]
 
 
 def reason_of(error: Exception) -> str:
-    """One line about a probe that could not run."""
     return f"its forward could not be probed: {type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -53,12 +52,10 @@ def swap(module: nn.Module, overrides: Overrides) -> None:
 
 
 def plain_class(module: nn.Module) -> type:
-    """The module's class before `swap`."""
     return type(module).__dict__.get("_vb_original", type(module))
 
 
 def unswap(module: nn.Module) -> None:
-    """Give the module its own class back."""
     object.__setattr__(module, "__class__", plain_class(module))
 
 
@@ -201,9 +198,7 @@ def _with_rotation(forward: types.FunctionType, theirs: Callable[..., Any]) -> C
 
 
 def fused_adapter(module: nn.Module) -> Overrides | str | None:
-    """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`: `adapted_linear` runs where that is what peft
-    computes.
-    """
+    """As `fused_norm`, for peft's LoRA around a `StoredFP4Linear`, where `adapted_linear` is what peft computes."""
     base: Any = getattr(module, "base_layer", None)
     if not isinstance(base, StoredFP4Linear) or not type(module).__module__.startswith("peft.tuners.lora"):
         return None

@@ -24,14 +24,7 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
-from vblackwell.nn.linear.two_part import (
-    BITS,
-    DRIFT_THRESHOLD,
-    REFRESH_EVERY,
-    Settings,
-    VBOptimizedLinear,
-    precision_of,
-)
+from vblackwell.nn.linear.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.units import format_bytes
 
@@ -44,8 +37,7 @@ _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTIL
 
 def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, str | None]:
     """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be. ``pattern`` is 'all',
-    'large' (2^20 elements and more) or a regular expression searched for in names; ``keep`` one for names that never
-    are.
+    'large' or a regular expression searched for in names, ``keep`` one for names that stay.
     """
     wanted, kept = _compiled(pattern), _compiled(keep)
     owners: dict[int, list[str]] = defaultdict(list)
@@ -58,23 +50,27 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         if isinstance(module, FusedFP4Linear):
             found[name] = "it is a FusedFP4Linear already"
             continue
-        if not (isinstance(module, nn.Linear) or _is_transposed(module)):
+        transposed = _is_transposed(module)
+        if not (isinstance(module, nn.Linear) or transposed):
             continue
         own = f"{name}.weight" if name else "weight"
-        others = [other for other in owners[id(module._parameters.get("weight"))] if other != own]
-        if module is head:
-            reason = "the output head: its error reaches the logits directly"
-        elif others:
-            reason = f"its weight is shared with {others[0]}: packing one would untie them"
-        elif kept.search(name):
-            reason = "its name is among those to keep"
-        else:
-            reason = _own_reason(model, name, module)
-        if reason is None and pattern == "large" and module.weight.numel() < LARGE_ELEMENTS:  # type: ignore[union-attr]
-            reason = f"smaller than {LARGE_ELEMENTS} elements"
-        elif reason is None and pattern not in ("all", "large") and not wanted.search(name):
-            reason = f"its name does not match {pattern!r}"
-        found[name] = reason
+        weight: Any = module._parameters.get("weight")
+        others = [other for other in owners[id(weight)] if other != own]
+        read, kind, plain = reads_weight(model, name), type(module).__name__, type(module) is nn.Linear
+        reasons = {
+            "the output head: its error reaches the logits directly": module is head,
+            f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
+            "its name is among those to keep": kept.search(name),
+            "it is the model itself, which cannot be replaced in place": not name,
+            "its weight is stored as (inputs, outputs): its rows have no blocks of a product": _is_transposed(module),
+            "an adapter's own matrix, which is trained as it is": name and _in_adapter(model, name),
+            f"{read}": read,
+            f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
+            "it has hooks, which would be lost": hooked(module),
+            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large" and plain and weight.numel() < LARGE_ELEMENTS,
+            f"its name does not match {pattern!r}": pattern not in ("all", "large") and not wanted.search(name),
+        }
+        found[name] = next((reason for reason, holds in reasons.items() if holds), None)
     return found
 
 
@@ -89,23 +85,6 @@ def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
 
 
-def _own_reason(model: nn.Module, name: str, module: nn.Module) -> str | None:
-    if not name:
-        return "it is the model itself, which cannot be replaced in place"
-    if _is_transposed(module):
-        return "its weight is stored as (inputs, outputs), so blocks along its rows would not be blocks of a product"
-    if _in_adapter(model, name):
-        return "an adapter's own matrix, which is trained as it is"
-    if read := reads_weight(model, name):
-        return read
-    if type(module) is not nn.Linear:
-        kind = type(module).__name__
-        return f"{kind} is another class than nn.Linear: its owner may read the weight without calling it"
-    if hooked(module):
-        return "it has hooks, which would be lost"
-    return None
-
-
 def _in_adapter(model: nn.Module, name: str) -> bool:
     """Whether the module belongs to what an adapter adds around its ``base_layer``, as peft's layers have it."""
     module: Any = model
@@ -116,12 +95,11 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
     return False
 
 
-def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
-    """The linears that may be packed, by module name, as for `find_linears`; ConfigurationError if there are none."""
-    return _selected(model, pattern, find_linears(model, pattern, keep))
-
-
-def _selected(model: nn.Module, pattern: str, found: Mapping[str, str | None]) -> dict[str, nn.Linear]:
+def select_linears(
+    model: nn.Module, pattern: str = "all", keep: str = HEAD, found: Mapping[str, str | None] | None = None
+) -> dict[str, nn.Linear]:
+    """The linears that may be packed, by module name, as `find_linears` has ``found``; ConfigurationError for none."""
+    found = find_linears(model, pattern, keep) if found is None else found
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
         raise nothing_selected(model, pattern, found)
@@ -181,7 +159,7 @@ def store_linears(
         sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
         return StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)  # type: ignore[arg-type]
 
-    replace_linears(model, _selected(model, pattern, found), make)
+    replace_linears(model, select_linears(model, pattern, found=found), make)
     return found
 
 
@@ -231,8 +209,8 @@ def enable_vb_optimization(
     Raises:
         ConfigurationError: a value that is refused, both switches off, or nothing selected. The model is as it was.
     """
-    settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
-    chosen: dict[str, nn.Linear] = select_linears(model, replace_pattern)
+    settings = Settings.of(mode, enable_quantization, enable_fp4, refresh_every, drift_threshold)
+    chosen = select_linears(model, replace_pattern)
     if verbose:
         _say(chosen, settings)
     replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, **asdict(settings)))
@@ -278,7 +256,6 @@ class VBModelWrapper(nn.Module):
 
     @property
     def replaced_modules(self) -> dict[str, VBOptimizedLinear]:
-        """The layers in two parts, by their names in the model."""
         return {name: module for name, module in self.model.named_modules() if isinstance(module, VBOptimizedLinear)}
 
     def get_all_stats(self) -> dict[str, dict[str, Any]]:
@@ -286,18 +263,18 @@ class VBModelWrapper(nn.Module):
         return {name: layer.stats() for name, layer in self.replaced_modules.items()}
 
     def print_all_stats(self) -> None:
-        """The statistics as a table on standard output."""
         stats = self.get_all_stats()
         width = max((len(name) for name in stats), default=4)
         columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
         print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
+        totals = [0, 0]
         for name, row in stats.items():
-            shape, drift = "x".join(str(size) for size in row["shape"]), row["drift"]
-            sizes = (format_bytes(row[kind]) for kind in ("weight_bytes", "cached_bytes"))
-            said = "" if drift is None else f"{drift:.3f}"
-            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], said))
-        weight, cached = (sum(row[column] for row in stats.values()) for column in ("weight_bytes", "cached_bytes"))
-        print(f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches")
+            sizes = [row["weight_bytes"], row["cached_bytes"]]
+            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+            shape, drift = "x".join(map(str, row["shape"])), "" if row["drift"] is None else f"{row['drift']:.3f}"
+            print(columns.format(name, width, shape, *map(format_bytes, sizes), row["steps"], row["renewals"], drift))
+        weight, cached = map(format_bytes, totals)
+        print(f"{len(stats)} layers, {weight} of weights, {cached} of caches")
 
 
 def reads_weight(model: nn.Module, name: str) -> str | None:

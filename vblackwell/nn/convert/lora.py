@@ -20,27 +20,16 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # peft's name of the one adapter
 # Of experts' linears before transformers stacked them; peft looks for a stacked parameter where it meets one.
 _OF_EXPERTS = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-PREFIX = "base_model.model."  # of parameters in peft's files
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters ``x W^T + (alpha / rank) x A^T B^T``.
+    """Adapters ``x W^T + (alpha / rank) x A^T B^T``; ConfigurationError for a value out of range."""
 
-    Args:
-        rank: rows of A.
-        alpha: scale, by default twice the rank.
-        dropout: of what goes into A.
-        targets: last parts of the names of linears; by default all but the output head.
-
-    Raises:
-        ConfigurationError: a value out of range.
-    """
-
-    rank: int
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
+    rank: int  # rows of A
+    alpha: float | None = None  # scale, by default twice the rank
+    dropout: float = 0.0  # of what goes into A
+    targets: tuple[str, ...] | None = None  # last parts of the names of linears; by default all but the output head
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -77,10 +66,7 @@ class Lora:
 
 def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
     """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns adapter_config.json.
-
-    Raises:
-        ConfigurationError: a target that no linear has.
-        Unsupported: peft is not installed, or refuses the model; or a target that it takes for experts'.
+    ConfigurationError for a target that no linear has, Unsupported without peft, or where it refuses.
     """
     try:
         import peft
@@ -151,13 +137,12 @@ def _why_no_product(linear: Any) -> str | None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter ``name`` is an adapter's."""
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
 def file_name(name: str) -> str:
     """What peft's files call the adapter's parameter ``name``."""
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def base_name(name: str) -> str:

@@ -56,7 +56,13 @@ def convert(
     done = Conversion(model)
     try:
         if fused or loss:
-            _fuse(done, fused, loss)
+            made = accelerate_causal_lm(model, modules=fused, loss=loss)
+            done._undo, done.rows = [*made._undo], [*made.rows]
+            known = {row.name for row in done.rows}
+            for name, module in model.named_modules():
+                if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known and fused:
+                    why = f"{type(module).__name__}: torch's own is one kernel already"
+                    done.rows.append(Row("norm", name, None, why))
         if fp4_layers is not None:
             options = {"format": format, "scale_search": scale_search, "use_fp4": not pack}
             _linears(done, fp4_layers, keep, options, pack, fused)
@@ -70,16 +76,6 @@ def convert(
         done.undo()
         raise
     return done
-
-
-def _fuse(done: Conversion, modules: bool, loss: bool) -> None:
-    fused = accelerate_causal_lm(done.model, modules=modules, loss=loss)
-    done._undo += fused._undo
-    done.rows += fused.rows
-    known = {row.name for row in done.rows}
-    for name, module in done.model.named_modules():
-        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known and modules:
-            done.rows.append(Row("norm", name, None, f"{type(module).__name__}: torch's own is one kernel already"))
 
 
 def _linears(
@@ -136,9 +132,7 @@ def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]
 
 
 @torch.no_grad()
-def _give_back(
-    model: nn.Module, linear: nn.Linear, layer: FusedFP4Linear, trained: bool, bias_trained: bool
-) -> None:  # fmt: skip
+def _give_back(model: nn.Module, linear: nn.Linear, layer: FusedFP4Linear, trained: bool, bias_trained: bool) -> None:
     packed, weight, bias = layer.packed, layer.weight, layer.bias
     if weight is None:
         assert packed is not None
@@ -158,16 +152,15 @@ def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack
             continue
         elements = max(parameter.numel() for parameter in stacked)
         wanted = pattern == "all" or (elements >= LARGE_ELEMENTS if pattern == "large" else re.search(pattern, name))
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        transposed = getattr(module, "is_transposed", False)
+        eager = getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
         reasons = {
             "its name is among those to keep": keep is not None and re.search(keep, name),
             f"its name does not match {pattern!r}": not wanted,
             "experts are stacked in one parameter, which has no packed form": pack,
-            "its experts are stored as (inputs, outputs), so blocks along their rows would be no blocks of a product":
-                getattr(module, "is_transposed", False),
-            "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'":
-                implementation in (None, "eager"),
-        }  # fmt: skip
+            "its experts are stored as (inputs, outputs): their rows have no blocks of a product": transposed,
+            "its loop reads the parameter once an expert, and each reading would round all: use 'grouped_mm'": eager,
+        }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             done.rows.append(Row("experts", name, None, reason))
             continue

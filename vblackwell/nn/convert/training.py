@@ -121,10 +121,8 @@ def chosen_backend(
         choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
         raise _refused(num_heads, head_dim, dtype, device) from error
-    names = {
-        SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash",
-        SDPBackend.EFFICIENT_ATTENTION.value: "efficient", SDPBackend.MATH.value: "math",
-    }  # fmt: skip
+    numbers = (backend.value for backend in (*FUSED, SDPBackend.MATH))
+    names = dict(zip(numbers, ("cudnn", "flash", "efficient", "math"), strict=True))
     if choice not in names:
         raise _refused(num_heads, head_dim, dtype, device)
     return names[choice]

@@ -1,8 +1,7 @@
 """A linear layer that trains in full precision, or straight through FP4, and then computes from a packed weight.
 
-Once packed, the weight is never trained; gradients still reach ``x`` and the bias. ``w4a8`` changes numbers, so it is
-never chosen for the user, and what cannot run that way is refused when packing. With ``DistributedDataParallel`` over
-packed layers pass ``broadcast_buffers=False``: the packed weights are equal on all ranks.
+``w4a8`` changes numbers, so it is never chosen for the user. With ``DistributedDataParallel`` over packed layers pass
+``broadcast_buffers=False``: the packed weights are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class FusedFP4Linear(PackedLinear):
         self.activation, self.use_fp4, self.w4a8 = activation, use_fp4, w4a8
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         if w4a8:
-            self._check_w4a8()
+            check_shape(self.form.name, out_features, in_features, self._name())
 
     @classmethod
     def from_packed(
@@ -74,27 +73,24 @@ class FusedFP4Linear(PackedLinear):
     def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
-        An optimizer that still holds the old parameter keeps its memory. ``tensor_scale`` is nvfp4's, shared with other
-        layers; see ``numerics.fp4.joint_tensor_scale``.
-
-        Raises:
-            ConfigurationError: the weight has inf or NaN, or a dtype that cannot be packed. The layer stays as it was.
-            Unsupported: with w4a8, exponents in a row span more than E4M3 holds, or a GPU without FP8. As above.
+        ``tensor_scale`` is nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``. The layer stays
+        as it was where the weight has inf or NaN, or a dtype that cannot be packed (ConfigurationError), or with w4a8
+        exponents in a row span more than E4M3 holds, or the GPU has no FP8 (Unsupported).
         """
         if self.weight is not None:
             if self.w4a8:
                 check_device(self.weight.device, self._name())  # before the search for scales
-            form, search, name = self.form.name, self.scale_search, self._name()
-            self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
+            given = (self.weight, self.form.name, self.scale_search)
+            self._adopt(quantize(*given, tensor_scale=tensor_scale, name=self._name()))
         return self
 
     def use_w4a8(self, enabled: bool = True) -> FusedFP4Linear:
         """Multiplies on FP8 tensor cores from now on, or no longer; raises as the constructor and ``quantize``."""
-        if enabled:
-            self._check_w4a8()
         packed = self.packed
-        if packed is not None and enabled:
-            check_packed(packed, self._name())
+        if enabled:
+            check_shape(self.form.name, self.out_features, self.in_features, self._name())
+            if packed is not None:
+                check_packed(packed, self._name())
         self.w4a8 = enabled
         if packed is not None:
             self._adopt(packed)
@@ -128,9 +124,6 @@ class FusedFP4Linear(PackedLinear):
         state = f"packed={self._layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
         shape, w4a8 = f"{self.in_features}, {self.out_features}", ", w4a8=True" if self.w4a8 else ""
         return f"{shape}, bias={self.bias is not None}, activation={self.activation}, {state}{w4a8}"
-
-    def _check_w4a8(self) -> None:
-        check_shape(self.form.name, self.out_features, self.in_features, self._name())
 
     def _adopt(self, packed: PackedTensor) -> None:
         if self.w4a8:

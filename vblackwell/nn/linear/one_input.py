@@ -1,11 +1,8 @@
 """Linears of one input as one product, and with the RMSNorm before them; on CUDA only, where every module is plain.
 
 Without gradients, weights or packed tiles that lie one after the other in memory are one product: at one row a packed
-product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2, and the rest is what any launch costs.
-
-What computes several projections of one normalised input takes an `Unnormed` in its place and passes it to
-`linears_of_one_input`; nothing else reads it. A few rows of packed linears meet their norm inside the products'
-kernels. In blocks that a checkpoint computes again in backward the residual stream alone is kept.
+product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2. What computes several projections of one
+normalised input takes an `Unnormed` in its place, and nothing but `linears_of_one_input` reads it.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ class Unnormed:
         return self.x.device
 
     def linears(self, linears: tuple[Any, ...]) -> list[Tensor]:
-        """``[linear(norm(x)) for linear in linears]``."""
         x, norm = self.x, self.norm
         if self.recomputed:
             weights = [linear.weight for linear in linears]
@@ -183,30 +179,27 @@ def lay_packed_together(*linears: nn.Module) -> bool:
     tensor_scales = [float(layer.weight_tensor_scale) for layer in layers]
     if not all(0 < tensor_scale < math.inf for tensor_scale in tensor_scales):  # of a damaged file
         return False
-    largest, shifted = max(tensor_scales), list[Tensor]()
-    for layer, tensor_scale in zip(layers, tensor_scales, strict=True):
-        scales = _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale)
-        if scales is None:
-            return False
-        shifted.append(scales)
-    codes, scales = torch.cat([layer.weight_codes for layer in layers]), torch.cat(shifted)
-    shared, band = torch.full_like(layers[0].weight_tensor_scale, largest), 0
-    for layer in layers:
-        bands = slice(band, band + layer.weight_codes.shape[0])
-        layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = codes[bands], scales[bands], shared
-        band = bands.stop
+    largest, pairs = max(tensor_scales), zip(layers, tensor_scales, strict=True)
+    shifted = [
+        _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale) for layer, tensor_scale in pairs
+    ]
+    fitting = [scales for scales in shifted if scales is not None]
+    if len(fitting) < len(layers):
+        return False
+    bands, shared = [len(scales) for scales in fitting], torch.full_like(layers[0].weight_tensor_scale, largest)
+    codes = torch.cat([layer.weight_codes for layer in layers]).split(bands)
+    for layer, *own in zip(layers, codes, torch.cat(fitting).split(bands), strict=True):
+        layer.weight_codes, layer.weight_scales, layer.weight_tensor_scale = *own, shared
     return True
 
 
 def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None:
     layers = [linear for linear in linears if isinstance(linear, FusedFP4Linear) and linear.is_quantized]
-    if len(layers) < len(linears) or any(
-        layer.bias is not None or layer.activation != "none" or layer.w4a8 or not is_tiled(layer._layout)
-        or hooked(layer) for layer in layers
-    ):  # fmt: skip
+    if len(layers) < len(linears) or any(layer.w4a8 or hooked(layer) for layer in layers):
         return None
+    plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer._layout) for layer in layers)
     alike = len({(layer.in_features, layer._layout, layer.weight_codes.device) for layer in layers}) == 1
-    return layers if alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
+    return layers if plain and alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
 
 
 def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
@@ -232,9 +225,7 @@ def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
 
 
 def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
-    """``norm(x)`` for the linears, or ``x`` and the norm, where each of them is one kernel with it: for as few rows as
-    that is faster for on this GPU.
-    """
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each is one kernel with it, and faster on this GPU."""
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
@@ -260,7 +251,6 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether there is a fused kernel for the device of ``x``."""
     return x.is_cuda
 
 

@@ -1,11 +1,8 @@
 """What linears that can be packed have in common: a parameter until then, and from then on bytes in buffers.
 
-In a state dict, and on the CPU, a packed weight has the canonical layout (numerics/packed.py); on a GPU a layer holds
-the tiled layout of the fused kernels. So torch's own state-dict handling leaves the buffers out: ``weight_codes``,
-``weight_scales``, ``weight_tensor_scale``, ``weight_meta`` (JSON as bytes: safetensors and
-``torch.load(weights_only=True)`` hold tensors) and ``weight_fine`` of a weight in two parts stand for the weight there.
-Either kind of checkpoint loads into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one
-read ``.weight``, and here there may be none.
+In a state dict, and on the CPU, a packed weight has the canonical layout (numerics/packed.py), as entries of tensors
+alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffers have. Either kind of checkpoint loads into a
+layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ _SHUFFLE_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class PlacedWeight:
-    """A packed weight as its device computes with it."""
-
     layout: str  # the format with its layout: 'nvfp4', or 'nvfp4-tiled'
     codes: Tensor  # with the scales the coarse part, or the only one
     scales: Tensor
@@ -53,10 +48,10 @@ class PlacedWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
         """``activation(x W^T + bias)``, with the fine part where it is there."""
+        scales, rest = (self.scales, self.tensor_scale), (bias, self.layout, activation, n, k)
         if self.fine is None:
-            return fp4_linear(x, self.codes, self.scales, self.tensor_scale, bias, self.layout, activation, n, k)
-        parts = (self.codes, self.fine, self.scales, self.tensor_scale)
-        return two_part_linear(x, *parts, bias, self.layout, activation, n, k)
+            return fp4_linear(x, self.codes, *scales, *rest)
+        return two_part_linear(x, self.codes, self.fine, *scales, *rest)
 
 
 def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
@@ -77,9 +72,8 @@ def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
 
 
 def tiled(packed: PackedTensor) -> PlacedWeight:
-    """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values. Where no kernel
-    shuffles, rows go in bands, because that takes several bytes a weight; those of mxfp4 share the exponent that
-    becomes the scale's.
+    """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values. Without a kernel, rows
+    go in bands, because shuffling takes several bytes a weight; those of mxfp4 share the exponent that the scale takes.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
     if packed.fine is not None:
@@ -113,7 +107,6 @@ def unplace(placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: t
 
 
 def to_state(packed: PackedTensor) -> dict[str, Tensor]:
-    """Entries of a state dict, by local name."""
     meta = torch.frombuffer(bytearray(json.dumps(packed.coarse.meta()).encode()), dtype=torch.uint8)
     return {_ENTRIES[name]: tensor for name, tensor in packed.tensors().items()} | {META: meta}
 
@@ -177,7 +170,6 @@ class PackedLinear(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is packed."""
         return self.weight is None
 
     @property
@@ -229,16 +221,14 @@ class PackedLinear(nn.Module):
             setattr(self, name, moved.view(tensor.dtype).reshape(tensor.shape))
         if probe.dtype.is_floating_point:
             self._dtype = probe.dtype
-        if probe.device != buffers[CODES].device and probe.device.type != "meta":
-            packed = self.packed
-            assert packed is not None
+        packed = self.packed if probe.device not in (buffers[CODES].device, torch.device("meta")) else None
+        if packed is not None:
             self._adopt(packed)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        packed = self.packed
-        if packed is not None:
+        if (packed := self.packed) is not None:
             destination.update({prefix + name: tensor for name, tensor in to_state(packed).items()})
 
     def _load_from_state_dict(

@@ -1,9 +1,7 @@
 """Products with weights that were rounded, whose gradients are the weights' (straight through; Bengio et al. 2013).
 
-Rounding is a custom op rather than ``w + (round(w) - w).detach()``, which keeps two more copies and is not exactly the
-rounded value. `rounded_linears` is one node for autograd, however many weights have one input: as ops and a hook that
-counts, a layer costs the host three times what ``nn.Linear`` does. Gradients of one input add up inside the matrix
-kernels, as in kernels/pointwise/linears.py.
+One node for autograd, however many weights have one input: as ops and a hook that counts, a layer costs the host three
+times what ``nn.Linear`` does. Rounding as ``w + (round(w) - w).detach()`` keeps two more copies and is not exact.
 """
 
 from __future__ import annotations

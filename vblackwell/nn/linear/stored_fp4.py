@@ -1,12 +1,9 @@
 """A frozen FP4 linear whose packed bytes are parameters, so that a stack moves them as it moves any weight.
 
-`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``. The product with
-B is added where the packed linear's result lies, and so is the gradient's with A; peft's expression writes three more
-tensors as large as the output, on a GPU a fifth of the products' time. What backward needs is kept by a separate
-operation before the product: torch's checkpointing stops at the last tensor that is kept, so that a layer's last
-product is not computed again for nothing.
-
-Legend: M rows, K in features, N out features, R rank.
+`adapted_linear` is an adapter around such a base in few passes over memory: ``x W^T + s (x A^T) B^T``, the second
+product added where the first lies. What backward needs is kept by a separate operation before the product: torch's
+checkpointing stops at the last tensor that is kept, so that a layer's last product is not computed again for nothing.
+M rows, K in features, N out features, R rank.
 """
 
 from __future__ import annotations
@@ -73,12 +70,9 @@ class StoredFP4Linear(nn.Module):
 
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
-        views: dict[str, Tensor] = {
-            name: (getattr(self, name) if parts is None else parts[name]).view(kind).view(shape)
-            for name, (kind, shape) in self._views.items()
-        }
-        codes, scales, tensor_scale = (views[name] for name in PARTS)
-        return PlacedWeight(self.layout, codes, scales, tensor_scale, views.get(FINE))
+        held = {name: getattr(self, name) for name in self.parts} if parts is None else parts
+        views = (held[name].view(kind).view(shape) for name, (kind, shape) in self._views.items())
+        return PlacedWeight(self.layout, *views)
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
@@ -95,11 +89,10 @@ class StoredFP4Linear(nn.Module):
         """A packed linear that computes from these bytes where they lie; for a linear without a bias."""
         assert self.bias is None
         shape, placed = (self.in_features, self.out_features), self.placed(parts)
-        if placed.fine is not None:
-            separated = VBOptimizedLinear(*shape, False, "inference", device="meta", dtype=self.dtype)
-            separated.hold(placed)
-            return separated
-        layer = FusedFP4Linear(*shape, False, format=self.form.name, device="meta", dtype=self.dtype)
+        if placed.fine is None:
+            layer = FusedFP4Linear(*shape, False, format=self.form.name, device="meta", dtype=self.dtype)
+        else:
+            layer = VBOptimizedLinear(*shape, False, "inference", device="meta", dtype=self.dtype)
         layer.form = self.form
         layer.hold(placed)
         return layer
@@ -126,52 +119,46 @@ def adapted_linear(x: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float, base: St
     """(..., K) to (..., N), differentiable in ``x``, ``a_RK`` and ``b_NR``, all of one type."""
     packed = base.placed().tensors()
     assert len(packed) == 3, "a base in two parts has no adapters"
-    shape = (base.layout, base.out_features, base.in_features)
-    token, low = _Keep.apply(x, a_RK, b_NR, *packed, scale, *shape)
-    return _Product.apply(token, x.detach(), low, b_NR.detach(), *packed, scale, *shape)  # type: ignore[return-value]
+    token, low = _Keep.apply(x, a_RK, b_NR, packed, scale, base)
+    return _Product.apply(token, x.detach(), low, b_NR.detach(), packed, scale, base)  # type: ignore[return-value]
 
 
 class _Keep(torch.autograd.Function):
     """``x A^T``, and something of the result's shape that takes no memory: its gradient is the result's."""
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, x, a_RK, b_NR, codes, scales, tensor_scale, scale, layout, n, k
-    ):
+    def forward(ctx: Any, x: Tensor, a_RK: Tensor, b_NR: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         low = torch.matmul(x, a_RK.t())
-        ctx.save_for_backward(x, a_RK, b_NR, codes, scales, tensor_scale, low)
-        ctx.static = (scale, layout, n, k)
+        ctx.save_for_backward(x, a_RK, b_NR, low)
+        ctx.packed, ctx.scale, ctx.base = given
         ctx.mark_non_differentiable(low)
-        return x.new_zeros(()).expand(*x.shape[:-1], n), low
+        return x.new_zeros(()).expand(*x.shape[:-1], ctx.base.out_features), low
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Any) -> Any:  # type: ignore[override]
-        x, a_RK, b_NR, codes, scales, tensor_scale, low = ctx.saved_tensors
-        scale, layout, n, k = ctx.static
+        x, a_RK, b_NR, low = ctx.saved_tensors
+        layout, n, k = ctx.base.layout, ctx.base.out_features, ctx.base.in_features
         dy_MN = dy.reshape(-1, n)
-        dlow_MR = torch.mm(dy_MN, b_NR).mul_(scale)
+        dlow_MR = torch.mm(dy_MN, b_NR).mul_(ctx.scale)
         dx = da_RK = db_NR = None
         if ctx.needs_input_grad[0]:
-            dx_MK = fp4_linear_dx(dy_MN, codes, scales, tensor_scale, layout, n, k)
+            dx_MK = fp4_linear_dx(dy_MN, *ctx.packed, layout, n, k)
             dx = dx_MK.addmm_(dlow_MR, a_RK).view(x.shape)
         if ctx.needs_input_grad[1]:
             da_RK = torch.mm(dlow_MR.t(), x.reshape(-1, k))
         if ctx.needs_input_grad[2]:
-            db_NR = torch.mm(dy_MN.t(), low.reshape(dy_MN.shape[0], -1)).mul_(scale)
-        return dx, da_RK, db_NR, None, None, None, None, None, None, None
+            db_NR = torch.mm(dy_MN.t(), low.reshape(dy_MN.shape[0], -1)).mul_(ctx.scale)
+        return dx, da_RK, db_NR, None, None, None
 
 
 class _Product(torch.autograd.Function):
-    """The result; it keeps nothing."""
-
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, token, x, low, b_NR, codes, scales, tensor_scale, scale, layout, n, k
-    ):
-        y = fp4_linear(x, codes, scales, tensor_scale, None, layout, "none", n, k)
-        y.view(-1, n).addmm_(low.reshape(-1, low.shape[-1]), b_NR.t(), alpha=scale)
+    def forward(ctx: Any, token: Tensor, x: Tensor, low: Tensor, b_NR: Tensor, *given: Any) -> Tensor:
+        packed, scale, base = given
+        y = fp4_linear(x, *packed, None, base.layout, "none", base.out_features, base.in_features)
+        y.view(-1, base.out_features).addmm_(low.reshape(-1, low.shape[-1]), b_NR.t(), alpha=scale)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return dy, None, None, None, None, None, None, None, None, None, None
+        return dy, None, None, None, None, None, None

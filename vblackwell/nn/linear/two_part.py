@@ -1,9 +1,8 @@
 """Weights in two parts: rounded straight through while they train, packed for inference.
 
 Training rounds the weight at each forward, on scales that are renewed every ``refresh_every`` steps, or when the weight
-has drifted; a step is a backward pass that reached the weight, the same for plain, accumulated, checkpointed and
-streamed training. Codes are never stale. Inference packs once, and again when the weight has changed: in place, by an
-optimizer, or (each time) because it streams. A caller that writes through ``.data`` calls `forget`.
+has drifted; a step is a backward pass that reached the weight. Inference packs once, and again when the weight has
+changed: in place, by an optimizer, or (each time) because it streams. Who writes through ``.data`` calls `forget`.
 """
 
 from __future__ import annotations
@@ -58,17 +57,16 @@ class Settings:
         if isinstance(drift, bool) or not isinstance(drift, (int, float)) or not 0 < drift <= 1:
             raise ConfigurationError(f"drift_threshold {drift!r} is out of range: above 0 (always renew) and up to 1")
 
+    @classmethod
+    def of(cls, mode: str, quantization: bool, fp4: bool, refresh_every: int, drift_threshold: float) -> Settings:
+        """With the precision that two switches mean; ConfigurationError where both are off."""
+        if not (fp4 or quantization):
+            raise ConfigurationError("enable_quantization and enable_fp4 are both off: switch one of them on")
+        precision = ("two-part" if quantization else "nvfp4") if fp4 else "int8"
+        return cls(mode, precision, refresh_every, drift_threshold)
+
     def trains(self, weight: Tensor) -> bool:
         return self.mode == "training" or (self.mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
-
-
-def precision_of(enable_quantization: bool, enable_fp4: bool) -> str:
-    """The precision that two switches mean; ConfigurationError where both are off."""
-    if not (enable_fp4 or enable_quantization):
-        raise ConfigurationError(
-            "enable_quantization and enable_fp4 are both off: switch one on, or use the model itself"
-        )
-    return ("two-part" if enable_quantization else "nvfp4") if enable_fp4 else "int8"
 
 
 @functools.cache
@@ -104,7 +102,6 @@ class _Cache:
     drift: Tensor | None = field(default=None, repr=False)
 
     def product(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None, activation: str = "none") -> Tensor:
-        """``activation(x W^T + bias)`` with ``weight`` rounded to the precision."""
         if not self.settings.trains(weight):
             parts: PlacedWeight = self._packed(weight, name)  # pyright: ignore[reportAttributeAccessIssue]
             return parts.linear(x, bias, activation, *self.shape)
@@ -243,8 +240,8 @@ def create_virtual_blackwell(
     mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True, *,
     refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD, max_weights: int = MAX_WEIGHTS,
 ) -> VirtualBlackwellAdapter:  # fmt: skip
-    """An adapter for weights by name; arguments as of `Settings`, the switches as of `precision_of`."""
-    settings = Settings(mode, precision_of(enable_quantization, enable_fp4), refresh_every, drift_threshold)
+    """An adapter for weights by name; arguments as of `enable_vb_optimization`."""
+    settings = Settings.of(mode, enable_quantization, enable_fp4, refresh_every, drift_threshold)
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
 
 
@@ -256,9 +253,8 @@ class VBOptimizedLinear(PackedLinear):
 
     Args:
         in_features, out_features, bias: K and N, any size, and whether there is a bias.
-        mode: 'auto', 'training' or 'inference'; see `Settings`.
+        mode, refresh_every, drift_threshold: see `Settings`.
         precision: 'two-part' (8.5 bits), 'nvfp4' (4.5) or 'int8' (8).
-        refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
         device, dtype: of the parameters, as for ``nn.Linear``.
 
     Raises:
