@@ -82,9 +82,8 @@ class _Call:
         if mask is not None:
             for dim, stride in enumerate(mask.stride()):  # of an expanded mask only what is there is packed and judged
                 mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
-        boolean = mask is not None and mask.dtype == torch.bool
-        self.mask_kind = "none" if mask is None else "boolean" if boolean else "additive"
-        self.mask = mask.view(torch.uint8) if boolean else mask
+        self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
+        self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
         self.bits: MaskBits | None = None
 
     def heads_first(self, x: Tensor) -> Tensor:
