@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.nn.decoder.test_decoder_equality import config
 from vblackwell.errors import ConfigurationError
-from vblackwell.generate import generate as module
+from vblackwell.generate import steps
 from vblackwell.generate.generate import draws, stepper
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.steps import lay_out_for_decoding, may_capture
@@ -106,7 +106,7 @@ def test_a_replayed_step_writes_the_same_tokens(dtype, fp4, monkeypatch):
     prompt, count = torch.arange(40, device="cuda")[None] % model.config.vocab_size, 100
 
     def stepping(fewest: int):
-        monkeypatch.setattr(module, "MIN_STEPS", fewest)
+        monkeypatch.setattr(steps, "MIN_STEPS", fewest)
         return stepper(model, 140)
 
     def written(fewest: int, sampling: Sampling) -> list[list[int]]:

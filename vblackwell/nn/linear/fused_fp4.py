@@ -80,8 +80,9 @@ class FusedFP4Linear(PackedLinear):
         if self.weight is not None:
             if self.w4a8:
                 check_device(self.weight.device, self._name())  # before the search for scales
-            given = (self.weight, self.form.name, self.scale_search)
-            self._adopt(quantize(*given, tensor_scale=tensor_scale, name=self._name()))
+            form, search, name = self.form.name, self.scale_search, self._name()
+            # No name for the weight here: `_adopt` frees it before it lays out what was packed.
+            self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
         return self
 
     def use_w4a8(self, enabled: bool = True) -> FusedFP4Linear:
