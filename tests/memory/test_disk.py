@@ -147,8 +147,12 @@ def test_a_read_error_names_file_offset_and_size_and_is_raised_on_every_wait(dis
     calls.read_error = errno.EIO
     transfer = disk.read(extent, torch.zeros(PIECE, dtype=torch.uint8))
     for _ in range(2):
-        with pytest.raises(DiskError, match=f"reading {PIECE} bytes at offset 0 of .* failed: Input/output error"):
+        with pytest.raises(
+            DiskError, match=f"reading {PIECE} bytes at offset 0 of .* failed: Input/output error"
+        ) as failed:
             transfer.wait()
+        causes = [failed.value.__cause__, getattr(failed.value.__cause__, "__cause__", None)]
+        assert any(type(cause) is OSError and cause.errno == errno.EIO for cause in causes)
     assert transfer.done()
     calls.read_error = None
     assert torch.equal(read(disk, extent), source)  # a failed read loses nothing

@@ -13,7 +13,7 @@ import torch
 
 from tests.memory.conftest import CAPACITY, random_bytes
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.memory.level import Extent, Level, NullLevel, RangeAllocator
+from vblackwell.memory.level import DeviceLevel, Extent, Level, NullLevel, RangeAllocator
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB, align_up
 
@@ -307,6 +307,18 @@ def free_runs(taken: list[bool]) -> list[tuple[int, int]]:
             runs.append((i - start, start))
             start = None
     return sorted(runs)
+
+
+def test_memory_that_the_device_does_not_give_is_named_as_asked_for(monkeypatch: pytest.MonkeyPatch):
+    level = DeviceLevel("cpu", MiB)
+
+    def give_none(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "empty", give_none)
+    with pytest.raises(InsufficientMemory, match="cpu gave no 1000 B .* cap of 1.00 MiB") as refused:
+        level.allocate(1000)
+    assert (refused.value.needed_bytes, level.used_bytes) == (1000, 0)
 
 
 def test_best_fit_and_coalescing_against_a_map():

@@ -59,7 +59,8 @@ def make_work_folder(path: Path) -> int:
             continue
         except OSError as error:
             raise disk_error("creating", path, error) from error
-        descriptor = _lock(path)
+        # Whoever has locked it in between takes it for a leftover, and is about to remove it.
+        descriptor = _lock(path, wait=True)
         if descriptor is not None:
             return descriptor
 
@@ -77,8 +78,10 @@ def remove_if_abandoned(path: Path) -> bool:
     return True
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock on the folder now at ``path``; ``None``: it is gone, or locked."""
+def _lock(path: Path, *, wait: bool = False) -> int | None:
+    """A descriptor that holds the lock on the folder now at ``path``; None: it is gone, or locked by another that is
+    not to be waited for.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -86,7 +89,7 @@ def _lock(path: Path) -> int | None:
     except OSError as error:
         raise disk_error("opening", path, error) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # not deleted between open and lock
             return descriptor
     except (BlockingIOError, FileNotFoundError):

@@ -131,23 +131,20 @@ class ScratchFile:
 
     def _move(self, doing: str, call: Callable[..., int], offset: int, buffer: memoryview) -> None:
         """The whole of ``buffer``, through short reads and writes: direct I/O must resume at a page."""
-        position, reason = 0, None
-        while position < len(buffer) and reason is None:
+        position = 0
+        while position < len(buffer):
             try:
                 count = call(self.fd, [buffer[position:]], offset + position)
+                if self.direct and count < len(buffer) - position:
+                    count = count // PAGE * PAGE
+                if count == 0:
+                    raise OSError(f"it stopped after {position} bytes")
             except OSError as error:
-                reason = error.strerror or str(error)
-                continue
-            if self.direct and count < len(buffer) - position:
-                count = count // PAGE * PAGE
-            if count == 0:
-                reason = f"it stopped after {position} bytes"
+                raise DiskError(
+                    f"{doing} {len(buffer)} bytes at offset {offset} of the scratch file in {self.path} failed: "
+                    f"{error.strerror or error}; check the disk (dmesg, smartctl), or give the ssd level another path"
+                ) from error
             position += count
-        if reason is not None:
-            raise DiskError(
-                f"{doing} {len(buffer)} bytes at offset {offset} of the scratch file in {self.path} failed: {reason}; "
-                f"check the disk (dmesg, smartctl), or give the ssd level another path"
-            )
 
 
 def _open(folder: Path) -> tuple[int, bool]:

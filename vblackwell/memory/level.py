@@ -320,10 +320,10 @@ class DeviceLevel(Level):
             if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
                 raise
             message = (
-                f"{self.device} gave no {format_bytes(num_bytes)} although {self.name}'s cap of "
+                f"{self.device} gave no {format_bytes(extent.num_bytes)} although {self.name}'s cap of "
                 f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap"
             )
-            raise InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=0) from error
+            raise InsufficientMemory(message, needed_bytes=extent.num_bytes, available_bytes=0) from error
 
     def adopt(self, tensor: torch.Tensor) -> Extent | None:
         """An extent over ``tensor``'s own memory; None unless that is here, starts and fills its storage, and fits."""

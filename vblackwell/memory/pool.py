@@ -227,7 +227,9 @@ class LevelPool(Statistics):
         with self._turn.take():
             self._check_open()
             if self._is_taken(name):
-                raise KeyClash(f"{name!r} is taken in this stack: give the models different names (name='...')")
+                raise KeyClash(
+                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
+                )
             extent = self._allocate(f"reservation {name!r}", num_bytes, level)
             with self._lock:
                 self._reservations[name] = Reservation(name, level, extent, self.levels[level])

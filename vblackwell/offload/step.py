@@ -407,9 +407,7 @@ class Loading(Mover):
             return
         upcoming = weights.trace.upcoming(len(self._groups) if frozen else self._ahead, wrap=frozen)
         groups = (self._groups[index] for index in upcoming)
-        if (
-            frozen
-        ):  # the next copies begin whatever pass they belong to: no update lies between, and the link always works
+        if frozen:  # the next copies begin whatever pass they belong to: no update lies between, the link always works
             budget = weights.budget_bytes
             absent = (group for group in groups if not weights.is_loaded(group) and group.num_bytes <= budget)
             groups = itertools.islice(absent, WEIGHT_PLACES)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -479,6 +480,19 @@ def test_use_after_close_is_refused_and_held_tensors_survive(make_stack):
     for call in (lambda: stack.access("a"), lambda: stack.register("b", page(1)), lambda: stack.prefetch("a")):
         with pytest.raises(ConfigurationError, match="closed"):
             call()
+
+
+def test_a_dropped_stack_is_freed_at_once():
+    """By reference counts: a stack in a cycle would keep its levels until the garbage collector next runs."""
+    stack = VGPUStack({"levels": [{"capacity_mb": 1, "device": "cpu"}, {"capacity_mb": 1, "device": "cpu"}]})
+    stack.register("a", page(1))
+    alive = weakref.ref(stack)
+    gc.disable()
+    try:
+        del stack
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_inference_mode_leaves_nothing_behind(make_stack):

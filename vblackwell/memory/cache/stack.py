@@ -8,6 +8,7 @@ resident key takes one short lock and no transfer; anything else takes its turn 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -55,7 +56,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         super().__init__(build_levels(config))
         self.policy = policy
         self.promotion = promotion
-        self._placement = Placement(self.levels, self._policy, self, self._lock)
+        self._placement = Placement(self.levels, self._policy, weakref.proxy(self), self._lock)  # no cycle
         self._entries: dict[str, Entry] = {}
         # Offered the keys and parameters that are not registered here; one returns whether it took it.
         self.prefetchers: list[Callable[[Any], bool]] = []
@@ -113,7 +114,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 return entry
         holder = "a reservation" if entry is None else repr(entry.owner)
         raise KeyClash(
-            f"key {key!r} is taken by {holder}, and {owner!r} wants it: give the models different names (name='...')"
+            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
+            "(name='...')"
         )
 
     def access(self, key: str) -> Any:
@@ -221,7 +223,9 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         with self._turn.take():
             old = self._lookup(key)
             if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
-                raise ConfigurationError(f"update of {key!r} has another shape or dtype: register it again instead")
+                raise ConfigurationError(
+                    f"update of {key!r} has another shape or dtype: register it again to replace it"
+                )
             if not old.num_bytes:
                 return
             buffer = packed_bytes(layout, tensors)

@@ -297,6 +297,7 @@ class Lane:
             fit = self._buffer_bytes - ALIGNMENT * len(key[1])
             block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in key[1])
             most = fit // block_bytes * SCALE_BLOCK if block_bytes else 0
+            assert most or not key[1], f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
             for piece in pieces_of(group, most - most % group.formats.cut) if most else []:
                 start, places = 0, {}
                 for kind in key[1]:

@@ -293,8 +293,8 @@ class DeviceUpdates(Mover):
     def _unlock_group(self, group: Group) -> None:
         """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
         state = self._states[group]
-        while state.loaded is not None and state.loaded.locked:
-            self.end_oldest()
+        while state.loaded is not None and state.loaded.locked and self.end_oldest():
+            pass
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
