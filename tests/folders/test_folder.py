@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.nn.decoder.test_decoder_equality import config, save
-from vblackwell.errors import ConfigurationError, CorruptData
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
 from vblackwell.folders.commit import CommitFolder, verify_folder
 from vblackwell.folders.folder import load_specs, load_state, tensor_files
-from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorSpec, plan_shards, spec_of
+from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorFile, TensorSpec, plan_shards, spec_of
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.load import load_decoder
 from vblackwell.nn.decoder.decoder import Decoder
@@ -186,3 +187,30 @@ def test_tied_parameters_need_one_name(tmp_path):
         for name in weights.names:
             weights(name, target.get_parameter(name).data)
     assert torch.equal(target.head.weight, source.embed.weight)
+
+
+def test_a_file_that_is_not_whole_says_how_much_of_it_is_there(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(3)}, path)
+    whole = path.read_bytes()
+    for broken, said in (
+        (whole[:-3], f"it has {len(whole) - 3} bytes, its table describes {len(whole)}"),
+        (whole + b"x", f"it has {len(whole) + 1} bytes, its table describes {len(whole)}"),
+        (b"version ht", "it has 10 bytes, its table alone ends at"),
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(CorruptData, match=said):
+            TensorFile(path)
+    path.write_bytes(whole.replace(b'"F32"', b'"Q99"'))
+    with pytest.raises(Unsupported, match="Q99.*; convert it"):
+        TensorFile(path)
+
+
+def test_a_file_that_was_closed_reads_no_other_file(tmp_path):
+    save_file({"a": torch.zeros(4)}, tmp_path / "x.safetensors")
+    with TensorFile(tmp_path / "x.safetensors") as opened:
+        (stored,) = opened.tensors.values()
+    with (tmp_path / "x.safetensors").open("rb"):  # takes the number of the closed one
+        with pytest.raises(DiskError):
+            stored.load()
+        opened.__exit__()

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from vblackwell.machine import lock
+from vblackwell.machine import cache, lock
 
 
 def test_a_folder_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
@@ -39,3 +39,17 @@ def test_a_folder_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_pat
     assert not lock.remove_if_abandoned(work)  # it is ours, and in use
     os.close(descriptor)
     assert lock.remove_if_abandoned(work)
+
+
+def test_an_entry_that_is_dropped_may_be_swept_by_another_process(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entry = cache.cached_folder("kind", "key", lambda folder: (folder / "file").touch())
+    rename = os.rename
+
+    def rename_and_sweep(source: Path, target: Path) -> None:
+        rename(source, target)
+        assert lock.remove_if_abandoned(target)
+
+    monkeypatch.setattr(os, "rename", rename_and_sweep)
+    cache.drop_entry(entry)
+    assert not list(entry.parent.iterdir())

@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 
 import vblackwell as vb
+from vblackwell.errors import ConfigurationError
 from vblackwell.planner.parallel.collectives import OPERATIONS, TOPOLOGIES, Cost, Link, cost_of, grid_of
 
 Pieces = dict[tuple[int, ...], int]  # what a GPU holds: number of a piece (all-to-all: from, to) to its value
@@ -185,3 +186,9 @@ def test_refusals():
     ):
         with pytest.raises(vb.ConfigurationError, match=words):
             vb.communication_cost(*arguments)
+
+
+@pytest.mark.parametrize("given", [(-1e-6, 1e9), (1e-6, 0.0), (1e-6, float("nan"))])
+def test_a_link_that_cannot_be_is_refused(given: tuple[float, float]):
+    with pytest.raises(ConfigurationError, match="give a latency of at least 0, a rate above 0"):
+        Link(*given)

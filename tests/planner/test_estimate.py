@@ -16,7 +16,7 @@ from vblackwell.planner.memory_estimate import (
     optimizer_named,
     peak_of,
 )
-from vblackwell.planner.model_spec import KNOWN_MODELS
+from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss, plain_batches
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
@@ -151,6 +151,11 @@ def test_bad_configurations_say_what_is_wrong():
         fields = {"model_type": "llama"} | {k: v for k, v in SMALL["llama"].items() if k != missing}
         with pytest.raises(ConfigurationError, match=f"lacks the field '{missing}'"):
             build_causal_lm(fields, "config.json")
+    with pytest.raises(ConfigurationError, match="'bogus' is unknown to transformers"):
+        of_config({"model_type": "bogus", "vocab_size": 5}, "config.json", 8).build(torch.float32)
+    for vocabulary in (0, "x", None, 1 << 40):
+        with pytest.raises(ConfigurationError, match="vocab_size is .*: the field must be a number of at least 1"):
+            of_config({"model_type": "llama", "vocab_size": vocabulary}, "config.json", 8)
     for value in (-64, 0, 1 << 40):
         with pytest.raises(ConfigurationError, match=f"hidden_size is {value}"):
             build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"hidden_size": value}, "config.json")

@@ -215,12 +215,27 @@ def test_attention_is_whole_where_its_heads_are_not_divided():
     assert [seconds[4][kind] for kind in ("row", "hybrid")] == [pytest.approx(2.5 / 4 + 0.5)] * 2
 
 
-def test_a_plan_says_what_does_not_divide_and_what_would():
+def test_groups_of_the_largest_legal_degree_are_tried_beside():
     assert [legal_degree(SIZES, p) for p in (2, 3, 4, 6, 8, 12)] == [2, 1, 4, 2, 4, 4]
     assert undivided(SIZES, 8) == [SIZES[0], SIZES[1], SIZES[3]] and not undivided((), 7)
+    work = workload(FOUR_HEADS, (Unit(1000, 1.0, 2.0),) * 8, sizes=SIZES)
+    found = {each.name: each for each in strategies(work, 8, link=BYTES_ONLY)}
+    four = {each.name: each for each in strategies(work, 4, link=BYTES_ONLY)}
+    assert "tensor x4" not in four and "tensor x4" not in {each.name for each in strategies(work, 3, link=BYTES_ONLY)}
+    both, one = found["tensor x4"], four["tensor"]
+    summed = cost_of("all_reduce", work.parameters * work.width / 4, 2)
+    assert both.tokens == 2 * one.tokens and both.gpu_bytes == one.gpu_bytes
+    assert both.step_seconds == pytest.approx(one.step_seconds + summed.seconds(BYTES_ONLY))
+    assert both.sent_bytes == pytest.approx(one.sent_bytes + summed.num_bytes)
+    free = next(each for each in strategies(work, 8, link=FAST) if each.name == "tensor x4")
+    assert free.efficiency == pytest.approx(1.0)
+
+
+def test_a_plan_says_what_does_not_divide_and_what_would():
 
     def told(p: int, sizes: tuple[Size, ...] = SIZES) -> str:
-        return ParallelPlan(p, "ring", "a link", 1, (), sizes).division()
+        work = workload(FOUR_HEADS, sizes=sizes)
+        return ParallelPlan(p, "ring", "a link", 1, tuple(strategies(work, p)), sizes).division()
 
     assert told(4) == (
         "tensor parallelism: 4 GPUs do not divide the vocabulary of 50,257: the head is divided by its input features, "
@@ -228,9 +243,12 @@ def test_a_plan_says_what_does_not_divide_and_what_would():
     )
     assert told(2, SIZES[:2]) == "tensor parallelism: 2 GPUs divide 28 attention heads and 4 key heads"
     assert told(8).startswith(
-        "tensor parallelism: 8 GPUs do not divide 28 attention heads, 4 key heads and the vocabulary of 50,257: "
+        "tensor parallelism: 8 GPUs do not divide 28 attention heads, 4 key heads and the vocabulary of 50,257; "
+        "'tensor' gathers before attention"
     )
-    assert told(8).endswith("groups of 4 would divide")
+    assert told(8).endswith("; 'tensor x4' is groups of 4 GPUs, which do, each with a separate batch")
+    assert told(3).endswith("; no part of 3 GPUs divides: take 2 or 4 GPUs for tensor parallelism")
+    assert "gathers" not in told(3)
 
 
 # -- sharded data and pipelines ----------------------------------------------------------------------------------------

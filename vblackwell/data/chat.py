@@ -130,7 +130,9 @@ def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
     more = record.get("input") or ""
     for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
         if not isinstance(value, str):
-            raise ConfigurationError(f"{place} has no text under {key!r}: write instruction, input and output")
+            raise ConfigurationError(
+                f"{place} has no text under {key!r}: write instruction, input (may be '') and output"
+            )
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 
@@ -236,7 +238,7 @@ class ChatCorpus(Corpus):
 def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, report: Progress) -> ChatCorpus:
     """The tokens of the conversations of ``source``; ConfigurationError without a tokenizer, or for unusable lines."""
     if tokenizer_path is None:
-        remedy = "give --model, or --tokenizer with a chat template"
+        remedy = "give --model, or --tokenizer with a chat template, to encode them"
         raise ConfigurationError(f"{source.name} holds conversations ({kind}): {remedy}")
     tokenizer = read_tokenizer(tokenizer_path)
     template = find_template(tokenizer, tokenizer_path)

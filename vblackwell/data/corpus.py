@@ -38,6 +38,7 @@ HELD_OUT_SHARE = 0.02
 Batch = tuple[Tensor, ...]
 Progress = Callable[[str, "float | None"], None]  # what is being done, and the share done where it is known
 FORMAT = 2  # of the cache; part of every key
+DRAWN_AT_ONCE = 4096  # documents
 BATCH_BYTES = MiB // 2 * (os.cpu_count() or 1)  # of text encoded at a time: half a second, between which a stop is met
 
 
@@ -129,11 +130,12 @@ def cached(kind: str, key: str, build: Callable[[Path], None], report: Progress,
         files = {path.name: hash_file(path) for path in folder.iterdir()}
         (folder / MANIFEST).write_text(json.dumps({"files": files}), encoding="utf-8")
 
+    key = f"{key}-manifest"  # not the name of an entry that an older version wrote, without one
     folder = cached_folder(kind, key, build_and_hash)
     try:
-        verify_folder(folder)  # a changed digit may be another tokenizer, which can be read
+        verify_folder(folder, again)  # a changed digit may be another tokenizer, which can be read
     except CorruptData as error:
-        report(f"{error}: {again}", None)
+        report(str(error), None)
         drop_entry(folder)
         cached_folder(kind, key, build_and_hash)
     return folder
@@ -180,8 +182,11 @@ def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
     same ones, come last, the first of them at the end, so that only its end may be held out.
     """
     starts, wanted = np.concatenate(([0], ends[:-1])), max(1, int(ends[-1] * HELD_OUT_SHARE))
-    drawn = permute(np.arange(len(ends)), len(ends), seed=0, epoch=0)
-    held = np.cumsum((ends - starts)[drawn])
+    drawn, held = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    while not len(held) or held[-1] < wanted:  # a few at a time: a corpus may have more documents than fit in memory
+        places = np.arange(len(drawn), min(len(drawn) + DRAWN_AT_ONCE, len(ends)))
+        drawn = np.concatenate((drawn, permute(places, len(ends), seed=0, epoch=0)))
+        held = np.cumsum((ends - starts)[drawn])
     drawn = drawn[: int(np.searchsorted(held, wanted)) + 1].tolist()
     at = 0
     for document in sorted(drawn):

@@ -153,31 +153,33 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
     return removed
 
 
-def verify_folder(path: Path) -> None:
-    """Checks a committed folder against its manifest; raises CorruptData with the file that is missing or differs."""
+def verify_folder(path: Path, remedy: str = "use another checkpoint") -> None:
+    """Checks a committed folder against its manifest; raises CorruptData with the file that is missing or differs, and
+    the ``remedy``.
+    """
     file = path / MANIFEST
+
+    def damaged(how: str) -> CorruptData:
+        return CorruptData(f"{file} {how}; {remedy}")
+
     try:
         files = json.loads(file.read_text(encoding="utf-8"))["files"]
         expected = {name: (entry["size"], entry["xxh3"]) for name, entry in files.items()}
         for name, (size, digest) in expected.items():
             file = path / name
             if not file.is_file():
-                raise _damaged(file, "is missing")
+                raise damaged("is missing")
             if file.stat().st_size != size:
-                raise _damaged(file, f"has {file.stat().st_size} bytes, written were {size}")
+                raise damaged(f"has {file.stat().st_size} bytes, written were {size}")
             found = hash_file(file)["xxh3"]
             if found != digest:
-                raise _damaged(file, f"differs from what was written (XXH3 {found}, not {digest})")
+                raise damaged(f"differs from what was written (XXH3 {found}, not {digest})")
     except FileNotFoundError as error:
-        raise _damaged(file, "is missing: the folder was never committed") from error
+        raise damaged("is missing" + ": the folder was never committed" * (file.name == MANIFEST)) from error
     except OSError as error:
-        raise _damaged(file, f"cannot be read: {error.strerror}") from error
+        raise damaged(f"cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file, f"is damaged ({error})") from error
-
-
-def _damaged(file: Path, how: str) -> CorruptData:
-    return CorruptData(f"{file} {how}; use another checkpoint")
+        raise damaged(f"is damaged ({error})") from error
 
 
 def step_of(path: Path) -> int:

@@ -145,7 +145,9 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
         raise CorruptData(f"{index} names {outside[0]!r}, which is not a file of the folder; fetch the folder again")
     files = [folder / name for name in sorted(set(places.values()))]
     if missing := [path.name for path in files if not path.is_file()]:
-        raise CorruptData(f"{folder} lacks {some_names(missing)}, named in {index.name}; fetch the folder again")
+        raise CorruptData(
+            f"{folder} lacks {some_names(missing)}, named in {index.name}; fetch or write the folder again"
+        )
     return files
 
 

@@ -34,6 +34,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PART_BYTES = 64 << 20
+MAX_TABLE_BYTES = 100_000_000  # what the library takes
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,26 @@ def open_safetensors(path: Path, framework: str = "pt", device: torch.device | s
         return safe_open(path, framework=framework, device=str(device))
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
+        if "unknown variant" in reason:
+            raise Unsupported(f"{path} has a type that this version cannot read ({reason}); convert it") from error
         raise CorruptData(
-            f"{path} is not a whole safetensors file ({reason}); fetch or write the folder again"
+            f"{path} is not a whole safetensors file ({reason}{_sizes(path)}); fetch or write the folder again"
         ) from error
+
+
+def _sizes(path: Path) -> str:
+    """The bytes that a file has and those that its table describes, as far as that can be read."""
+    try:
+        with path.open("rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            said = f"; it has {size} bytes, its table alone ends at {8 + length}"
+            if 8 + length <= size and length <= MAX_TABLE_BYTES:
+                table = json.loads(file.read(length))
+                ends = [entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"]
+                said = f"; it has {size} bytes, its table describes {8 + length + max(ends, default=0)}"
+            return said
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return ""
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):
@@ -250,7 +268,9 @@ class TensorFile(AbstractContextManager["TensorFile"]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1  # a later read fails instead of reading another file
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def read(self, into: memoryview, begin: int) -> None:
         """Fill ``into`` from byte ``begin`` on; raises DiskError, or CorruptData where the file ends before."""

@@ -155,7 +155,7 @@ class Recipe:
         begin = 0
         for pattern in self.converter.source_patterns:
             tensors = self.sources.get(pattern, [])
-            rows = tensors[0].shape[0] if tensors else 0
+            rows = tensors[0].shape[0] if joins and tensors else 0
             for index, stored in enumerate(tensors):
                 stored.read_into(out[index, begin : begin + rows] if joins else out[index])
             begin += rows
@@ -311,7 +311,10 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         reasons = "; it ".join(f"{verb} {some_names(names)}" for verb, names in found if names)
         raise FolderMismatch(
             f"{self.folder} ({files}) does not fit the model of its config.json: it {reasons}. Fetch the folder again, "
-            "or give the config.json that its weights were written with"
+            "or give the config.json that its weights were written with",
+            missing=missing,
+            extra=[stored.name for stored in extra],
+            misshapen=[wrong.partition(" ")[0] for wrong in misshapen],
         )
 
     def _check_tied(self) -> None:

@@ -77,7 +77,7 @@ def drop_entry(path: Path) -> None:
         os.rename(path, gone)
     except FileNotFoundError:
         return
-    shutil.rmtree(gone)
+    remove_if_abandoned(gone)
 
 
 def _sync(folder: Path) -> None:

@@ -96,7 +96,7 @@ def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec
     limit = fields.get("n_positions")
     if isinstance(limit, int) and seq_length > limit:
         raise ConfigurationError(f"{source} learns positions up to {limit}: --seq-length {seq_length} is beyond them")
-    check_fields(fields, source)
+    check_fields(fields, source, (("vocab_size",),))
     vocab = fields["vocab_size"]
     if not isinstance(vocab, int) or not 1 <= vocab < 1 << 31:
         raise ConfigurationError(f"{source}: vocab_size is {vocab!r}: the field must be a number of at least 1")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -20,6 +20,14 @@ import torch
 from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
+
+_SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
+_REQUIRED = (
+    ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+)  # fmt: skip
+_NOT_SHAPE = ("model_type", "dtype", "torch_dtype", "architectures")
+MAX_SIZE = 1 << 31
 
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -39,6 +47,7 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         )
     check_fields(fields, source)
     rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
+    _check_sizes(rest, source)
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
         config = CONFIG_MAPPING[fields["model_type"]](**rest)
@@ -56,24 +65,18 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
     return model.train()
 
 
-_SIZES = ("size", "layers", "layer", "heads", "embd", "head", "positions", "embeddings", "experts", "dim", "model")
-_REQUIRED = (
-    ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
-    ("num_attention_heads", "n_head", "num_heads"),
-)  # fmt: skip
-_NOT_SHAPE = ("model_type", "dtype", "torch_dtype", "architectures")
-MAX_SIZE = 1 << 31
-
-
-def check_fields(fields: dict[str, Any], source: str) -> None:
-    """Raises ConfigurationError where ``fields`` lack what says the size of a model, or a size cannot be."""
+def check_fields(fields: dict[str, Any], source: str, required: Sequence[Sequence[str]] = _REQUIRED) -> None:
+    """Raises ConfigurationError where ``fields`` lack the type of a model, or all names of one that is ``required``."""
     if fields.get("model_type") is None:
         raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
-    for names in _REQUIRED:
+    for names in required:
         if not any(name in fields for name in names):
             raise ConfigurationError(
                 f"{source} lacks the field {names[0]!r}: without it the size of the model is not known"
             )
+
+
+def _check_sizes(fields: dict[str, Any], source: str) -> None:
     for name, value in fields.items():
         is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_size and not 0 < value < MAX_SIZE:

@@ -174,7 +174,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(TrainConfig).items():
             value, choices = getattr(self, name), get_args(hint) if get_origin(hint) is Literal else ()
-            if (value is not None or choices) and (wrong := _why_wrong(name, value, choices)):
+            if (value is not None or choices or name == "update") and (wrong := _why_wrong(name, value, choices)):
                 raise ConfigurationError(f"{flag_of(name)} {value!r} {wrong}")
         for name in ("fast_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
@@ -262,7 +262,7 @@ def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
     if name == "update" and value not in PLACES:
         share = _read(float, str(value))
         if share is None or not 0 <= share <= 1:
-            return "is unknown: give auto, level0, home, or a share between 0 and 1"
+            return "is no place for updates: give auto, level0, home, or a share between 0 and 1"
     return None
 
 

@@ -92,3 +92,16 @@ def test_a_compiler_sees_pefts_expression(folder, make_stack, monkeypatch):  # n
     monkeypatch.setattr(module, "adapted_linear", None)
     accelerate_causal_lm(model, loss=False)
     assert torch.equal(torch.compile(adapter, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_what_backward_reads_again_passes_the_hooks_of_saved_tensors(folder, make_stack, monkeypatch):  # noqa: F811
+    """A stack replaces what autograd saves of its weights; what does not pass would be kept on the GPU."""
+    model = load_causal_lm(folder, make_stack(8 << 20), lora=Lora(4), fp4="nvfp4", placement="resident")
+    monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    accelerate_causal_lm(model, loss=False)
+    adapter, saved = model.model.layers[0].mlp.down_proj, list[int]()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor.data_ptr()) or tensor, lambda x: x
+    ):
+        adapter(torch.randn(3, model.config.intermediate_size, requires_grad=True))
+    assert {part.data_ptr() for part in adapter.base_layer.placed().tensors()} <= set(saved)

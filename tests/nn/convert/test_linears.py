@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.linears import convert_linears, install_packed, select_linears
+from vblackwell.nn.convert.linears import LARGE_ELEMENTS, convert_linears, find_linears, install_packed, select_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 
@@ -91,3 +92,11 @@ def test_a_packed_weight_is_installed_on_meta():
         install_packed(source, "0", quantize(torch.randn(4, 32), "nvfp4"))
     with pytest.raises(ConfigurationError, match="ReLU"):
         install_packed(model, "1", packed)
+
+
+def test_a_large_linear_without_a_weight_of_its_own_is_left_alone():
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(64, 64))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    found = find_linears(model, "large")
+    assert found["0"] is not None and "hooks" in found["0"]
+    assert found["1"] is None and found["2"] == f"smaller than {LARGE_ELEMENTS} elements"

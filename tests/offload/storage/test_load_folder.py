@@ -125,6 +125,8 @@ def test_missing_extra_and_misshapen_are_all_named_with_their_files(written):  #
         folder,
     )
     assert all(str(part) in str(caught.value) for part in said)
+    wrong = caught.value
+    assert (wrong.missing, wrong.extra, wrong.misshapen) == ((lost,), ("model.stranger",), (bent,))
 
 
 def test_a_lost_expert_is_named(written):  # noqa: F811

@@ -55,9 +55,14 @@ class Assignment:
     measured: dict[str, float] = field(default_factory=dict)  # 'loss', 'loss_after', 'budget' of the calibration
 
     def __post_init__(self) -> None:
-        known = set(self.precisions.values()) <= set(BITS)
-        if not known or not self.precisions or set(self.precisions) != set(self.shapes):
-            raise ConfigurationError(f"an assignment has linears, each with a shape and one of {', '.join(BITS)}")
+        unknown = sorted(set(self.precisions.values()) - set(BITS))
+        wrong = f"precision {unknown[0]!r}" if unknown else "" if self.precisions else "no linears"
+        if not wrong and set(self.precisions) != set(self.shapes):
+            wrong = "a linear without a shape"
+        if wrong:
+            raise ConfigurationError(
+                f"an assignment with {wrong}: each linear has a shape and one of {', '.join(BITS)}"
+            )
 
     @property
     def bits(self) -> float:

@@ -129,20 +129,20 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a_RK: Tensor, b_NR: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         low = torch.matmul(x, a_RK.t())
-        ctx.save_for_backward(x, a_RK, b_NR, low)
-        ctx.packed, ctx.scale, ctx.base = given
+        packed, ctx.scale, ctx.base = given
+        ctx.save_for_backward(x, a_RK, b_NR, low, *packed)  # of a stack: they are read again in backward
         ctx.mark_non_differentiable(low)
         return x.new_zeros(()).expand(*x.shape[:-1], ctx.base.out_features), low
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Any) -> Any:  # type: ignore[override]
-        x, a_RK, b_NR, low = ctx.saved_tensors
+        x, a_RK, b_NR, low, *packed = ctx.saved_tensors
         layout, n, k = ctx.base.layout, ctx.base.out_features, ctx.base.in_features
         dy_MN = dy.reshape(-1, n)
         dlow_MR = torch.mm(dy_MN, b_NR).mul_(ctx.scale)
         dx = da_RK = db_NR = None
         if ctx.needs_input_grad[0]:
-            dx_MK = fp4_linear_dx(dy_MN, *ctx.packed, layout, n, k)
+            dx_MK = fp4_linear_dx(dy_MN, *packed, layout, n, k)
             dx = dx_MK.addmm_(dlow_MR, a_RK).view(x.shape)
         if ctx.needs_input_grad[1]:
             da_RK = torch.mm(dlow_MR.t(), x.reshape(-1, k))

@@ -24,6 +24,13 @@ class Link:
     latency_seconds: float = 10e-6
     bytes_per_second: float = 0.87 * 31.5e9
 
+    def __post_init__(self) -> None:
+        if not self.latency_seconds >= 0 or not self.bytes_per_second > 0:
+            raise ConfigurationError(
+                f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s: give a latency of at least "
+                "0, a rate above 0"
+            )
+
 
 @dataclass(frozen=True)
 class Cost:

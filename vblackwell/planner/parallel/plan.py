@@ -71,11 +71,11 @@ class ParallelPlan:
                 speed, efficiency, waiting, sent, held, fits = self.cells(each)
                 row = f"{speed:>10}{efficiency:>12}{waiting:>9}{sent:>12}{held:>11}  {fits}"
             found.append(f"    {each.name:<10}{row}")
-        tensor = next((each for each in self.strategies if each.name == "tensor" and each.layers), None)
+        tensor = next((each for each in self.strategies if each.name.startswith("tensor") and each.layers), None)
         if tensor is not None:  # equal layers of all blocks in one word
             counts = Counter((re.sub(r"\.\d+\.", ".*.", name), kind) for name, kind in tensor.layers)
             words = (f"{name} {kind}{f' (x{n})' if n > 1 else ''}" for (name, kind), n in counts.items())
-            found.append(f"    tensor: {', '.join(words)}")
+            found.append(f"    {tensor.name}: {', '.join(words)}")
         return [*found, f"    {self.division()}"] if self.sizes else found
 
     def division(self) -> str:
@@ -88,10 +88,15 @@ class ParallelPlan:
             return said
         if all(size.name == VOCABULARY for size in bad):
             return f"{said}: the head is divided by its input features, or whole on every GPU"
-        degree = legal_degree(self.sizes, self.num_gpus)
-        return (
-            f"{said}: attention whose heads do not is gathered and whole on every GPU; groups of {degree} would divide"
-        )
+        possible = any(each.name == "tensor" and not each.refused for each in self.strategies)
+        if possible and any(size.is_heads for size in bad):
+            said += "; 'tensor' gathers before attention, which every GPU computes whole; both are counted"
+        if (degree := legal_degree(self.sizes, self.num_gpus)) > 1:
+            return f"{said}; 'tensor x{degree}' is groups of {degree} GPUs, which do, each with a separate batch"
+        good = [each for each in range(2, 2 * self.num_gpus + 1) if legal_degree(self.sizes, each) == each]
+        near = [n for n in good if n < self.num_gpus][-1:] + [n for n in good if n > self.num_gpus][:1]
+        take = " or ".join(map(str, near)) or "other"
+        return f"{said}; no part of {self.num_gpus} GPUs divides: take {take} GPUs for tensor parallelism"
 
 
 def parallel_plan(

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
-from vblackwell.planner.parallel.layers import Layer, Size
+from vblackwell.planner.parallel.layers import Layer, Size, legal_degree
 
 KINDS = ("column", "row", "hybrid")
 MICRO_BATCHES_A_STAGE = 4
@@ -119,6 +119,8 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     check_several(num_gpus, topology)
     net = _Net(num_gpus, topology, link or Link())
     found = [_tensor(work, net, KINDS, "tensor"), *(_tensor(work, net, (kind,), kind) for kind in KINDS)]
+    if work.layers and 1 < (degree := legal_degree(work.sizes, num_gpus)) < num_gpus:
+        found.append(_groups(work, net, degree))
     found += [_fsdp(work, net), _pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
     alone = num_gpus * work.tokens / (work.products + work.others + work.optimizer)
     found = [
@@ -227,6 +229,27 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strat
         sent_bytes=cost.num_bytes,
         gpu_bytes=int(state + work.activation_bytes),
         layers=tuple((layer.name, kind) for layer, kind in pairs),
+    )
+
+
+def _groups(work: Workload, net: _Net, degree: int) -> Strategy:
+    """Tensor parallelism among ``degree`` GPUs, in as many groups, each with its own batch; gradients are added up
+    after the backward.
+    """
+    one, groups = _tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}"), net.num_gpus // degree
+    if one.refused:
+        return one
+    kinds = zip(work.layers, one.layers, strict=True)
+    cut = min(work.parameters, sum(layer.elements for layer, (_, kind) in kinds if kind != "whole"))
+    summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
+    seconds = summed.seconds(net.link)
+    return replace(
+        one,
+        step_seconds=one.step_seconds + seconds,
+        tokens=groups * work.tokens,
+        communication_seconds=one.communication_seconds + seconds,
+        exposed_seconds=one.exposed_seconds + seconds,
+        sent_bytes=one.sent_bytes + summed.num_bytes,
     )
 
 
