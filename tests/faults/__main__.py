@@ -26,6 +26,8 @@ def main() -> int:
     options = parser.parse_args()
     cases = [case for case in CASES if any(part in case.name for part in options.only.split(","))]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # A shell's background job ignores SIGINT, and what it starts would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vb-faults-") as folder:
         outcomes = run_campaign(cases, Path(folder), options.seed, options.workers, options.tries)
