@@ -11,7 +11,7 @@ import torch
 from tests.memory.conftest import PAGE, counts, levels, page
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor
 from vblackwell.memory.level import NullLevel
-from vblackwell.memory.pool import LevelPool, Statistics
+from vblackwell.memory.pool import LevelPool
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.units import KiB
 
@@ -110,7 +110,7 @@ def test_statistics_add_up(make_stack):
 
 
 def test_a_link_is_busy_once_however_many_use_it():
-    statistics = Statistics([])
+    statistics = LevelPool([NullLevel(PAGE, "GPU", torch.device("cpu"))])
     futures: list[Future[None]] = [Future() for _ in range(4)]
     began = time.perf_counter()
     for future in futures[:3]:

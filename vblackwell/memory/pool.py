@@ -22,90 +22,6 @@ from vblackwell.units import format_bytes
 Place = int | str  # a level's number, or the name of a device that belongs to no level
 
 
-class Statistics:
-    """Counters of a stack's levels and of the links between them. ``_lock`` is the stack's."""
-
-    def __init__(self, levels: list[Level]) -> None:
-        self.levels = levels
-        self._lock = threading.Lock()
-        zeros = ([0] * len(levels) for _ in range(5))
-        self._hits, self._misses, self._evictions, self._promotions, self._demotions = zeros
-        self._stall_seconds = 0.0
-        self._bytes: defaultdict[tuple[Place, Place], int] = defaultdict(int)
-        self._seconds: defaultdict[tuple[Place, Place], float] = defaultdict(float)
-        self._busy_until: dict[tuple[Place, Place], float] = {}
-        self._under_way: deque[tuple[tuple[Place, Place], Clock]] = deque()  # whose seconds are known later
-
-    def count_found(self, level: int) -> None:
-        """Something was found on ``level``: a hit there, a miss on every level above."""
-        with self._lock:
-            for above in range(level):
-                self._misses[above] += 1
-            self._hits[level] += 1
-
-    def count_move(self, source: int, target: int, *, evicted: bool) -> None:
-        """A key went from a level to another. Called under the lock."""
-        if target < source:
-            self._promotions[target] += 1
-        elif target > source:
-            self._demotions[source] += 1
-            self._evictions[source] += evicted
-
-    def count_link(self, source: Place, destination: Place, num_bytes: int, seconds: float | None = None) -> None:
-        """Bytes that the caller moved between two levels."""
-        with self._lock:
-            self._bytes[source, destination] += num_bytes
-            self._seconds[source, destination] += seconds or 0.0
-
-    def count_transfer(self, source: Place, destination: Place, num_bytes: int, transfer: Transfer) -> None:
-        """Bytes that are moving between two levels; the time is taken from ``transfer`` when it is done."""
-        with self._lock:
-            self._bytes[source, destination] += num_bytes
-            self._collect()
-            if transfer.clock is not None:
-                self._under_way.append(((source, destination), transfer.clock))
-
-    def _collect(self) -> None:
-        while self._under_way and (took := self._under_way[0][1]()) is not None:
-            pair, _ = self._under_way.popleft()
-            begin, seconds = took
-            if begin is not None:
-                # Several at a time keep a link busy once; they are collected in the order in which they were asked for.
-                end, busy_until = begin + seconds, self._busy_until.get(pair, begin)
-                seconds = max(0.0, end - max(begin, busy_until))
-                self._busy_until[pair] = max(busy_until, end)
-            self._seconds[pair] += seconds
-
-    def add_stall(self, seconds: float) -> None:
-        """Time that computation waited for bytes."""
-        with self._lock:
-            self._stall_seconds += seconds
-
-    def get_stats(self) -> dict[str, Any]:
-        """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
-        'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
-
-        A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
-        ``demotions``: that sank from it, ``evictions`` of them for other bytes. A copy's ``seconds`` count once it is
-        done.
-        """
-        with self._lock:
-            self._collect()
-            counted = ("hits", "misses", "evictions", "promotions", "demotions")
-            levels = [
-                {"device": level.name}
-                | {name: getattr(level, name) for name in ("capacity_bytes", "used_bytes", "peak_bytes")}
-                | {name: getattr(self, f"_{name}")[number] for name in counted}
-                for number, level in enumerate(self.levels)
-            ]
-            links = []
-            for pair, num_bytes in self._bytes.items():
-                source, target = (place if isinstance(place, str) else self.levels[place].name for place in pair)
-                seconds = self._seconds[pair]
-                links.append({"source": source, "destination": target, "bytes": num_bytes, "seconds": seconds})
-            return {"levels": levels, "links": links, "stall_seconds": self._stall_seconds}
-
-
 def does_not_fit(
     levels: Sequence[Level], where: str, num_bytes: int, refusal: Exception | None = None
 ) -> InsufficientMemory:
@@ -207,13 +123,22 @@ class Turn:
                 self._condition.notify_all()
 
 
-class LevelPool(Statistics):
-    """Levels, fastest first, and the ranges reserved on them. What is placed where changes in a turn."""
+class LevelPool:
+    """Levels, fastest first, the ranges reserved on them, and counters of both and of the links between levels. What is
+    placed where changes in a turn."""
 
     def __init__(self, levels: list[Level]) -> None:
         assert levels[0].device is not None, "build_levels sees to it"
-        super().__init__(levels)
+        self.levels = levels
         self.level0_device: torch.device = levels[0].device
+        self._lock = threading.Lock()
+        zeros = ([0] * len(levels) for _ in range(5))
+        self._hits, self._misses, self._evictions, self._promotions, self._demotions = zeros
+        self._stall_seconds = 0.0
+        self._bytes: defaultdict[tuple[Place, Place], int] = defaultdict(int)
+        self._seconds: defaultdict[tuple[Place, Place], float] = defaultdict(float)
+        self._busy_until: dict[tuple[Place, Place], float] = {}
+        self._under_way: deque[tuple[tuple[Place, Place], Clock]] = deque()  # whose seconds are known later
         self._turn = Turn()
         self._reservations: dict[str, Reservation] = {}
         self._closed = False
@@ -272,6 +197,75 @@ class LevelPool(Statistics):
             if level.device == tensor.device:
                 return number
         return str(tensor.device)
+
+    def count_found(self, level: int) -> None:
+        """Something was found on ``level``: a hit there, a miss on every level above."""
+        with self._lock:
+            for above in range(level):
+                self._misses[above] += 1
+            self._hits[level] += 1
+
+    def count_move(self, source: int, target: int, *, evicted: bool) -> None:
+        """A key went from a level to another. Called under the lock."""
+        if target < source:
+            self._promotions[target] += 1
+        elif target > source:
+            self._demotions[source] += 1
+            self._evictions[source] += evicted
+
+    def count_link(self, source: Place, destination: Place, num_bytes: int, seconds: float | None = None) -> None:
+        """Bytes that the caller moved between two levels."""
+        with self._lock:
+            self._bytes[source, destination] += num_bytes
+            self._seconds[source, destination] += seconds or 0.0
+
+    def count_transfer(self, source: Place, destination: Place, num_bytes: int, transfer: Transfer) -> None:
+        """Bytes that are moving between two levels; the time is taken from ``transfer`` when it is done."""
+        with self._lock:
+            self._bytes[source, destination] += num_bytes
+            self._collect()
+            if transfer.clock is not None:
+                self._under_way.append(((source, destination), transfer.clock))
+
+    def _collect(self) -> None:
+        while self._under_way and (took := self._under_way[0][1]()) is not None:
+            pair, _ = self._under_way.popleft()
+            begin, seconds = took
+            if begin is not None:
+                # Several at a time keep a link busy once; they are collected in the order in which they were asked for.
+                end, busy_until = begin + seconds, self._busy_until.get(pair, begin)
+                seconds = max(0.0, end - max(begin, busy_until))
+                self._busy_until[pair] = max(busy_until, end)
+            self._seconds[pair] += seconds
+
+    def add_stall(self, seconds: float) -> None:
+        """Time that computation waited for bytes."""
+        with self._lock:
+            self._stall_seconds += seconds
+
+    def get_stats(self) -> dict[str, Any]:
+        """``{'levels': [{'device', 'capacity_bytes', 'used_bytes', 'peak_bytes', 'hits', 'misses', 'evictions',
+        'promotions', 'demotions'}], 'links': [{'source', 'destination', 'bytes', 'seconds'}], 'stall_seconds'}``.
+
+        A key found on level 2 is a hit there and a miss on levels 0 and 1. ``promotions``: keys that rose to the level;
+        ``demotions``: that sank from it, ``evictions`` of them for other bytes. A copy's ``seconds`` count once it is
+        done.
+        """
+        with self._lock:
+            self._collect()
+            counted = ("hits", "misses", "evictions", "promotions", "demotions")
+            levels = [
+                {"device": level.name}
+                | {name: getattr(level, name) for name in ("capacity_bytes", "used_bytes", "peak_bytes")}
+                | {name: getattr(self, f"_{name}")[number] for name in counted}
+                for number, level in enumerate(self.levels)
+            ]
+            links = []
+            for pair, num_bytes in self._bytes.items():
+                source, target = (place if isinstance(place, str) else self.levels[place].name for place in pair)
+                seconds = self._seconds[pair]
+                links.append({"source": source, "destination": target, "bytes": num_bytes, "seconds": seconds})
+            return {"levels": levels, "links": links, "stall_seconds": self._stall_seconds}
 
     def close(self) -> None:
         """Release memory, file and threads. Idempotent. Tensors that are held stay valid."""

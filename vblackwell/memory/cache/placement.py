@@ -21,7 +21,7 @@ from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import LRU
 from vblackwell.memory.level import Extent, Level
-from vblackwell.memory.pool import Place, Statistics, does_not_fit
+from vblackwell.memory.pool import LevelPool, Place, does_not_fit
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
 
@@ -134,8 +134,8 @@ class Plan:
 class Placement:
     """Which entry is where. All methods but `sweep` are called in a turn, without the lock."""
 
-    def __init__(self, levels: Sequence[Level], policy: LRU, statistics: Statistics, lock: threading.Lock) -> None:
-        self._levels, self._policy, self._statistics, self._lock = levels, policy, statistics, lock
+    def __init__(self, levels: Sequence[Level], policy: LRU, pool: LevelPool, lock: threading.Lock) -> None:
+        self._levels, self._policy, self._pool, self._lock = levels, policy, pool, lock
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
@@ -357,7 +357,7 @@ class Placement:
         entry.stray = None
         if move.target > 0:
             entry.expected = False
-        self._statistics.count_move(move.source, move.target, evicted=move.evicted)
+        self._pool.count_move(move.source, move.target, evicted=move.evicted)
         self._seat(entry, move.target, move.target_extent)
 
     def _undo(self, plan: Plan) -> None:
@@ -400,4 +400,4 @@ class Placement:
         """Count the bytes that the block moves, and its time."""
         start = time.perf_counter()
         yield
-        self._statistics.count_link(source, target, num_bytes, time.perf_counter() - start)
+        self._pool.count_link(source, target, num_bytes, time.perf_counter() - start)
