@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -99,11 +100,18 @@ def test_ordinary_files_where_tmpfile_and_direct_are_missing(disk_path: str, mon
     real = os.open
 
     def without(path, flags, mode=0o777, **kwargs):
-        if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "not here")
         return real(path, flags, mode, **kwargs)
 
+    def refuse_direct(fd, command, flags=0):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return real_fcntl(fd, command, flags)
+
+    real_fcntl = fcntl.fcntl
     monkeypatch.setattr(os, "open", without)
+    monkeypatch.setattr(fcntl, "fcntl", refuse_direct)
     level = DiskLevel(disk_path, 4 * MiB, piece_bytes=PIECE)
     assert not level._file.direct and os.listdir(disk_path) == []
     assert os.fstat(level._file.fd).st_mode & 0o777 == 0o600

@@ -1,21 +1,21 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
-Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
-the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted in part is
-read and checked whole. Nothing is synced: the file dies with the process.
+Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned and whole pages,
+through a buffer of the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that
+is wanted in part is read and checked whole. Nothing is synced: the file dies with the process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from vblackwell.units import MiB, align_up, format_bytes
 
 PAGE = 4096
 GROW_BYTES = 16 * MiB
-_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS}
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -76,8 +76,16 @@ class ScratchFile:
         self.path, self.capacity_bytes, self.reserved_bytes = facts.path, capacity_bytes, 0
         self.calls = calls or SystemCalls()
         self.poison: str | None = None
-        self.fd, self.direct = _open(facts.path)
-        self.close = weakref.finalize(self, os.close, self.fd)  # idempotent; frees the file's space
+        try:
+            file = tempfile.TemporaryFile(buffering=0, dir=facts.path)  # noqa: SIM115 (the finalizer closes it)
+        except OSError as error:
+            raise DiskError(
+                f"could not make a scratch file in {facts.path}: {error.strerror}; give the ssd level a directory you "
+                "may write to"
+            ) from error
+        self.close = weakref.finalize(self, file.close)  # idempotent; frees the file's space
+        self.fd = file.fileno()
+        self.direct = _open_direct(self.fd)
 
     def check_writable(self) -> None:
         """Raises DiskError if the file is poisoned."""
@@ -147,43 +155,22 @@ class ScratchFile:
             position += count
 
 
-def _open(folder: Path) -> tuple[int, bool]:
-    """(descriptor, whether direct) of a new unlinked file, by the first way that works here."""
-    for tmpfile, direct in ((True, True), (False, True), (True, False), (False, False)):
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        try:
-            fd = os.open(folder, flags | os.O_TMPFILE, 0o600) if tmpfile else _open_unlinked(folder, flags)
-        except OSError as error:
-            if error.errno in _NO_DIRECT and (tmpfile or direct):
-                continue
-            raise DiskError(
-                f"could not make a scratch file in {folder}: {error.strerror}; give the ssd level a directory you may "
-                "write to"
-            ) from error
-        if not direct or _direct_works(fd):
-            return fd, direct
-        os.close(fd)
-    raise AssertionError("the last way opens without probing")
-
-
-def _open_unlinked(folder: Path, flags: int) -> int:
-    name = tempfile.mktemp(".vblackwell", dir=folder)  # O_EXCL below makes it safe
-    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(name)
-    return fd
-
-
-def _direct_works(fd: int) -> bool:
-    """Whether a page can be written and read with ``O_DIRECT``: some file systems open so and then refuse."""
+def _open_direct(fd: int) -> bool:
+    """Switch ``O_DIRECT`` on where a page can be written and read so: some file systems let it be and then refuse."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with mmap.mmap(-1, PAGE) as page:
         try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
             works = os.pwritev(fd, [page], 0) == PAGE and os.preadv(fd, [page], 0) == PAGE
             os.ftruncate(fd, 0)
         except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            os.close(fd)
-            raise DiskError(f"the first write to a scratch file failed: {error.strerror}; check the disk") from error
+            if error.errno not in _NO_DIRECT:
+                raise DiskError(
+                    f"the first write to a scratch file failed: {error.strerror}; check the disk"
+                ) from error
+            works = False
+    if not works:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return works
 
 
@@ -252,7 +239,7 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, check = extent.offset + index * self._piece_bytes, extent.handle[index]
         length = max(out.nbytes, check[0] if check else 0)
-        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
+        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == length % PAGE == 0
         memory = out if straight else self._scratch()
         self._fetch(offset, memory.data_ptr(), length, check)
         if not straight:
@@ -263,7 +250,7 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, old = extent.offset + index * self._piece_bytes, extent.handle[index]
         length, memory = max(src.nbytes, old[0] if old else 0), src
-        if src.is_cuda or src.data_ptr() % PAGE or length > src.nbytes:
+        if src.is_cuda or src.data_ptr() % PAGE or length % PAGE or length > src.nbytes:
             memory = self._scratch()
             if length > src.nbytes:  # the front of a piece: its rest stays, and stays checked
                 self._fetch(offset, memory.data_ptr(), length, old)
@@ -271,28 +258,12 @@ class DiskLevel(Level):
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
         self._file.check_writable()  # what a poisoned file refuses changes nothing
         extent.handle[index] = LOST
-        for address, size, tail in self._parts(memory.data_ptr(), length):
-            if tail:
-                ctypes.memmove(address, memory.data_ptr() + length - tail, tail)
-            self._file.write(offset, memory_at(address, size))
-            offset += size
+        self._file.write(offset, memory_at(memory.data_ptr(), align_up(length, PAGE)))
         extent.handle[index] = (length, digest)
 
-    def _parts(self, address: int, length: int) -> list[tuple[int, int, int]]:
-        """What the file moves of ``length`` bytes at ``address``: (address, size, bytes of the tail). A tail that is no
-        whole page goes through a page of the thread where direct I/O wants whole ones."""
-        tail = length % PAGE if self._file.direct else 0
-        parts = [(address, length - tail, 0)] if length > tail else []
-        return parts + ([(self._scratch().data_ptr() + self._piece_bytes, PAGE, tail)] if tail else [])
-
     def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
-        """Read a piece to the address ``memory``, and verify it; raises CorruptData."""
-        offset = start
-        for address, size, tail in self._parts(memory, length):
-            self._file.read(offset, memory_at(address, size))
-            if tail:
-                ctypes.memmove(memory + length - tail, address, tail)
-            offset += size
+        """Read a piece to the address ``memory``, whole pages as direct I/O wants, and verify it; raises CorruptData."""
+        self._file.read(start, memory_at(memory, align_up(length, PAGE)))
         if check is None:
             return
         if check is LOST:
@@ -324,9 +295,9 @@ class DiskLevel(Level):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
-        """This thread's own memory: a piece, and a page for the tail after it."""
+        """This thread's own memory, for a piece."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
+            self._local.memory = map_slab(self._piece_bytes, pin=self._pin)
         return self._local.memory
 
     def close(self) -> None:
