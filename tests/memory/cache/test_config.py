@@ -8,7 +8,7 @@ import torch
 from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
 from vblackwell.machine.facts import memory_facts
-from vblackwell.memory.cache import config as config_module
+from vblackwell.memory.cache import stack as stack_module
 from vblackwell.memory.cache.config import LevelConfig, parse_capacity, parse_levels
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
@@ -108,7 +108,7 @@ def test_levels_made_before_a_refused_one_are_closed(monkeypatch: pytest.MonkeyP
 
 def test_create_vgpu_stack_probes_the_machine(disk_path: str, monkeypatch: pytest.MonkeyPatch):
     facts = memory_facts()
-    monkeypatch.setattr(config_module, "memory_facts", lambda: facts)  # others take and free memory meanwhile
+    monkeypatch.setattr(stack_module, "memory_facts", lambda: facts)  # others take and free memory meanwhile
     with create_vgpu_stack(disk_path=disk_path) as stack:
         assert [level.name for level in stack.levels][-2:] == ["cpu", "ssd"]
         assert all(level.capacity_bytes > 0 for level in stack.levels)

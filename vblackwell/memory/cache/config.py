@@ -1,4 +1,4 @@
-"""From what users write, or the machine has, to levels.
+"""From what users write to levels.
 
 ``cpu`` as the first level is the arena, because level 0 allocates tensors one by one. Where sizes are not given, a GPU
 keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.facts import memory_facts, numa_node_of_cuda, why_no_cuda
-from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_bytes
+from vblackwell.machine.facts import numa_node_of_cuda, why_no_cuda
+from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel, Level, NullLevel
@@ -53,31 +53,6 @@ class LevelConfig:
             raise ConfigurationError(f"speed_gbps {self.speed_gbps} of level {self.device} must be a number > 0")
         if self.path is not None and self.kind != "ssd":
             raise ConfigurationError(f"only an ssd level has a path, not {self.device} (path {self.path!r})")
-
-
-Size = str | int | None  # bytes, or '8GiB'; None: a share of what the machine has free
-
-
-def machine_levels(
-    fast_memory: Size, host_memory: Size, disk_memory: Size, disk_path: str | None, device: torch.device | str | None
-) -> list[LevelConfig]:
-    """GPU, RAM, disk; or a capped arena over RAM and disk. As `create_vgpu_stack`."""
-    available = memory_facts().available_bytes
-    chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
-    level0, share = "arena", int(available * ARENA_SHARE)
-    if chosen.type == "cuda":
-        level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
-    fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
-    if fast == 0:
-        raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
-    levels = [LevelConfig(level0, share if fast is None else fast)]
-    if host != 0:
-        levels.append(LevelConfig("cpu", int(available * HOST_SHARE) if host is None else host))
-    if disk != 0:
-        path = disk_path or default_disk_path()
-        if free := free_disk_bytes(path) if disk is None else disk:
-            levels.append(LevelConfig("ssd", free, path=path))
-    return levels
 
 
 def parse_capacity(value: Any) -> int:

@@ -17,17 +17,20 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
-from vblackwell.machine.facts import settle_cpu_kernels
-from vblackwell.memory.cache.config import LevelConfig, Size, build_levels, machine_levels
+from vblackwell.machine.facts import memory_facts, settle_cpu_kernels
+from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_bytes
+from vblackwell.memory.cache.config import GPU_SHARE, HOST_SHARE, LevelConfig, build_levels
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
 from vblackwell.memory.cache.policy import build_policy
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
+from vblackwell.units import parse_bytes
 
 __all__ = ["Reservation", "VGPUStack"]
 
 PROMOTIONS = ("direct", "gradual")
+Size = str | int | None  # bytes, or '8GiB'; None: a share of what the machine has free
 
 
 class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
@@ -312,5 +315,19 @@ def create_vgpu_stack(
 
     Raises ConfigurationError for a size that the machine does not have, or where no directory is on a disk.
     """
-    levels = machine_levels(fast_memory, host_memory, disk_memory, disk_path, device)
+    available = memory_facts().available_bytes
+    chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
+    level0, share = "arena", int(available * ARENA_SHARE)
+    if chosen.type == "cuda":
+        level0, share = str(chosen), int(torch.cuda.mem_get_info(chosen)[0] * GPU_SHARE)
+    fast, host, disk = (None if size is None else parse_bytes(size) for size in (fast_memory, host_memory, disk_memory))
+    if fast == 0:
+        raise ConfigurationError("fast_memory 0 leaves no level 0: give it at least 4 KiB")
+    levels = [LevelConfig(level0, share if fast is None else fast)]
+    if host != 0:
+        levels.append(LevelConfig("cpu", int(available * HOST_SHARE) if host is None else host))
+    if disk != 0:
+        path = disk_path or default_disk_path()
+        if free := free_disk_bytes(path) if disk is None else disk:
+            levels.append(LevelConfig("ssd", free, path=path))
     return VGPUStack(levels, policy=policy, promotion=promotion)
