@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Source:
         self._model, self._initialize = model, initialize
         self._meta_buffers = buffers
         self._filled: dict[Tensor, Tensor] = {}
-        self._undo: list[Callable[[], object]] = []  # of `take_over`
+        self._undo = ExitStack()  # of `take_over`
 
     def fill_buffers(self) -> None:
         """Let the caller fill the buffers; they take their places in `take_over`."""
@@ -176,17 +176,16 @@ class Source:
                 empty = torch.zeros((), dtype=slot.param.dtype, device="cpu").expand(slot.shape)
                 stand_in = nn.Parameter(empty, requires_grad=slot.param.requires_grad)
             _swap_content(slot.param, stand_in)
-            self._undo.append(partial(_swap_content, slot.param, stand_in))
+            self._undo.callback(_swap_content, slot.param, stand_in)
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer in self._filled:
-                    self._undo.append(partial(module._buffers.__setitem__, key, buffer))
+                    self._undo.callback(module._buffers.__setitem__, key, buffer)
                     module._buffers[key] = self._filled[buffer]
 
     def give_back(self) -> None:
         """Undo `take_over`, as far as it came."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 def _refuse_followers(name: str, param: Tensor) -> None:
