@@ -36,13 +36,6 @@ from vblackwell.offload.storage.masters import (
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
-class _Entered(threading.local):
-    """Whether autocast's cache was on before each of the forwards that a thread is in."""
-
-    def __init__(self) -> None:
-        self.cached: list[bool] = []
-
-
 def uncached_forward(model: nn.Module) -> list[Any]:
     """Turn autocast's cache of cast weights off while the forward of ``model`` runs, as streaming does; the hooks.
 
@@ -51,16 +44,17 @@ def uncached_forward(model: nn.Module) -> list[Any]:
     KeyboardInterrupt: then the cache is on again when the autocast context has ended.
     """
 
-    entered = _Entered()
+    entered = threading.local()  # `cached`: whether the cache was on before each of the forwards that a thread is in
 
     def enter(module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            entered.cached.append(torch.is_autocast_cache_enabled())
+            vars(entered).setdefault("cached", []).append(torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and entered.cached:  # none where the way in failed: it is called even then
-            torch.set_autocast_cache_enabled(entered.cached.pop())
+        # None where the way in failed: it is called even then.
+        if not torch.compiler.is_compiling() and (cached := getattr(entered, "cached", None)):
+            torch.set_autocast_cache_enabled(cached.pop())
 
     return [
         model.register_forward_pre_hook(SiteHook(enter), prepend=True),
