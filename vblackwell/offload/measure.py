@@ -61,20 +61,20 @@ ADD_TURNS = 5
 LOOP_PARAMETERS, LOOP_WIDTH = 64, 64
 
 
-def seconds_of(
-    action: Callable[[], Any], finish: Callable[[], Any] = lambda: None, repeats: int = REPEATS,
-    limit_seconds: float = math.inf,
-) -> float:  # fmt: skip
+Action = Callable[[], Any]
+
+
+def seconds_of(action: Action, finish: Action = lambda: None, limit_seconds: float = math.inf) -> float:
     """Median time of ``action`` and ``finish``, after a first that does not count; none begins after the limit."""
     total = _seconds(action, finish)
     found: list[float] = []
-    while len(found) < repeats and not (found and total > limit_seconds):
+    while len(found) < REPEATS and not (found and total > limit_seconds):
         found.append(_seconds(action, finish))
         total += found[-1]
     return statistics.median(found)
 
 
-def steps_seconds(action: Callable[[], Any], finish: Callable[[], Any]) -> list[float]:
+def steps_seconds(action: Action, finish: Action) -> list[float]:
     """Times of `STEPS_ISSUED` times ``action`` and ``finish``, after `WARM_SECONDS` of them that do not count."""
     warm = _seconds(action, finish)
     while warm <= WARM_SECONDS:
@@ -82,7 +82,7 @@ def steps_seconds(action: Callable[[], Any], finish: Callable[[], Any]) -> list[
     return [_seconds(action, finish) for _ in range(STEPS_ISSUED)]
 
 
-def _seconds(action: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> float:
+def _seconds(action: Action, finish: Action = lambda: None) -> float:
     began = time.perf_counter()
     action()
     finish()
@@ -121,10 +121,10 @@ class HostSamples:
         self.loop = looped / (LOOP_PARAMETERS * LOOP)
 
 
-def host_copy_gbps() -> float:
+def host_copy_gbps(num_bytes: int = COPY_BYTES) -> float:
     """RAM to RAM, counting the bytes once."""
-    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
-    return COPY_BYTES / seconds_of(lambda: target.copy_(source)) / 1e9
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    return num_bytes / seconds_of(lambda: target.copy_(source)) / 1e9
 
 
 def cpu_matmul_gflops(size: int = 1024) -> float:
@@ -279,9 +279,7 @@ def group_seconds(device: torch.device, update: str = "level0") -> float:
 
 def cpu_rates() -> Rates:
     """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
-    source = torch.ones(QUICK_COPY_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    copied = QUICK_COPY_BYTES / seconds_of(lambda: target.copy_(source))
+    copied = host_copy_gbps(QUICK_COPY_BYTES) * 1e9
     flops = cpu_matmul_gflops(512) * 1e9
     return Rates(
         matmul_half=flops, matmul_fp32=flops, memory=2 * copied, up=copied, down=copied, up_both=copied / 2,
