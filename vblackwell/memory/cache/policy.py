@@ -32,8 +32,7 @@ class LRU:
         if entry.last_use == 0:
             self._clock += 1
             entry.last_use = self._clock
-        entry.seat = (entry.level, entry.priority)
-        order, newer = self._order[entry.seat], []
+        order, newer = self._order[entry.level, entry.priority], []
         while order and next(reversed(order)).last_use > entry.last_use:
             newer.append(order.popitem()[0])
         order[entry] = None
@@ -41,16 +40,13 @@ class LRU:
 
     def discard(self, entry: Entry) -> None:
         """``entry`` leaves the level that it was added to."""
-        assert entry.seat is not None, f"{entry.key} is on no level"
-        del self._order[entry.seat][entry]
-        entry.seat = None
+        del self._order[entry.level, entry.priority][entry]
 
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
         """``entry`` was accessed, or (``accessed=False``) is about to be and was announced by a prefetch."""
         self._clock += 1
         entry.last_use = self._clock
-        if entry.seat is not None:
-            self._order[entry.seat].move_to_end(entry)
+        self._order[entry.level, entry.priority].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
         """What may leave a level, colder ``than`` that entry: lower priority first, then colder."""
@@ -126,7 +122,7 @@ class NextUse(LRU):
         self._positions: dict[str, list[int]] = {}  # of each key in the cycle
         self._now = 0
         self._ranks: dict[Entry, _Rank] = {}
-        self._ranking: defaultdict[tuple[int, int], list[_Rank]] = defaultdict(list)  # by seat, sorted
+        self._ranking: defaultdict[tuple[int, int], list[_Rank]] = defaultdict(list)  # by level and priority, sorted
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
@@ -146,7 +142,7 @@ class NextUse(LRU):
                 return
             if self.cycle is not None:
                 entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
-        if self.cycle is not None and entry.seat is not None:
+        if self.cycle is not None:
             self._rank(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
@@ -174,15 +170,14 @@ class NextUse(LRU):
             self._rank(entry)
 
     def _rank(self, entry: Entry) -> None:
-        assert entry.seat is not None
         self._forget_rank(entry)
         self._ranks[entry] = rank = (-entry.next_use, entry.last_use, entry)
-        insort(self._ranking[entry.seat], rank)
+        insort(self._ranking[entry.level, entry.priority], rank)
 
     def _forget_rank(self, entry: Entry) -> None:
         rank = self._ranks.pop(entry, None)
-        if rank is not None and entry.seat is not None:
-            ranking = self._ranking[entry.seat]
+        if rank is not None:
+            ranking = self._ranking[entry.level, entry.priority]
             del ranking[bisect_left(ranking, rank)]
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
