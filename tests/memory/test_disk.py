@@ -19,13 +19,13 @@ from tests.memory.conftest import random_bytes
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, InsufficientMemory
 from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
-from vblackwell.memory.disk import DiskFull, DiskLevel, SystemCalls
+from vblackwell.memory.disk import DiskFull, DiskLevel
 from vblackwell.units import GiB, KiB, MiB
 
 PIECE = 64 * KiB
 
 
-class Calls(SystemCalls):
+class Calls:
     """System calls that can be told to fail, or to do only part of the work."""
 
     def __init__(self) -> None:
@@ -38,20 +38,20 @@ class Calls(SystemCalls):
     def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         if self.read_error:
             raise OSError(self.read_error, os.strerror(self.read_error))
-        return self._short(super().preadv(fd, buffers, offset))
+        return self._short(os.preadv(fd, buffers, offset))
 
     def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         if self.write_error:
             raise OSError(self.write_error, os.strerror(self.write_error))
-        return self._short(super().pwritev(fd, buffers, offset))
+        return self._short(os.pwritev(fd, buffers, offset))
 
     def _short(self, count: int) -> int:
         return count if self.at_most is None else min(count, self.at_most)
 
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
         if self.room is not None and offset + length > self.room:
             raise OSError(self.no_room, os.strerror(self.no_room))
-        super().fallocate(fd, offset, length)
+        os.posix_fallocate(fd, offset, length)
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def calls() -> Calls:
 
 @pytest.fixture
 def disk(disk_path: str, calls: Calls):
-    level = DiskLevel(disk_path, 4 * MiB, piece_bytes=PIECE, threads=2, calls=calls)
+    level = DiskLevel(disk_path, 4 * MiB, piece_bytes=PIECE, threads=2)
+    level._file.calls = calls
     yield level
     level.close()
 
@@ -183,7 +184,8 @@ def test_a_write_error_poisons_the_file(disk: DiskLevel, calls: Calls):
 
 def test_a_piece_whose_writing_failed_cannot_be_read(disk_path: str, calls: Calls):
     """Half of it may be on the disk: neither what was there nor what was to come."""
-    level = DiskLevel(disk_path, MiB, piece_bytes=PIECE, threads=2, calls=calls)
+    level = DiskLevel(disk_path, MiB, piece_bytes=PIECE, threads=2)
+    level._file.calls = calls
     good, source = stored(level, PIECE)
     extent, _ = stored(level, 2 * PIECE)
     calls.write_error = errno.EIO

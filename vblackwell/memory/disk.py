@@ -46,14 +46,6 @@ class DiskFull(InsufficientMemory, DiskError):
     """The file system has no room for what a disk level should hold."""
 
 
-class SystemCalls:
-    """The calls that touch the file; a test replaces some to break the disk."""
-
-    preadv = staticmethod(os.preadv)
-    pwritev = staticmethod(os.pwritev)
-    fallocate = staticmethod(os.posix_fallocate)
-
-
 def memory_at(address: int, num_bytes: int) -> memoryview:
     """A writable view of memory that the caller keeps alive."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
@@ -68,13 +60,14 @@ class ScratchFile:
     DiskError where no file can be made.
     """
 
-    def __init__(self, path: str | os.PathLike[str], capacity_bytes: int, calls: SystemCalls | None = None) -> None:
+    calls: Any = os  # `preadv`, `pwritev` and `posix_fallocate`; a test replaces it to break the disk
+
+    def __init__(self, path: str | os.PathLike[str], capacity_bytes: int) -> None:
         facts = disk_facts(path)
         if facts.ram_backed or not facts.path.is_dir():
             wrong = f"on {facts.file_system}, which is RAM" if facts.path.is_dir() else "a file"
             raise ConfigurationError(f"disk path {facts.path} is {wrong}: give an existing directory on a disk")
         self.path, self.capacity_bytes, self.reserved_bytes = facts.path, capacity_bytes, 0
-        self.calls = calls or SystemCalls()
         self.poison: str | None = None
         try:
             file = tempfile.TemporaryFile(buffering=0, dir=facts.path)  # noqa: SIM115 (the finalizer closes it)
@@ -104,7 +97,7 @@ class ScratchFile:
             return
         for size in (max(end, min(self.reserved_bytes + GROW_BYTES, self.capacity_bytes)), end):
             try:
-                self.calls.fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
+                self.calls.posix_fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
                 self.reserved_bytes = size
                 return
             except OSError as error:
@@ -182,17 +175,11 @@ class DiskLevel(Level):
     """A level in an unlinked file in the directory ``path``; raises as `ScratchFile`."""
 
     def __init__(
-        self,
-        path: str,
-        capacity_bytes: int,
-        *,
-        piece_bytes: int = DISK_PIECE_BYTES,
-        threads: int = DISK_THREADS,
-        calls: SystemCalls | None = None,
+        self, path: str, capacity_bytes: int, *, piece_bytes: int = DISK_PIECE_BYTES, threads: int = DISK_THREADS
     ) -> None:
         super().__init__("ssd", None, capacity_bytes, PAGE, threads)
         assert piece_bytes % PAGE == 0
-        self._file = ScratchFile(path, self.capacity_bytes, calls)
+        self._file = ScratchFile(path, self.capacity_bytes)
         self.path = str(self._file.path)
         self._ranges = RangeAllocator(self.capacity_bytes)
         self._piece_bytes = piece_bytes

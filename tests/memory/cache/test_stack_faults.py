@@ -28,7 +28,8 @@ def calls() -> Calls:
 @pytest.fixture
 def stack(make_level: Callable[..., Level], disk_path: str, calls: Calls):
     """Two pages of arena, two of host, four of disk; six keys, k0 and k1 on top, k4 and k5 on the disk."""
-    disk = DiskLevel(disk_path, 4 * PAGE, threads=1, calls=calls)
+    disk = DiskLevel(disk_path, 4 * PAGE, threads=1)
+    disk._file.calls = calls
     stack = VGPUStack([make_level("arena", 2 * PAGE), make_level("host", 2 * PAGE), disk])
     for i in range(6):
         stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)

@@ -20,7 +20,7 @@ from tests.offload.models import CASES, build
 from tests.offload.storage.format_cases import BF16, Form, Odd, assert_same_states, loss_of
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, StepAbandoned
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.disk import DiskLevel, SystemCalls
+from vblackwell.memory.disk import DiskLevel
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
@@ -183,7 +183,7 @@ def test_released_with_its_states(make_stack: MakeStack):
 # -- disks that break --------------------------------------------------------------------------------------------------
 
 
-class Breaking(SystemCalls):
+class Breaking:
     """A disk of which the ``after``-th call of ``name`` and all later ones fail with ``number``; None:
     they come back with other bits.
     """
@@ -208,7 +208,7 @@ class Breaking(SystemCalls):
         broken = self._is_broken("preadv")
         if broken and self._number is not None:
             self._fail()
-        count = super().preadv(fd, buffers, offset)
+        count = os.preadv(fd, buffers, offset)
         if broken:
             buffers[0][17] ^= 1
         return count
@@ -216,17 +216,17 @@ class Breaking(SystemCalls):
     def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         if self._is_broken("pwritev"):
             if self._number is None:
-                return super().pwritev(fd, buffers, offset)
+                return os.pwritev(fd, buffers, offset)
             half = [buffer[: len(buffer) // 2 // 4096 * 4096] for buffer in buffers]
             if half[0]:
-                super().pwritev(fd, half, offset)  # the worst: a part of it is there
+                os.pwritev(fd, half, offset)  # the worst: a part of it is there
             self._fail()
-        return super().pwritev(fd, buffers, offset)
+        return os.pwritev(fd, buffers, offset)
 
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        if self._is_broken("fallocate"):
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        if self._is_broken("posix_fallocate"):
             self._fail()
-        super().fallocate(fd, offset, length)
+        os.posix_fallocate(fd, offset, length)
 
 
 def break_disk(stack: VGPUStack, name: str, after: int, number: int | None) -> Breaking:
@@ -323,7 +323,7 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     stack = make_stack(2 << 20, host, disk)
     enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0", compute_dtype=BF16)
     before = [level.used_bytes for level in stack.levels[1:]]
-    break_disk(stack, "fallocate", 1, errno.ENOSPC)
+    break_disk(stack, "posix_fallocate", 1, errno.ENOSPC)
     for _ in range(2):
         with pytest.raises(InsufficientMemory, match="full|lower levels have"):
             VGPUAdamW(model.parameters())
@@ -333,7 +333,7 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     assert all(torch.equal(exported[name], param) for name, param in plain.named_parameters())
     level = stack.levels[2]
     assert isinstance(level, DiskLevel)
-    level._file.calls = SystemCalls()
+    level._file.calls = os
     if disk > 1 << 20:
         train(model, VGPUAdamW(model.parameters(), lr=3e-3), range(2))
         assert on_disk(stack) > 0
