@@ -92,17 +92,6 @@ def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) 
         )
 
 
-def check_order(levels: Iterable[LevelConfig]) -> None:
-    """Refuse levels that are not listed fastest first, as far as speeds are stated."""
-    stated = [level for level in levels if level.speed_gbps is not None]
-    for faster, slower in zip(stated, stated[1:], strict=False):
-        if (slower.speed_gbps or 0) > (faster.speed_gbps or 0):
-            raise ConfigurationError(
-                f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed "
-                f"below {faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
-            )
-
-
 def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:
     """Make one level. ``number`` is its place in the stack: ``cpu`` at 0 is the arena."""
     kind, capacity_bytes = config.kind, config.capacity_bytes
@@ -121,7 +110,13 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
     items = [*parse_levels(cast("Mapping[str, Any]", config))] if isinstance(config, Mapping) else [*config]
     if not items:
         raise ConfigurationError("a stack needs at least one level")
-    check_order(item for item in items if isinstance(item, LevelConfig))
+    stated = [item for item in items if isinstance(item, LevelConfig) and item.speed_gbps is not None]
+    for faster, slower in zip(stated, stated[1:], strict=False):
+        if (slower.speed_gbps or 0) > (faster.speed_gbps or 0):
+            raise ConfigurationError(
+                f"levels go from the fastest to the slowest, but {slower.device} ({slower.speed_gbps} GB/s) is listed "
+                f"below {faster.device} ({faster.speed_gbps} GB/s): change their order or their speed_gbps"
+            )
     levels: list[Level] = []
     try:
         for number, item in enumerate(items):

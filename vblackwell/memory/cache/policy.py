@@ -14,7 +14,6 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
-from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.memory.cache.entry import Entry
 
 _Rank = tuple[float, int, Entry]  # (-next_use, last_use, entry): no two entries have one last use
@@ -192,10 +191,3 @@ class NextUse(LRU):
 
 
 POLICIES: dict[str, type[LRU]] = {"lru": LRU, "next_use": NextUse}
-
-
-def build_policy(name: str) -> LRU:
-    """The policy of that name, with nothing learnt yet."""
-    if name not in POLICIES:
-        raise ConfigurationError(f"policy {name!r} must be one of {', '.join(POLICIES)}{nearest(name, POLICIES)}")
-    return POLICIES[name]()

@@ -22,7 +22,7 @@ from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_
 from vblackwell.memory.cache.config import GPU_SHARE, HOST_SHARE, LevelConfig, build_levels
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
-from vblackwell.memory.cache.policy import build_policy
+from vblackwell.memory.cache.policy import POLICIES
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
 from vblackwell.units import parse_bytes
@@ -54,8 +54,12 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
     ) -> None:
         if promotion not in PROMOTIONS:
             raise ConfigurationError(f"promotion {promotion!r} must be one of {', '.join(PROMOTIONS)}")
+        if policy not in POLICIES:
+            raise ConfigurationError(
+                f"policy {policy!r} must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
+            )
         settle_cpu_kernels()
-        self._policy = build_policy(policy)
+        self._policy = POLICIES[policy]()
         super().__init__(build_levels(config))
         self.policy = policy
         self.promotion = promotion
