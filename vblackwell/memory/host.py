@@ -112,11 +112,8 @@ MAX_SLAB_BYTES = 1 * GiB
 SHARE = 4  # a slab is shared by extents of at most a quarter of it
 
 
-class _Slab:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.ranges = RangeAllocator(size)
-        self.bytes: torch.Tensor | None = None
+class _Slab(RangeAllocator):
+    bytes: torch.Tensor | None = None  # where it is mapped
 
 
 class HostLevel(Level):
@@ -145,17 +142,17 @@ class HostLevel(Level):
         return sum(slab.size for slab in self._slabs)
 
     def _fits(self, held_bytes: int) -> bool:
-        if any(slab.ranges.largest >= held_bytes for slab in self._slabs):
+        if any(slab.largest >= held_bytes for slab in self._slabs):
             return True
-        empty = sum(slab.size for slab in self._slabs if slab.ranges.empty)
+        empty = sum(slab.size for slab in self._slabs if slab.empty)
         return self._slab_bytes - empty + held_bytes <= self.capacity_bytes
 
     def _take(self, held_bytes: int) -> tuple[int, _Slab] | None:
-        fits = [(fit, index) for index, slab in enumerate(self._slabs) if (fit := slab.ranges.best_fit(held_bytes))]
+        fits = [(fit, index) for index, slab in enumerate(self._slabs) if (fit := slab.best_fit(held_bytes))]
         if not fits and not self._fits(held_bytes):
             return None  # before any slab is given up in vain
         slab = self._slabs[min(fits)[1]] if fits else self._new_slab(held_bytes)
-        offset = slab.ranges.allocate(held_bytes)
+        offset = slab.allocate(held_bytes)
         assert offset is not None, "the slab was chosen because it fits"
         return offset, slab
 
@@ -170,7 +167,7 @@ class HostLevel(Level):
 
     def _make_way(self, size: int) -> int:
         """Give empty slabs up (pages go with their last view) until one of ``size`` fits; what is free for it."""
-        for slab in [slab for slab in self._slabs if slab.ranges.empty]:
+        for slab in [slab for slab in self._slabs if slab.empty]:
             if self._slab_bytes + size <= self.capacity_bytes:
                 break
             self._slabs.remove(slab)
@@ -178,14 +175,14 @@ class HostLevel(Level):
         return self.capacity_bytes - self._slab_bytes
 
     def _give(self, extent: Extent) -> None:
-        extent.handle.ranges.free(extent.offset, extent.held_bytes)
+        extent.handle.free(extent.offset, extent.held_bytes)
 
     def _retake(self, extent: Extent) -> None:
         slab = extent.handle
         if slab not in self._slabs:  # given up for others, which are empty again by now
             self._make_way(slab.size)
             self._slabs.append(slab)
-        slab.ranges.take(extent.offset, extent.held_bytes)
+        slab.take(extent.offset, extent.held_bytes)
 
     def materialise(self, extent: Extent) -> None:
         slab = extent.handle

@@ -71,11 +71,11 @@ class VGPULevel:
     def get(self, key: str) -> Any:
         """A copy on the level's device (in RAM, for a disk). Raises UnknownKey."""
         layout, extent = self._find(key)
-        buffer = self._read(extent, layout.num_bytes, self._device)
+        buffer = self._read(extent, self._device)
         return layout.value(layout.tensors_over(buffer))
 
-    def _read(self, extent: Extent | None, num_bytes: int, device: torch.device | str) -> torch.Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    def _read(self, extent: Extent | None, device: torch.device | str) -> torch.Tensor:
+        buffer = torch.empty(0 if extent is None else extent.num_bytes, dtype=torch.uint8, device=device)
         if extent is not None:
             self._place.read(extent, buffer).finish()
         return buffer
@@ -104,7 +104,6 @@ class VGPULevel:
 class _Held(NamedTuple):
     layout: Layout  # of what was compressed: the value, or its packed form
     codec: str
-    num_bytes: int  # that are held
     digest: int
     planes: list[list[int]]  # held bytes of the planes of each piece, in their order
 
@@ -142,13 +141,13 @@ class CompressedVGPULevel(VGPULevel):
             planes = [[len(plane) for plane in piece] for piece in made]
             buffer = torch.frombuffer(bytearray().join(plane for piece in made for plane in piece), dtype=torch.uint8)
         digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
-        self._store(key, _Held(layout, codec, buffer.numel(), digest, planes), buffer)
+        self._store(key, _Held(layout, codec, digest, planes), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises
         UnknownKey; CorruptData where the held bytes are not those that were written; DiskError."""
         held, extent = self._find(key)
-        flat = self._read(extent, held.num_bytes, "cpu")
+        flat = self._read(extent, "cpu")
         data = flat.numpy().data
         if xxhash.xxh3_64_intdigest(data) != held.digest:
             raise CorruptData(
