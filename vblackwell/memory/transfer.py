@@ -103,20 +103,15 @@ class DoneTransfer(Transfer):
         self.clock = lambda: (None, seconds)
 
 
-def _future_clock(futures: Sequence[Future[Any]]) -> Clock:
-    """From now until the last of ``futures`` is done."""
-    start, ends, count = time.perf_counter(), list[float](), len(futures)
-    for future in futures:
-        future.add_done_callback(lambda _: ends.append(time.perf_counter()))
-    return lambda: (start, max(ends, default=start) - start) if len(ends) == count else None
-
-
 class FutureTransfer(Transfer):
     """Parts that run in a thread pool. A part may return a CUDA event that its last device copy recorded."""
 
     def __init__(self, futures: Sequence[Future[Any]], keep: Sequence[Any] = ()) -> None:
         self._futures, self._keep = tuple(futures), keep
-        self.clock = _future_clock(self._futures)
+        start, ends, count = time.perf_counter(), list[float](), len(futures)
+        for future in futures:
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        self.clock = lambda: (start, max(ends, default=start) - start) if len(ends) == count else None
 
     def _events(self) -> list[torch.cuda.Event]:
         for future in self._futures:

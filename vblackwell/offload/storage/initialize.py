@@ -28,7 +28,8 @@ def refuse_shared_memory(model: nn.Module) -> None:
     kept = [(name, tensor) for name, tensor in _kept_tensors(model) if id(tensor) not in known]
     spans: list[tuple[int, int, str, Tensor]] = []
     for name, tensor in [*params.items(), *kept]:
-        if not _lies_somewhere(tensor):
+        has_bytes = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+        if not has_bytes or tensor.is_meta or tensor.numel() == 0:
             continue
         if name in params and any(size > 1 and not by for size, by in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ConfigurationError(
@@ -61,11 +62,6 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 for item in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(item, Tensor):
                         yield f"{prefix}.{name}" if prefix else name, item
-
-
-def _lies_somewhere(tensor: Tensor) -> bool:
-    has_bytes = tensor.layout == torch.strided and torch._C._has_storage(tensor)
-    return has_bytes and not tensor.is_meta and tensor.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
