@@ -177,8 +177,7 @@ class Task:
     seconds: float = 0.0
     num_bytes: float = 0.0
     waits_for: int = 0
-    ring: int = 0  # bytes of the ring that it takes
-    frees: int = 0  # bytes of the ring that it gives back
+    ring: int = 0  # bytes of the ring that it takes, or gives back (below 0)
     sets: int = 0  # sets of host memory that it takes (1) or gives back (-1)
     writes: bool = False  # to the disk
     index: int = 0  # of its group, where the CPU goes by that
@@ -303,7 +302,7 @@ class Graph:
         stored, updated, read = self._task(""), self._task(""), self._read(index, None, sets=1)
         for _ in range(count):
             arrived = self._task("up", self._states, num_bytes=size / count, ring=taken).after(*before, read)
-            left = self._task("down", num_bytes=plan.states_down * parameters / count, frees=taken)
+            left = self._task("down", num_bytes=plan.states_down * parameters / count, ring=-taken)
             stored.after(left.after(arrived, after))
             updated.after(arrived, after)
         self._write(index, stored, sets=-1)
@@ -417,7 +416,7 @@ class Clock:
 
     def _begin(self, task: Task) -> float:
         end = self._now + self._seconds(task)
-        self._ring -= task.ring
+        self._ring -= max(0, task.ring)
         self._sets -= max(0, task.sets)
         self._working[task.lane] = task
         self.busy.append((task.lane, self._now, end, task.num_bytes))
@@ -425,7 +424,7 @@ class Clock:
 
     def _finish(self, task: Task) -> None:
         self.ends[task] = self._now
-        self._ring += task.frees
+        self._ring += max(0, -task.ring)
         self._sets += max(0, -task.sets)
         for other in task.then:
             other.waits_for -= 1
