@@ -24,6 +24,7 @@ from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook, attributes
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
+    FORMS,
     Opened,
     in_memory_order,
     moment_parts,
@@ -83,12 +84,11 @@ class Resident:
         ]
         self.storage.reserve([(group, "weight") for group in self.groups] + wide)
         self._hooks: dict[Slot, Any] = {}
-        forms = ("weight", "master", "remainder")
-        opened = [
-            {kind: self.storage.range(g, kind).bytes for kind in forms if (g, kind) in self.storage}
-            for g in self.groups
-        ]
-        places = [(slot, ranges) for group, ranges in zip(self.groups, opened, strict=True) for slot in group.slots]
+        places: list[tuple[Slot, Opened]] = []
+        for group in self.groups:
+            kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in self.storage]
+            opened = {kind: self.storage.range(group, kind).bytes for kind in kinds}
+            places += [(slot, opened) for slot in group.slots]
         try:
             for place in places:
                 source.write(*place)
