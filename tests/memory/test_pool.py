@@ -10,6 +10,7 @@ import torch
 
 from tests.memory.conftest import PAGE, counts, levels, page
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import NullLevel
 from vblackwell.memory.pool import LevelPool
 from vblackwell.memory.transfer import FutureTransfer
@@ -67,7 +68,7 @@ def test_a_reservation_at_the_last_level_lets_keys_rise(make_stack):
 
 
 def test_a_pool_without_keys_counts_and_refuses():
-    pool = LevelPool([NullLevel(4 * PAGE, "GPU", torch.device("cpu")), NullLevel(2 * PAGE, "cpu", None, PAGE)])
+    pool = VGPUStack([NullLevel(4 * PAGE, "GPU", torch.device("cpu")), NullLevel(2 * PAGE, "cpu", None, PAGE)])
     ring = pool.reserve("ring", 3 * PAGE, 0)
     with pytest.raises(KeyClash, match="'ring' is taken"):
         pool.reserve("ring", PAGE, 0)

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.memory.pool import LevelPool, Reservation
+from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.memory.pool import Reservation
 from vblackwell.memory.transfer import copy_streams
 from vblackwell.offload.layout.generation import CACHE_PLACES, CacheShape
 
@@ -30,7 +31,7 @@ class StackedCache(Cache):
     evenly, the others in the first level that is RAM; InsufficientMemory where one cannot hold them; nothing is kept.
     """
 
-    def __init__(self, stack: LevelPool, shape: CacheShape, on_level0: int) -> None:
+    def __init__(self, stack: VGPUStack, shape: CacheShape, on_level0: int) -> None:
         self.shape, self._stack = shape, stack
         self._held: list[Reservation] = []
         self._last: list[Callable[[], None]] = []
@@ -101,7 +102,7 @@ class StackedCache(Cache):
         return view.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
-def _give_back(stack: weakref.ref[LevelPool], held: list[Reservation]) -> None:
+def _give_back(stack: weakref.ref[VGPUStack], held: list[Reservation]) -> None:
     alive = stack()
     if alive is not None:
         for reservation in held:
@@ -151,7 +152,7 @@ class _Passing:
     and its new positions are written back.
     """
 
-    def __init__(self, stack: LevelPool, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
+    def __init__(self, stack: VGPUStack, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
         self._stack, self._level, self._places, self._storage = stack, level, places, storage
         self.lengths: list[Callable[[], int]] = []  # of what the layers have seen
         self._held: dict[int, int] = {}  # layer: the place where its cache is or will be; the latest used last

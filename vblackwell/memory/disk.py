@@ -249,7 +249,7 @@ class DiskLevel(Level):
         extent.handle[index] = (length, digest)
 
     def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
-        """Read a piece to the address ``memory``, whole pages as direct I/O wants, and verify it; raises CorruptData."""
+        """Read a piece, in whole pages, to the address ``memory``, and verify it; raises CorruptData."""
         self._file.read(start, memory_at(memory, align_up(length, PAGE)))
         if check is None:
             return

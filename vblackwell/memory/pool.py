@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory, KeyClash, StaleTensor
+from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.transfer import Clock, Transfer
 from vblackwell.units import format_bytes
@@ -39,7 +39,7 @@ def does_not_fit(
 
 class Reservation:
     """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it. Made by
-    `LevelPool.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool."""
+    `VGPUStack.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool."""
 
     __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
@@ -124,8 +124,8 @@ class Turn:
 
 
 class LevelPool:
-    """Levels, fastest first, the ranges reserved on them, and counters of both and of the links between levels. What is
-    placed where changes in a turn."""
+    """Levels, fastest first, the ranges reserved on them, and counters of both and of the links between levels. What
+    is placed where changes in a turn."""
 
     def __init__(self, levels: list[Level]) -> None:
         assert levels[0].device is not None, "build_levels sees to it"
@@ -142,23 +142,6 @@ class LevelPool:
         self._turn = Turn()
         self._reservations: dict[str, Reservation] = {}
         self._closed = False
-
-    def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
-        """``num_bytes`` on exactly this level, counted as used and never evicted; a stack's keys there sink for it.
-        Raises KeyClash where the name is taken, InsufficientMemory where it does not fit; nothing moved."""
-        self._check_level(level)
-        if num_bytes <= 0:
-            raise ConfigurationError(f"reservation {name!r} of {num_bytes} bytes: it must hold at least one byte")
-        with self._turn.take():
-            self._check_open()
-            if self._is_taken(name):
-                raise KeyClash(
-                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
-                )
-            extent = self._allocate(f"reservation {name!r}", num_bytes, level)
-            with self._lock:
-                self._reservations[name] = Reservation(name, level, extent, self.levels[level])
-                return self._reservations[name]
 
     def unreserve(self, reservation: Reservation) -> None:
         """Give a reservation, whose transfers are done, back; a closed pool has done so. Without a lock, because
@@ -180,16 +163,6 @@ class LevelPool:
         transfer = self.levels[reservation.level].write(reservation.extent, src)
         self.count_transfer(self._place_of(src), reservation.level, src.nbytes, transfer)
         return transfer
-
-    def _is_taken(self, name: str) -> bool:
-        return name in self._reservations
-
-    def _allocate(self, what: str, num_bytes: int, level: int) -> Extent:
-        """An extent on ``level``; in a turn. Raises InsufficientMemory."""
-        try:
-            return self.levels[level].allocate(num_bytes)
-        except InsufficientMemory as error:
-            raise does_not_fit(self.levels, f"on {self.levels[level].name} for {what}", num_bytes, error) from error
 
     def _place_of(self, tensor: torch.Tensor) -> Place:
         """What a tensor outside the levels counts for: the first level on its device, else the device's name."""

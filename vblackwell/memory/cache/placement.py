@@ -139,7 +139,7 @@ class Placement:
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
-        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there. Raises InsufficientMemory
+        """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there. Raises InsufficientMemory
         where no cascade makes it fit; nothing moved."""
         with self._lock:
             if not entry.num_bytes:  # shapes only, always on level 0

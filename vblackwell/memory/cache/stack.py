@@ -23,7 +23,7 @@ from vblackwell.memory.cache.config import GPU_SHARE, HOST_SHARE, LevelConfig, b
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
 from vblackwell.memory.cache.policy import POLICIES
-from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.level import Level
 from vblackwell.memory.pool import LevelPool, Reservation, does_not_fit
 from vblackwell.units import parse_bytes
 
@@ -247,6 +247,23 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             if level != entry.level and entry.num_bytes:
                 self._placement.move(entry, level)
 
+    def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
+        """``num_bytes`` on exactly this level, counted as used and never evicted; keys there sink for it.
+        Raises KeyClash where the name is taken, InsufficientMemory where it does not fit; nothing moved."""
+        self._check_level(level)
+        if num_bytes <= 0:
+            raise ConfigurationError(f"reservation {name!r} of {num_bytes} bytes: it must hold at least one byte")
+        with self._turn.take():
+            self._check_open()
+            if name in self._entries or name in self._reservations:
+                raise KeyClash(
+                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
+                )
+            extent = self._placement.reserve(f"reservation {name!r}", num_bytes, level)
+            with self._lock:
+                self._reservations[name] = Reservation(name, level, extent, self.levels[level])
+                return self._reservations[name]
+
     def keys(self) -> list[str]:
         with self._lock:
             return list(self._entries)
@@ -272,12 +289,6 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
     def _unknown(self, key: Any) -> UnknownKey:
         what = f"{key!r}" if isinstance(key, str) else f"a tensor of shape {tuple(getattr(key, 'shape', ()))}"
         return UnknownKey(f"{what} is not in the stack{nearest(str(key), self._entries)}; register it first")
-
-    def _is_taken(self, name: str) -> bool:
-        return name in self._entries or super()._is_taken(name)
-
-    def _allocate(self, what: str, num_bytes: int, level: int) -> Extent:
-        return self._placement.reserve(what, num_bytes, level)
 
     def get_stats(self) -> dict[str, Any]:
         with self._lock:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import InsufficientMemory, VBError
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.pool import LevelPool, Reservation
+from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import align_up, format_bytes
@@ -95,7 +96,7 @@ class Ledger:
                 table.pop(reservation, None)
 
 
-def spaces_of(stack: LevelPool) -> list[LevelSpace]:
+def spaces_of(stack: VGPUStack) -> list[LevelSpace]:
     """What a plan must know of the levels of ``stack`` now."""
     found = []
     for level in stack.levels:
@@ -114,7 +115,7 @@ class Storage:
         sets_in_use: they stay what they are. in_flight: copies whose ends must not be given back before they are over.
     """
 
-    def __init__(self, stack: LevelPool, name: str, plan: StoragePlan) -> None:
+    def __init__(self, stack: VGPUStack, name: str, plan: StoragePlan) -> None:
         self.stack = stack
         self.plan = replace(plan, ranges={})
         self._name = name
