@@ -23,7 +23,6 @@ from vblackwell.offload.movement import state as module
 from vblackwell.offload.movement.state import Worker, set_worker_delay
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.step import Loading
 
 MLP = CASES[0]
 STEPS = 4
@@ -201,12 +200,8 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for kind, names in {
-        WeightStreamer: ("drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"),
-        Loading: ("acquire", "unpack"),
-    }.items():
-        for name in names:
-            monkeypatch.setattr(kind, name, late(getattr(kind, name)))
+    for name in ("acquire", "unpack", "drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
+        monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -355,11 +355,11 @@ def test_what_another_thread_prefetched_is_loaded_at_the_next_use(make_stack: Ma
     thread = threading.Thread(target=lambda: stack.prefetch(["model/head"]))
     thread.start()
     thread.join()
-    weights, loading = engine_of(model).weights, engine_of(model).loading
+    weights = engine_of(model).weights
     head = next(group for group in engine_of(model).groups if group.name == "head")
-    assert not weights.is_loaded(head) and list(loading.asked) == [head]
+    assert not weights.is_loaded(head) and list(weights.asked) == [head]
     assert model.layers[0][0].bias[0].item() is not None
-    assert weights.is_loaded(head) and not loading.asked
+    assert weights.is_loaded(head) and not weights.asked
 
 
 def test_a_failed_backward_leaves_no_half_gradient(make_stack: MakeStack):

@@ -45,7 +45,7 @@ from vblackwell.offload.parameters import (
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
-from vblackwell.offload.step import Loading, StepControl, is_final
+from vblackwell.offload.step import StepControl, is_final
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     open_weights,
@@ -179,7 +179,12 @@ class Offload:
         self._shared = shared = Shared(self.name, stack, groups, storage, worker, states, room)
         self.lock = room.lock
         self.shadows = Shadows(storage)
-        self.weights = weights = WeightStreamer(shared, self.budget_bytes)
+        self.weights = weights = WeightStreamer(
+            shared,
+            self.budget_bytes,
+            order_loads=lambda group: self.step_control.order_loads(group),
+            is_busy=lambda group: self.step_control.is_busy(group),
+        )
         self.gradients = gradients = GradientCollector(
             shared,
             use_of=lambda buffer, adding: self.step_control.use_of(buffer, adding),
@@ -199,7 +204,6 @@ class Offload:
         if self.level0 is not None:
             places |= dict.fromkeys(found.on_level0, self.level0)
         self.step_control = StepControl(shared, weights, gradients, places, self.level0)
-        self.loading = Loading(shared, weights, self.step_control)
         self.used = UsedParameters(self, _weakly(self._take_gradient), self._write_back)
 
     def _take_modules(self, sites: list[Site]) -> None:
@@ -296,9 +300,9 @@ class Offload:
             group = next((group for group in self.groups if self.key_of(group) == item), None)
         if group is not None and threading.get_ident() == self._thread:
             with self.lock:
-                self.loading.prefetch(group)
+                self.weights.prefetch(group)
         elif group is not None:
-            self.loading.asked[group] = None
+            self.weights.asked[group] = None
         return group is not None
 
     # -- autograd ----------------------------------------------------------------------------------------------------
@@ -326,7 +330,7 @@ class Offload:
         if isinstance(packed, SavedTensor):
             return packed.unchanged()
         with self.lock:
-            return self.loading.unpack(packed)
+            return self.weights.unpack(packed)
 
     def _take_gradient(self, param: Tensor) -> None:
         slot: Slot = attributes(param)["_vb_slot"]
@@ -370,7 +374,7 @@ class Offload:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
         for group in dict.fromkeys(slot.group for slot in slots):
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written
-            buffer = self.loading.acquire(group)
+            buffer = self.weights.acquire(group)
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
             self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]

@@ -311,7 +311,7 @@ class UsedParameters:
             with engine.lock, _unseen():
                 for slot in slots:
                     if not groups or slot.group is not groups[-1]:
-                        engine.loading.acquire(slot.group)
+                        engine.weights.acquire(slot.group)
                         groups.append(slot.group)
                     self._pin(slot)
                     taken.append(slot)

@@ -1,4 +1,4 @@
-"""When a group is updated, after `step()` or already after its backward with a rollback, and loaded for its next use.
+"""When a group is updated: after `step()`, or already after its backward with a rollback.
 
 Updates run on under the next forward; what needs a group's weights waits for that group alone. An early update
 speculates that the step will come, will not clip and will use today's hyperparameters: any sign of the opposite (a new
@@ -7,24 +7,18 @@ forward, a late gradient, a read of the weights, a norm over the limit) rolls it
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vblackwell.errors import InsufficientMemory, StepAbandoned
-from vblackwell.offload.layout.generation import WEIGHT_PLACES
-from vblackwell.offload.layout.groups import TRAINED, Group, Slot
+from vblackwell.errors import StepAbandoned
+from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
-from vblackwell.offload.movement.weights import PackedView, WeightStreamer
-
-# Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
-# a load may wait for a ring of them.
-MIN_AHEAD, MAX_AHEAD = 2, 5
+from vblackwell.offload.movement.weights import WeightStreamer
 
 
 def is_final(optimizer: Any) -> bool:
@@ -331,86 +325,3 @@ class StepControl(Mover):
         self.roll_back()
         if self._open_window:
             self._forwards, self._open_window = 0, False
-
-
-class Loading(Mover):
-    """Brings groups of one model to level 0 in time, each after its updates."""
-
-    def __init__(self, shared: Shared, weights: WeightStreamer, control: StepControl) -> None:
-        super().__init__(shared)
-        self._weights, self._control = weights, control
-        groups = shared.groups
-        largest = max((group.num_bytes for group in groups), default=1) or 1
-        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, weights.budget_bytes // largest // 2))
-        if any(group.name.endswith(TRAINED) for group in groups):  # a layer is two groups, one of them small
-            self._ahead *= 2
-        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
-
-    def acquire(self, group: Group) -> Tensor:
-        """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
-        self._load(group)
-        buffer = self._weights.pin(group)
-        try:
-            asked, self.asked = self.asked, {}
-            for wanted in list(asked):
-                self.prefetch(wanted)
-            self._prefetch_upcoming()
-        except BaseException:
-            self._weights.unpin(group)
-            raise
-        return buffer
-
-    def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that autograd packed, loading its group if it was dropped; StaleTensor if it was updated since."""
-        self._control.order_loads(packed.group)
-        self._weights.check_unchanged(packed)
-        self._load(packed.group)
-        tensor = self._weights.view(packed)
-        self._prefetch_upcoming()
-        return tensor
-
-    def _load(self, group: Group) -> None:
-        weights = self._weights
-        again = weights.begin_use(group)
-        if self._states[group].is_unsettled and weights.is_loaded(group):
-            self._control.order_loads(group)
-        if not weights.is_loaded(group):
-            self._stack.count_found(self._storage.range(group, "weight").level)
-            self._control.order_loads(group)
-            if not weights.is_loaded(group):  # by an update that was due, and is now queued
-                weights.load(group)
-        elif not again:  # backward reads a group weight by weight: that is one use
-            self._stack.count_found(0)
-        weights.arrive(group)
-
-    def prefetch(self, group: Group) -> bool:
-        """Start loading ``group`` if that costs nothing that is needed sooner; False if not. Never blocks."""
-        weights = self._weights
-        if weights.is_loaded(group):
-            return True
-        if self._control.is_busy(group):
-            return False  # an update is on its way: loading now would wait for it, or be stale
-        if not weights.make_room_for_later(group):
-            return False
-        try:
-            self._control.order_loads(group)
-            if not weights.is_loaded(group):
-                weights.load(group)
-        except InsufficientMemory:  # other keys took the bytes between the question and the load
-            return False
-        return True
-
-    def _prefetch_upcoming(self) -> None:
-        weights = self._weights
-        frozen = weights.frozen
-        if frozen and weights.all_loaded:
-            return
-        upcoming = weights.trace.upcoming(len(self._groups) if frozen else self._ahead, wrap=frozen)
-        groups = (self._groups[index] for index in upcoming)
-        if frozen:  # the next copies begin whatever pass they belong to: no update lies between, the link always works
-            budget = weights.budget_bytes
-            absent = (group for group in groups if not weights.is_loaded(group) and group.num_bytes <= budget)
-            groups = itertools.islice(absent, WEIGHT_PLACES)
-        for group in groups:
-            if not self.prefetch(group):
-                return

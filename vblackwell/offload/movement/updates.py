@@ -228,7 +228,7 @@ class DeviceUpdates(Mover):
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         self._trace.forget_pass()
-        self._wait_for_end(group)
+        self.wait(group)
         self._unlock_group(group)
         self._weights.drop(group)
         self._states[group].version -= 1
@@ -328,25 +328,13 @@ class DeviceUpdates(Mover):
             try:
                 self._unlock_group(group)
                 # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
-                loaded = None if group in self._sliced else self._fetch(group)
+                fetched = group not in self._sliced and self._weights.prefetch(group)
+                loaded = self._weights.lock(group, arriving=True) if fetched else None
                 self._queue(group, jobs, self._storage.own_ranges(group), loaded, None, factor)
             except BaseException:
                 self._due[group] = due
                 raise
             self._states[group].update_is_queued()
-
-    def _fetch(self, group: Group) -> LoadedWeights | None:
-        """The group's weights, loaded and locked; None if level 0 has no room that is free or needed later."""
-        weights = self._weights
-        if not weights.is_loaded(group):
-            if self.is_busy(group) or not weights.make_room_for_later(group):
-                return None
-            try:
-                self._order_after_end(group)
-                weights.load(group)
-            except InsufficientMemory:
-                return None
-        return weights.lock(group, arriving=True)
 
     def start_all_due(self) -> None:
         for group in list(self._due):
@@ -362,21 +350,14 @@ class DeviceUpdates(Mover):
     def order_loads(self, group: Group) -> None:
         """Weights that are loaded from now on are those after the group's last update."""
         self._start_due(group)
-        self._order_after_end(group)
-        self._states[group].update_is_stored()
-
-    def _order_after_end(self, group: Group) -> None:
-        end: LaneEnd | None = self._states[group].update_end
-        if end is not None:
-            self._lane.order_loads(end)
+        state = self._states[group]
+        if state.update_end is not None:
+            self._lane.order_loads(state.update_end)
+        state.update_is_stored()
 
     def wait(self, group: Group) -> None:
         """Return when the group's last update is in storage."""
         self._start_due(group)
-        self._wait_for_end(group)
-        self._states[group].update_is_stored()
-
-    def _wait_for_end(self, group: Group) -> None:
         state = self._states[group]
         end: LaneEnd | None = state.update_end
         if end is not None:
@@ -387,6 +368,7 @@ class DeviceUpdates(Mover):
                 raise
             state.update_end = None  # not where an interrupt came: the next caller must wait as well
             self._storage.in_flight.discard(end.stored)
+        state.update_is_stored()
 
     def is_busy(self, group: Group) -> bool:
         """Whether a load would wait for an update: the host does, where level 0 is RAM."""

@@ -4,26 +4,30 @@ A load gets a new buffer, which is never overwritten: what still holds a view of
 keeps its memory alive. On CUDA buffers come from the stream that computes, and a load starts after what that had
 queued: memory freed by one group takes another without an event. Dropped is the idle group whose next use is farthest
 (Belady). A model that nothing trains runs the same order pass after pass: there the rule would keep what comes next,
-and the link would rest meanwhile, so the groups that stay are spread evenly. The caller orders loads after updates
-(`step.Loading`).
+and the link would rest meanwhile, so the groups that stay are spread evenly.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vblackwell.errors import StaleTensor, VBError
+from vblackwell.errors import InsufficientMemory, StaleTensor, VBError
 from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
-from vblackwell.offload.layout.groups import AccessTrace, Group
+from vblackwell.offload.layout.groups import TRAINED, AccessTrace, Group
 from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls
+
+# Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
+# a load may wait for a ring of them.
+MIN_AHEAD, MAX_AHEAD = 2, 5
 
 
 class SavedTensor(NamedTuple):
@@ -62,26 +66,95 @@ class PackedView:
 
 
 class WeightStreamer(Mover):
-    """Loads and drops the groups of one model, within ``budget_bytes`` of level 0."""
+    """Loads the groups of one model in time, and drops them, within ``budget_bytes`` of level 0.
 
-    def __init__(self, shared: Shared, budget_bytes: int) -> None:
+    After ``order_loads(group)`` a load gets the last step's weights; ``is_busy(group)``: that would wait, or undo an
+    update.
+    """
+
+    def __init__(
+        self, shared: Shared, budget_bytes: int, order_loads: Callable[[Group], None], is_busy: Callable[[Group], bool]
+    ) -> None:
         super().__init__(shared)
+        self._order_loads, self._is_busy = order_loads, is_busy
         self.budget_bytes = budget_bytes
         self._by_storage: dict[int, LoadedWeights] = {}  # all that are loaded
         self.trace = AccessTrace()
         self.wait_for = Stalls(shared.stack).wait_for
         self._latest: Group | None = None
+        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
+        self._largest_bytes = max((group.num_bytes for group in self._groups), default=0)
+        self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, budget_bytes // max(1, self._largest_bytes) // 2))
+        if any(group.name.endswith(TRAINED) for group in self._groups):  # a layer is two groups, one of them small
+            self._ahead *= 2
         self.frozen = not any(group.trainable() for group in self._groups)  # nothing trains the model
         self.staying: frozenset[int] = frozenset()  # groups of a frozen model that are not dropped once they are loaded
         if self.frozen:
             self.trace.expect([group.index for group in self._groups])  # until a pass has shown another order
             self.rebudget(budget_bytes)
 
-    def begin_use(self, group: Group) -> bool:
-        """``group`` is used now; whether it was the last one used, too."""
+    # -- what a caller needs now, and will need ------------------------------------------------------------------------
+
+    def acquire(self, group: Group) -> Tensor:
+        """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
+        self._use(group)
+        buffer = self.pin(group)
+        try:
+            asked, self.asked = self.asked, {}
+            for wanted in list(asked):
+                self.prefetch(wanted)
+            self._prefetch_upcoming()
+        except BaseException:
+            self.unpin(group)
+            raise
+        return buffer
+
+    def _use(self, group: Group) -> None:
+        """Have ``group`` on level 0, arrived."""
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
-        return again
+        if self._states[group].is_unsettled and self.is_loaded(group):
+            self._order_loads(group)
+        if not self.is_loaded(group):
+            self._stack.count_found(self._storage.range(group, "weight").level)
+            self._order_loads(group)
+            if not self.is_loaded(group):  # by an update that was due, and is now queued
+                self.load(group)
+        elif not again:  # backward reads a group weight by weight: that is one use
+            self._stack.count_found(0)
+        self.arrive(group)
+
+    def prefetch(self, group: Group) -> bool:
+        """Start loading ``group`` if that costs nothing that is needed sooner; False if not. Never blocks."""
+        if self.is_loaded(group):
+            return True
+        if self._is_busy(group):
+            return False  # an update is on its way: loading now would wait for it, or be stale
+        if not self._make_room_for_later(group):
+            return False
+        try:
+            self._order_loads(group)
+            if not self.is_loaded(group):
+                self.load(group)
+        except InsufficientMemory:  # other keys took the bytes between the question and the load
+            return False
+        return True
+
+    def _prefetch_upcoming(self) -> None:
+        if self.frozen and len(self._by_storage) == len(self._groups):
+            return
+        upcoming = self.trace.upcoming(len(self._groups) if self.frozen else self._ahead, wrap=self.frozen)
+        groups = (self._groups[index] for index in upcoming)
+        if self.frozen:
+            # The next copies begin whatever pass they belong to: no update is between, the link always works.
+            budget = self.budget_bytes
+            absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= budget)
+            groups = itertools.islice(absent, WEIGHT_PLACES)
+        for group in groups:
+            if not self.prefetch(group):
+                return
+
+    # -- loading and dropping ------------------------------------------------------------------------------------------
 
     def pin(self, group: Group) -> Tensor:
         """The bytes of a loaded group, not dropped until `unpin`."""
@@ -103,10 +176,6 @@ class WeightStreamer(Mover):
 
     def is_loaded(self, group: Group) -> bool:
         return self._states[group].loaded is not None
-
-    @property
-    def all_loaded(self) -> bool:
-        return len(self._by_storage) == len(self._groups)
 
     def is_pinned(self, group: Group) -> bool:
         """Whether somebody but an update uses the group's bytes on level 0."""
@@ -158,7 +227,7 @@ class WeightStreamer(Mover):
             if not (self.drop_one() or self._room.free_any()):
                 raise self._room.no_room(group.name, group.num_bytes)
 
-    def make_room_for_later(self, group: Group) -> bool:
+    def _make_room_for_later(self, group: Group) -> bool:
         """Drop what is needed after ``group``; whether level 0 has room for it then. Never blocks."""
         distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
         self._room.sweep_updates()
@@ -224,8 +293,7 @@ class WeightStreamer(Mover):
 
     def rebudget(self, budget_bytes: int) -> None:
         """Let a frozen model's weights take so much of level 0, at least its largest group's; choose which stay."""
-        largest = max((group.num_bytes for group in self._groups), default=0)
-        self.budget_bytes = max(budget_bytes, min(largest, self.budget_bytes))
+        self.budget_bytes = max(budget_bytes, min(self._largest_bytes, self.budget_bytes))
         able = [group for group in self._groups if group.num_bytes <= self.budget_bytes]
         self.staying = frozenset(group.index for group in groups_that_stay(able, self.budget_bytes))
         while self.loaded_bytes > self.budget_bytes and self.drop_one():
@@ -326,16 +394,18 @@ class WeightStreamer(Mover):
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
-    def check_unchanged(self, packed: PackedView) -> None:
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `pack` was given, its group loaded again if need be; StaleTensor if it was updated since."""
+        self._order_loads(packed.group)
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
-
-    def view(self, packed: PackedView) -> Tensor:
-        """What `pack` was given again; its group is loaded."""
+        self._use(packed.group)
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize
-        return base.as_strided(packed.size, packed.stride, start)
+        tensor = base.as_strided(packed.size, packed.stride, start)
+        self._prefetch_upcoming()
+        return tensor
 
 
 def changed_since_forward(group: Group) -> StaleTensor:
