@@ -93,7 +93,7 @@ class World:
         ring = self.storage.take("ring", setting.buffers * size, 0).view()
         assert ring is not None
         self.stage = Stage(self.storage, LateContinuations(self.adversary))
-        self.lane = setting.lane(self.stack, self.storage, ring, setting.buffers, self.queues, self.stage, worker)
+        self.lane = setting.lane(self.stack, self.storage, ring, setting.buffers, self.queues, worker, self.stage)
         self.shadows = Shadows(self.storage)
         self.ends: dict[Group, LaneEnd] = {}
         self.loads: list[Load] = []

@@ -50,7 +50,7 @@ from vblackwell.units import align_up
 
 ALIGNMENT = 512
 Copies = Sequence[tuple[int, int, int]]  # (target, source, bytes), by address
-Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize`
+Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize`; None: what the host does or waits for
 
 
 class Queues(Transfer):
@@ -101,13 +101,6 @@ class Queues(Transfer):
         self.mark(other).wait_on(queue)
 
 
-class HostQueue:
-    """What the calling thread does itself, or has waited for: over when it is queued."""
-
-    def wait_event(self, event: Any) -> None:
-        event.synchronize()
-
-
 class WorkerQueue:
     """The worker's order; ``last`` is the newest task that was queued here."""
 
@@ -129,15 +122,15 @@ class WorkerQueues(Queues):
 
     def __init__(self, worker: Worker) -> None:
         self.states_in = self.update = self.states_out = WorkerQueue()
-        self.leaving = HostQueue()  # gradients in host memory are landed by earlier tasks of the worker
-        self.loading = (self.leaving,)
+        self.leaving = None  # the host: gradients in its memory are landed by earlier tasks of the worker
+        self.loading = (None,)
         self._worker = worker
 
-    def computing(self) -> HostQueue:
-        return self.leaving
+    def computing(self) -> None:
+        return None
 
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
-        task = None if queue is self.leaving else queue.last
+        task = None if queue is None else queue.last
         return DoneTransfer() if task is None else _WorkerMark([task])
 
     def run(self, queue: WorkerQueue, work: Callable[[], None]) -> None:
@@ -252,11 +245,14 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None
 
 
 class Lane:
-    """Runs `LaneJob`s in order, through a ring of ``num_buffers``, each `smallest_buffer` or more, in ``memory``."""
+    """Runs `LaneJob`s in order, through a ring of ``num_buffers``, each `smallest_buffer` or more, in ``memory``.
+
+    ``stage``: by default made when an update first has ranges on a disk.
+    """
 
     def __init__(
-        self, stack: VGPUStack, storage: Storage, memory: Tensor, num_buffers: int, queues: Queues,
-        stage: Stage | None, worker: Worker,
+        self, stack: VGPUStack, storage: Storage, memory: Tensor, num_buffers: int, queues: Queues, worker: Worker,
+        stage: Stage | None = None,
     ) -> None:  # fmt: skip
         self._buffer_bytes = size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
@@ -313,8 +309,8 @@ class Lane:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
             staged = None
-            if self._stage is not None and on_disk(sources):
-                staged = self._stage.ready(wanted.group, sources)
+            if on_disk(sources):
+                staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
                 if staged is None:
                     return
             self._expected.popleft()
@@ -324,6 +320,8 @@ class Lane:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
         sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
+        if self._stage is None and (on_disk(sources) or on_disk(job.targets)):
+            self._stage = Stage(self._storage)
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]

@@ -17,7 +17,6 @@ from vblackwell.offload.layout.groups import Piece, bytes_of, element_type, part
 from vblackwell.offload.layout.placement import num_buffers
 from vblackwell.offload.movement.lane import Copies, Filled, Lane, LaneEnd, LaneJob, Queues, WorkerQueues
 from vblackwell.offload.movement.state import Worker
-from vblackwell.offload.storage.staging import Stage
 from vblackwell.offload.storage.storage import Storage
 
 TURN_BYTES = 256  # the first of a piece, copied by another stream
@@ -132,7 +131,6 @@ def make_lane(stack: VGPUStack, storage: Storage, ring: Reservation, worker: Wor
     """The lane of a model whose level 0 holds ``ring``, in buffers of at least ``least_bytes``."""
     memory = ring.bytes
     count = num_buffers(memory.numel(), least_bytes)
-    stage = Stage(storage) if any(level.device is None for level in stack.levels) else None
     if memory.is_cuda:
-        return CudaLane(stack, storage, memory, count, CudaQueues(memory.device), stage, worker)
-    return Lane(stack, storage, memory, count, WorkerQueues(worker), stage, worker)
+        return CudaLane(stack, storage, memory, count, CudaQueues(memory.device), worker)
+    return Lane(stack, storage, memory, count, WorkerQueues(worker), worker)
