@@ -656,7 +656,7 @@ def test_a_model_of_which_an_update_failed_is_not_trained_or_saved(
     def fail(*args: Any) -> None:
         raise OSError("the disk said no")
 
-    monkeypatch.setattr(engine.host_updates.updater, "update", fail)
+    monkeypatch.setattr(engine.host_updates, "apply", fail)
     with pytest.raises(OSError, match="said no"):
         optimizer.step()
         engine.finish()

@@ -32,7 +32,7 @@ from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane_cuda import make_lane
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
-from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
+from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
 from vblackwell.offload.parameters import (
     SiteHook,
@@ -45,7 +45,7 @@ from vblackwell.offload.parameters import (
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
-from vblackwell.offload.step import StepControl, is_final
+from vblackwell.offload.step import DeviceUpdates, StepControl
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     open_weights,
@@ -390,7 +390,7 @@ class Offload:
 
     def _begin_export(self, *args: Any) -> None:
         self.finish()
-        self.host_updates.check_whole()
+        self.worker.check_whole()
         self._exported = {}
 
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -435,7 +435,9 @@ class Offload:
         groups = list(dict.fromkeys(slot.group for slot in slots))
         refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0)
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
-        on_host = [group for group in groups if not is_final(optimizer) or self._needs_gradient_on_host(group)]
+        # Updates after the backward that have no rollback: gradients of groups on level 0 never leave it.
+        final = optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
+        on_host = [group for group in groups if not final or self._needs_gradient_on_host(group)]
         sums = [(group, "accumulated") for group in on_host if optimizer.accumulation_steps > 1 and not group.is_fp32]
         self.storage.reserve([(group, "gradient") for group in on_host] + fresh, sums)
         self._zero(fresh)

@@ -61,7 +61,7 @@ class VGPUAdamW(torch.optim.AdamW):
         params: parameters or parameter groups. Managed parameters must already be offloaded.
         max_grad_norm: clip the global 2-norm to this at `step`. With it (``inf`` measures and never clips) a step whose
             gradients are not finite changes nothing and sets `skipped`; without it nothing is measured, as in PyTorch.
-        update_in_backward: start a group's update after its backward, with an exact rollback (see `Speculation`).
+        update_in_backward: start a group's update after its backward, with an exact rollback (`StepControl.roll_back`).
         undo: keep what a rollback of updates after the backward needs. False is a promise that every backward is
             followed by its `step` with the hyperparameters as they are: it saves host memory (14 bytes a parameter with
             bf16 weights) and gradients' way to host memory. Should the step not come, `StepAbandoned` is raised. Such
@@ -216,7 +216,7 @@ class VGPUAdamW(torch.optim.AdamW):
         # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         self.skipped = False
         for engine in self._engines:
-            engine.host_updates.check_gradients()
+            engine.worker.check_gradients()
         if self.max_grad_norm is not None:
             factor = self._measure(only)
         else:
@@ -290,7 +290,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 ]
                 if held:
                     (control.clear_gradients if set_to_none else control.zero_gradients)(held)
-                engine.host_updates.forgive()
+                engine.worker.forgive()
         with self._without(self._slots.keys()):
             super().zero_grad(set_to_none)
 
@@ -305,7 +305,7 @@ class VGPUAdamW(torch.optim.AdamW):
             found["state"][index_of[param]] = plain_state(param, state)
         for engine in self._engines:
             engine.finish()
-            engine.host_updates.check_whole()
+            engine.worker.check_whole()
             for group in engine.groups:
                 for slot, state in read_slot_states(engine, group):
                     found["state"][index_of[slot.param]] = state

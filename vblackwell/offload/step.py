@@ -3,100 +3,270 @@
 Updates run on under the next forward; what needs a group's weights waits for that group alone. An early update
 speculates that the step will come, will not clip and will use today's hyperparameters: any sign of the opposite (a new
 forward, a late gradient, a read of the weights, a norm over the limit) rolls it back, and the step does it exactly.
+
+`HostUpdates` has the worker update ranges in storage, `DeviceUpdates` a `Lane` on level 0, where weights and gradient
+are still after a group's backward: it changes the loaded weights in place if nothing else holds them, and writes into
+`Shadows` until the step commits it, or, if every backward is followed by its step (``undo=False``), into the ranges
+themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import StepAbandoned
-from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse
-from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
-from vblackwell.offload.movement.updates import DeviceUpdates, HostUpdates
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.offload.layout.groups import AccessTrace, Group, Slot
+from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
+from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse, by_group
+from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
+from vblackwell.offload.movement.state import (
+    EarlyUpdate,
+    GradientBuffer,
+    InFlightQueue,
+    Job,
+    LoadedWeights,
+    Mover,
+    Phase,
+    Shared,
+    current_stream,
+    defer_sigint,
+)
+from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.storage.storage import Ranges, Shadows
+
+ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
 
 
-def is_final(optimizer: Any) -> bool:
-    """Whether updates after the backward have no rollback, so that gradients of groups on level 0 never leave it."""
-    return optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
-
-
-class Speculation(Mover):
-    """Updates that were started before their step: committed with it, or rolled back, in both places alike. One that is
-    final has consumed its gradient and stays: where it should be undone, `StepAbandoned` is raised.
-    """
+class DeviceUpdates(Mover):
+    """Updates on level 0, of the groups ``on_level0`` in the order of the forward; ``sliced`` are never whole there."""
 
     def __init__(
-        self, shared: Shared, places: dict[Group, DeviceUpdates | HostUpdates], gradients: GradientCollector
-    ) -> None:
+        self, shared: Shared, on_level0: Sequence[Group], sliced: Collection[Group], weights: WeightStreamer,
+        gradients: GradientCollector, shadows: Shadows, lane: Lane,
+    ) -> None:  # fmt: skip
         super().__init__(shared)
-        self._places, self._gradients = places, gradients
-        self._early: dict[Group, EarlyUpdate] = {}
+        self._on_level0 = set(on_level0)
+        self._sliced = sliced
+        self._weights = weights
+        self._gradients = gradients
+        self._lane = lane
+        self._shadows = shadows
+        self._device = shared.stack.level0_device
+        self._on_gpu = self._device.type == "cuda"
+        # Updated under the next forward even where they could be right after their backward.
+        self.deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
+        self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
+        self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
+        self._trace = AccessTrace()  # of early updates
+        self._expecting = False
+        self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
+        self._newest: LaneEnd | None = None
 
-    def start(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
-        """Update ``group`` now; None if there is no room for a rollback."""
-        with defer_sigint():
-            early = self._places[group].start_early(group, jobs, gradient, final=final)
-            if early is not None:
-                self._early[group] = early
-                self._states[group].to(Phase.EARLY)
-        return early
+    def __contains__(self, group: Group) -> bool:
+        return group in self._on_level0
 
-    def commit(self, group: Group, jobs: list[Job], factor: Tensor | None) -> bool:
-        """The step has come: whether the group was updated early as it asks; any other update is rolled back."""
-        early = self._early.get(group)
-        if early is None:
-            return False
-        if factor is not None or early.jobs != jobs:
-            self.roll_back(group)
-            return False
-        self._keep(group)
-        self._places[group].commit(group, early)
-        return True
+    def expect_backward(self) -> None:
+        """A gradient is on its way: bring up states in the order in which the last backward needed them."""
+        if not self._expecting:
+            self._expecting = True
+            self.start_all_due()
+            self._lane.expect([self._groups[index] for index in self._trace.last_pass])
+            self._lane.pump()
 
-    def _keep(self, group: Group) -> None:
-        early = self._early.pop(group)
-        self._states[group].update_is_queued()
-        if early.is_final:
-            self._gradients.clear(group.slots)
+    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
+        """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
+        self._unlock_group(group)
+        self.sweep()
+        own = self._storage.own_ranges(group)
+        shadows = None if final else self._shadows.take(group, own)
+        if shadows is None and not final:
+            return None
+        steps = [job.step.clone() for job in jobs]
+        try:
+            end = self._queue(group, jobs, shadows or own, self._weights.lock(group), gradient, None)
+        except BaseException:
+            self._shadows.give_back(shadows or {})
+            raise
+        self._trace.use(group.index)
+        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows), end.computed)
 
-    def roll_back(self, group: Group) -> None:
-        """Undo the group's early update, if there is one."""
-        early = self._early.get(group)
-        if early is None:
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        if early.rollback is not None:
+            _, shadows = early.rollback
+            self._shadows.commit(group, shadows)
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+        self._trace.forget_pass()
+        self.wait(group)
+        self._unlock_group(group)
+        self._weights.drop(group)
+        self._states[group].version -= 1
+        steps, shadows = early.rollback
+        self._shadows.give_back(shadows)
+        for job, step in zip(early.jobs, steps, strict=True):
+            job.step.copy_(step)
+
+    def _queue(
+        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
+        gradient: Tensor | None, factor: Tensor | None,
+    ) -> LaneEnd:  # fmt: skip
+        weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
+        kind, sources = None, self._storage.own_ranges(group)
+        if loaded is None:
+            weights.invalidate(group)
+        try:
+            if gradient is None or self._gradients.has_all_on_host(group):
+                kind = self._gradients.kind_when_idle(group)
+                sources[kind] = self._storage.range(group, kind)
+            end = self._lane.submit(
+                LaneJob(
+                    group=group,
+                    numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
+                    sources=sources,
+                    targets=targets,
+                    weight=None if loaded is None else loaded.buffer,
+                    gradient=gradient,
+                    gradient_kind=kind,
+                    factor=None if factor is None else factor.to(self._device),
+                    last_load=state.last_load,
+                )
+            )
+        except BaseException:
+            if loaded is None:
+                state.version -= 1
+            else:  # some of it may be updated
+                weights.unlock(loaded)
+                weights.drop(group)
+            raise
+        for job in jobs:
+            job.step.add_(1)
+        previous: LaneEnd | None = state.update_end
+        if previous is not None and previous.stored.done():
+            in_flight.discard(previous.stored)
+        in_flight.add(end.stored)  # nobody gives the ranges back before
+        state.update_end = self._newest = end
+        if loaded is not None:
+            weights.mark_updated(loaded, end.computed)
+            self._locked.add((end.stored,), partial(weights.unlock, loaded))
+            while len(self._locked) > MAX_LOCKED:
+                self.end_oldest()
+        return end
+
+    def end_oldest(self) -> bool:
+        """Let the weights go that the oldest update holds on level 0; False if there is none."""
+        return self._locked.free_oldest(current_stream(self._device))
+
+    def sweep(self) -> None:
+        self._locked.sweep(current_stream(self._device))
+
+    def _unlock_group(self, group: Group) -> None:
+        """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
+        state = self._states[group]
+        while state.loaded is not None and state.loaded.locked and self.end_oldest():
+            pass
+
+    # -- at the step ---------------------------------------------------------------------------------------------------
+
+    def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
+        """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
+        self._start_due(group)  # of another step, whose turn is first
+        self._due[group] = jobs, factor
+        self._states[group].to(Phase.DUE)
+        if self.at_once:
+            self._start_due(group)
+
+    def advance(self, group: Group) -> None:
+        """The forward reaches ``group``: queue the updates that its successors will need, and one if the lane is idle.
+
+        Not all at once at the step: whatever else has to pass the copies in the GPU's copy engine (tokens, a loss, the
+        next group's weights) would wait for them.
+        """
+        if self._due:
+            last = group.index + ADVANCE_GROUPS
+            for due in [due for due in self._due if due.index <= last]:
+                self._start_due(due)
+            if self._due and (self._newest is None or self._newest.computed.done()):
+                self._start_due(min(self._due, key=lambda due: due.index))
+
+    def _start_due(self, group: Group) -> None:
+        """Queue the group's due update, on the weights that the forward will use if level 0 has room for them."""
+        if group not in self._due:
             return
-        if early.is_final:
-            self._keep(group)
-            raise self._abandoned(group)
-        place, state = self._places[group], self._states[group]
         with defer_sigint():
-            place.roll_back(group, early)
-            del self._early[group]
-            state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
-        place.wait(group)
+            jobs, factor = due = self._due.pop(group)
+            try:
+                self._unlock_group(group)
+                # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
+                fetched = group not in self._sliced and self._weights.prefetch(group)
+                loaded = self._weights.lock(group, arriving=True) if fetched else None
+                self._queue(group, jobs, self._storage.own_ranges(group), loaded, None, factor)
+            except BaseException:
+                self._due[group] = due
+                raise
+            self._states[group].update_is_queued()
 
-    def roll_back_all(self) -> None:
-        """Undo all early updates that are not final."""
-        final = [group for group, early in self._early.items() if early.is_final]
-        for group in final:
-            self._keep(group)
-        for group in list(self._early):
-            self.roll_back(group)
-        if final:  # after everything else is in order: the error comes once
-            raise self._abandoned(final[0])
+    def start_all_due(self) -> None:
+        for group in list(self._due):
+            self._start_due(group)
 
-    def _abandoned(self, group: Group) -> StepAbandoned:
-        return StepAbandoned(
-            f"{group.name!r} of {self._name!r} was updated after its backward, and with undo=False that is final, but "
-            "the step did not come as announced (a second backward, another forward or a read of the weights before "
-            "step(), changed hyperparameters, step(only=...), or zero_grad() before step()): reload the last "
-            "checkpoint, and use undo=True"
-        )
+    def end_step(self) -> None:
+        """The step has been queued; the next backward is expected to go as this one did."""
+        self._expecting = False
+        self._trace.begin_pass()
+
+    # -- for callers that need a group ---------------------------------------------------------------------------------
+
+    def order_loads(self, group: Group) -> None:
+        """Weights that are loaded from now on are those after the group's last update."""
+        self._start_due(group)
+        state = self._states[group]
+        if state.update_end is not None:
+            self._lane.order_loads(state.update_end)
+        state.update_is_stored()
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is in storage."""
+        self._start_due(group)
+        state = self._states[group]
+        end: LaneEnd | None = state.update_end
+        if end is not None:
+            try:
+                end.stored.wait()
+            except Exception:
+                state.update_end = None
+                raise
+            state.update_end = None  # not where an interrupt came: the next caller must wait as well
+            self._storage.in_flight.discard(end.stored)
+        state.update_is_stored()
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether a load would wait for an update: the host does, where level 0 is RAM."""
+        end: LaneEnd | None = self._states[group].update_end
+        return not self._on_gpu and end is not None and not end.stored.done()
+
+    def drain(self) -> None:
+        self.start_all_due()
+        self._lane.expect(())  # the caller is about to change what was brought up
+        self._expecting = False
+        self._lane.drain()
+        for group in self._on_level0:
+            self.wait(group)
+        self.sweep()
+
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        if not any(self._shadows.spare.values()):
+            return False
+        self._lane.drain()
+        self._shadows.free_spare()
+        return True
 
 
 class StepControl(Mover):
@@ -113,7 +283,7 @@ class StepControl(Mover):
     ) -> None:  # fmt: skip
         super().__init__(shared)
         self._weights, self._gradients, self._places, self._device = weights, gradients, places, device
-        self._speculation = Speculation(shared, places, gradients)
+        self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self.steps: dict[Slot, Tensor] = {}
@@ -134,8 +304,8 @@ class StepControl(Mover):
 
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
-        self._speculation.roll_back(group)
-        self._scale_stored(group)
+        self.roll_back(group)
+        self.scale_stored(group)
         if self._device is not None:
             self._device.expect_backward()
 
@@ -160,7 +330,7 @@ class StepControl(Mover):
             return UpdateUse(landing="weight" if certain else "gradient")
         if group in self._device.deferred:
             return UpdateUse()
-        early = self._speculation.start(group, self.jobs(group), buffer.bytes, final=not source.undo)
+        early = self._start_early(group, buffer.bytes)
         return UpdateUse() if early is None else UpdateUse(early.reads_until, final=early.is_final)
 
     def _may_start_early(self, group: Group) -> bool:
@@ -185,28 +355,78 @@ class StepControl(Mover):
             return
         if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
             self._gradients.measure_later(group)
-        if self._places[group] is not self._device and self._may_start_early(group) and (jobs := self.jobs(group)):
-            self._speculation.start(group, jobs, None, final=not source.undo)
+        if self._places[group] is not self._device and self._may_start_early(group):
+            self._start_early(group, None)
+
+    # -- updates before their step -------------------------------------------------------------------------------------
+
+    def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
+        """Update ``group`` now; None if there is no room for a rollback."""
+        jobs = self.jobs(group)
+        with defer_sigint():
+            early = self._places[group].start_early(group, jobs, gradient, final=not self.source.undo)
+            if early is not None:
+                self._early[group] = early
+                self._states[group].to(Phase.EARLY)
+        return early
+
+    def _commit_early(self, group: Group, jobs: list[Job], factor: Tensor | None) -> bool:
+        """The step has come: whether the group was updated early as it asks; any other update is rolled back."""
+        early = self._early.get(group)
+        if early is None:
+            return False
+        if factor is not None or early.jobs != jobs:
+            self.roll_back(group)
+            return False
+        self._keep(group)
+        self._places[group].commit(group, early)
+        return True
+
+    def _keep(self, group: Group) -> None:
+        early = self._early.pop(group)
+        self._states[group].update_is_queued()
+        if early.is_final:
+            self._gradients.clear(group.slots)
+
+    def roll_back(self, *groups: Group) -> None:
+        """Undo the early updates of ``groups``, or all. One that is final has consumed its gradient and stays: where it
+        should be undone, `StepAbandoned` is raised.
+        """
+        early = [group for group in groups or list(self._early) if group in self._early]
+        final = [group for group in early if self._early[group].is_final]
+        for group in final:
+            self._keep(group)
+        for group in early:
+            if group not in final:
+                place, state = self._places[group], self._states[group]
+                with defer_sigint():
+                    place.roll_back(group, self._early[group])
+                    del self._early[group]
+                    state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+                place.wait(group)
+        if final:  # after everything else is in order: the error comes once
+            raise StepAbandoned(
+                f"{final[0].name!r} of {self._name!r} was updated after its backward, and with undo=False that is "
+                "final, but the step did not come as announced (a second backward, another forward or a read of the "
+                "weights before step(), changed hyperparameters, step(only=...), or zero_grad() before step()): reload "
+                "the last checkpoint, and use undo=True"
+            )
 
     # -- for callers that need a group ---------------------------------------------------------------------------------
 
     def wait_for_updates(self, group: Group) -> None:
         """Return when the group's bytes in storage are those of the last `step`, for the host and for loads."""
-        self._speculation.roll_back(group)
+        self.roll_back(group)
         self._places[group].wait(group)
 
     def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
-        self._speculation.roll_back(group)
+        self.roll_back(group)
         self._places[group].order_loads(group)
 
     def is_busy(self, group: Group) -> bool:
         """Whether `order_loads` would wait, or roll something back."""
         return self._states[group].phase is Phase.EARLY or self._places[group].is_busy(group)
-
-    def roll_back(self) -> None:
-        """Undo every update whose step has not come."""
-        self._speculation.roll_back_all()
 
     def drain(self) -> None:
         """Return when every update whose step came has read its gradient."""
@@ -248,37 +468,31 @@ class StepControl(Mover):
         if factor != 1:
             self.roll_back()
             self.scale_stored()
-            by_group: dict[Group, list[Slot]] = {}
-            for slot in slots:
-                by_group.setdefault(slot.group, []).append(slot)
-            for group, held in by_group.items():
+            for group, held in by_group(slots).items():
                 self._scale(group, held, factor.cpu())
 
     def _scale(self, group: Group, slots: list[Slot], factor: Tensor) -> None:
         self._places[group].wait(group)  # an update whose step came may still read what is about to change
         self._gradients.scale_later(group, slots, factor)
 
-    def _scale_stored(self, group: Group) -> None:
-        """Multiply the gradient that a step with a factor left behind by it, as torch's clipping does at once: rarely
-        needed, as nearly every step is followed by `zero_grad`.
+    def scale_stored(self, *groups: Group) -> None:
+        """Multiply gradients in storage, of ``groups`` or all, that a step with a factor left behind by it, as torch's
+        clipping does at once: rarely needed, as nearly every step is followed by `zero_grad`.
         """
-        held = self._unscaled.pop(group, None)
-        if held is not None:
-            slots = [slot for slot in held[0] if self._gradients.has(slot)]
-            if slots:  # else a sum would be reserved for nothing
-                self._scale(group, slots, held[1])
-
-    def scale_stored(self) -> None:
-        """Make all gradients in storage what `torch.nn.utils.clip_grad_norm_` would have left there."""
-        for group in list(self._unscaled):
-            self._scale_stored(group)
+        for group in groups or list(self._unscaled):
+            if group in self._unscaled:
+                held, factor = self._unscaled.pop(group)
+                slots = [slot for slot in held if self._gradients.has(slot)]
+                if slots:  # else a sum would be reserved for nothing
+                    self._scale(group, slots, factor)
 
     def zero_gradients(self, slots: list[Slot]) -> None:
         """Make gradients zero."""
         self.roll_back()
         self._gradients.finish_backward()
         self.drain()  # updates may still read what is about to be zero
-        self._gradients.zero(slots)
+        for group, held in by_group(slots).items():
+            self._gradients.scale_later(group, held, None)
 
     def clear_gradients(self, slots: list[Slot]) -> None:
         """Forget gradients."""
@@ -305,7 +519,7 @@ class StepControl(Mover):
         self.scale_stored()
         for group in self._groups:
             jobs = self.jobs(group, wanted)
-            if not self._speculation.commit(group, jobs, factor) and jobs:
+            if not self._commit_early(group, jobs, factor) and jobs:
                 self._places[group].update(group, jobs, factor)
                 if factor is not None and (self._places[group] is self._device or not group.is_fp32):
                     self._unscaled[group] = [job.slot for job in jobs], factor

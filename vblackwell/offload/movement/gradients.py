@@ -31,9 +31,10 @@ from vblackwell.offload.movement.state import (
     Outcome,
     Shared,
     current_stream,
+    flat_of,
     reserve,
 )
-from vblackwell.offload.movement.update_loop import SumLoop, flat_of
+from vblackwell.offload.movement.update_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 MAX_LEAVING = 3  # buffers next to the one that fills: more would only wait for the link on level 0, not in host memory
@@ -434,13 +435,8 @@ class GradientCollector(Mover):
         for slot in slots:
             self._state(slot.group).slots.pop(slot, None)
             self._state(slot.group).level0_norms.pop(slot, None)
-        for group, held in _by_group(slots).items():
+        for group, held in by_group(slots).items():
             self._later(self.host.forget, group, held)
-
-    def zero(self, slots: list[Slot]) -> None:
-        """Make the gradients of ``slots`` zero but keep them (``zero_grad(set_to_none=False)``)."""
-        for group, held in _by_group(slots).items():
-            self.scale_later(group, held, None)
 
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
@@ -453,7 +449,7 @@ class GradientCollector(Mover):
         state.task = self._later(self.host.scale, group, slots, factor)
 
 
-def _by_group(slots: list[Slot]) -> dict[Group, list[Slot]]:
+def by_group(slots: Iterable[Slot]) -> dict[Group, list[Slot]]:
     found: dict[Group, list[Slot]] = {}
     for slot in slots:
         found.setdefault(slot.group, []).append(slot)

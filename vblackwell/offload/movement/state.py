@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
@@ -102,6 +102,7 @@ class Worker:
     """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
         self._lock = threading.Lock()
         self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
@@ -111,6 +112,8 @@ class Worker:
         self._thread: int | None = None
         self._failed: Outcome | None = None
         self.failures = Counter[int | None]()  # raised or not, by the group's number
+        self.forgiven = Counter[int | None]()  # those of them that were there when all gradients were last given up
+        self.broken = False  # an update of a step that came has failed, while others of it may have been made
 
     def submit(
         self, work: Callable[..., Any], *args: Any, group: int | None = None, postponable: bool = False,
@@ -189,6 +192,28 @@ class Worker:
                 failed.settle()
             finally:
                 del failed  # as in `Outcome.result`
+
+    def check_whole(self) -> None:
+        """Raise StaleTensor if an update failed: some groups are a step ahead of others."""
+        if self.broken:
+            raise StaleTensor(
+                f"an update of model {self._name!r} failed in the background, so some of its groups are a step behind "
+                "others: go on from a checkpoint (release(model) gives the weights as they are)"
+            )
+
+    def check_gradients(self) -> None:
+        """`check_whole`; raise StaleTensor, too, if a task failed since gradients were last given up."""
+        self.check_whole()
+        if self.failures != self.forgiven:
+            raise StaleTensor(
+                f"a background task of model {self._name!r} failed since the last zero_grad(), so its gradients may be "
+                "incomplete: zero_grad(), and repeat forward and backward"
+            )
+
+    def forgive(self) -> None:
+        """All gradients were given up: what failed until now concerns none that comes."""
+        if self.failures != self.forgiven:
+            self.forgiven = self.failures.copy()
 
     def close(self, then: Callable[[], None]) -> None:
         """Run ``then`` after all that was submitted, in the worker's thread where some of it is left. Idempotent.
@@ -320,6 +345,11 @@ class GradientState:
     landed: dict[Slot, None] = field(default_factory=dict)  # that have one in the range of ``kind``
     kind: str = "gradient"  # in compute type; or "accumulated": the fp32 sum
     norms: dict[Slot, Tensor] = field(default_factory=dict)  # 2-norms of what has landed
+
+
+def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:
+    """The flat gradient of ``slot`` in the group's range of ``kind``."""
+    return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""AdamW on a group's ranges on the CPU.
+"""AdamW on a group's ranges on the CPU, by a model's worker; before its step it first copies what it overwrites.
 
 An fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a group, with
 the bits of `torch.optim.AdamW(fused=True)` on single tensors. A bf16 one has a whole fp32 master, which many threads
@@ -23,9 +23,12 @@ from typing import Any, List
 import torch
 from torch import Tensor
 
+from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.stack import Reservation
-from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
-from vblackwell.offload.movement.state import Hyper, Job
+from vblackwell.memory.level import Transfer
+from vblackwell.offload.layout.groups import MOMENTS, Group
+from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, defer_sigint, flat_of
+from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Storage
 
@@ -291,11 +294,6 @@ def update_master(
     round_from_fp32(master, weight)
 
 
-def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:
-    """The flat gradient of ``slot`` in the group's range of ``kind``."""
-    return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
-
-
 class UndoLog:
     """Copies of the ranges that an update is about to overwrite, in host memory that was reserved for them."""
 
@@ -325,18 +323,115 @@ def updated_kinds(group: Group, storage: Storage) -> list[str]:
     return [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in storage]
 
 
-class Updater:
-    """The arithmetic of `HostUpdates`; every method runs in the worker thread."""
+class HostUpdates(Mover):
+    """Updates of one model that its worker runs on the ranges in storage."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, shared: Shared, weights: WeightStreamer) -> None:
+        super().__init__(shared)
+        self._weights = weights
         self._loop = MasterLoop()
+        self._undo_bytes = 0
+        self.undo_peak_bytes = 0  # what undo logs have taken at a time
+
+    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
+        """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
+        undo = None
+        if not final:
+            size = sum(group.size_of(kind) for kind in updated_kinds(group, self._storage))
+            try:
+                undo = UndoLog(jobs, self._storage.take_host("undo", size))
+            except InsufficientMemory:
+                return None  # this group is updated at the step, which is always right
+            self._undo_bytes += size
+            self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
+        try:
+            self.wait(group)
+            self._queue(group, jobs, None, undo)
+        except BaseException:
+            self._free(undo)
+            raise
+        return EarlyUpdate(jobs, undo)
+
+    def commit(self, group: Group, early: EarlyUpdate) -> None:
+        self._worker.submit(self._free, early.rollback, group=group.index)
+
+    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+        """Queue what makes everything what it was before `start_early`; or raise what an earlier task did."""
+        state = self._states[group]
+        state.update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
+        state.version -= 1
+
+    @defer_sigint()
+    def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
+        self._queue(group, jobs, factor, None)
+        self._states[group].update_is_queued()
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is in storage."""
+        state = self._states[group]
+        task = state.update_end
+        if task is not None:
+            task.exception()  # an interrupt leaves it to be waited for by the next caller
+            state.update_end = None
+        state.update_is_stored()
+        if task is not None:
+            task.settle()
+
+    order_loads = wait  # a load reads what the host has written
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether a load would wait for an update."""
+        task = self._states[group].update_end
+        return task is not None and (not task.done() or task.exception() is not None)
+
+    def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None) -> None:
+        self._weights.invalidate(group)
+        state = self._states[group]
+        state.update_end = self._worker.submit(
+            self._update, group, jobs, factor, undo, state.last_load, self._worker.forgiven[group.index],
+            group=group.index, postponable=True,
+        )  # fmt: skip
+        state.gradient.task = state.update_end
+
+    def _update(
+        self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None, load: Transfer | None,
+        forgiven: int,
+    ) -> None:  # fmt: skip
+        """``forgiven``: failures of the group's tasks that concern no gradient of this update."""
+        try:
+            if self._worker.failures[group.index] != forgiven:
+                if undo is not None:
+                    return  # its step will be refused, and there is nothing to roll back
+                raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
+            if load is not None:
+                load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
+            gradient = self._states[group].gradient
+            self.apply(group, jobs, gradient.kind, factor, undo)
+            if factor is not None:
+                gradient.norms.clear()
+        except BaseException:
+            self._worker.broken |= undo is None  # a rollback makes good what an early update left
+            raise
+
+    def _restore(self, group: Group, undo: UndoLog) -> None:
+        try:
+            undo.restore(group, self._storage)
+        except BaseException:
+            self._worker.broken = True
+            raise
+        finally:
+            self._free(undo)
+
+    def _free(self, undo: UndoLog | None) -> None:
+        if undo is not None:
+            self._undo_bytes -= undo.memory.num_bytes
+            self._storage.give(undo.memory)
 
     @cached_property
     def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
-    def update(
+    def apply(
         self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None
     ) -> None:
         """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does."""
