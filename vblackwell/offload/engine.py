@@ -24,12 +24,13 @@ from vblackwell.offload.layout.placement import (
     Measured,
     StreamedPlacement,
     StreamingOptions,
+    num_buffers,
     place_streamed,
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.lane_cuda import make_lane
+from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, WorkerQueues
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
 from vblackwell.offload.movement.update_loop import HostUpdates
@@ -194,7 +195,9 @@ class Offload:
         self.host_updates = HostUpdates(shared, weights)
         self.level0: DeviceUpdates | None = None
         if ring is not None:
-            lane = make_lane(stack, storage, ring, worker, max(map(smallest_buffer, found.on_level0), default=0))
+            memory, least_bytes = ring.bytes, max(map(smallest_buffer, found.on_level0), default=0)
+            kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(worker))
+            lane = kind(stack, storage, memory, num_buffers(memory.numel(), least_bytes), queues, worker)
             self.level0 = DeviceUpdates(
                 shared, found.on_level0, self._slice_rows.keys(), weights, gradients, self.shadows, lane
             )

@@ -19,9 +19,8 @@ from tests.offload.movement.lane_world import Setting, World
 from vblackwell.errors import InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
 from vblackwell.offload.layout.groups import EXACT, Formats
-from vblackwell.offload.movement import lane_cuda
-from vblackwell.offload.movement.lane import Lane
-from vblackwell.offload.movement.lane_cuda import CudaLane
+from vblackwell.offload.movement import lane as lane_module
+from vblackwell.offload.movement.lane import CudaLane, Lane
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage.staging import Stage, Staged
 from vblackwell.offload.storage.storage import Ledger, Ranges
@@ -83,7 +82,7 @@ def on_a_cpu(patch: pytest.MonkeyPatch) -> None:
         earlier = tensor(at.previous, num_elements, previous) if previous is not None else None
         stream.add(lambda: adamw_piece(weight, remainder, *moments, fresh, numbers, previous=earlier))
 
-    patch.setattr(lane_cuda, "adamw_at", adamw_at)
+    patch.setattr(lane_module, "adamw_at", adamw_at)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(LateQueues, "device", torch.device("cpu"), raising=False)
 
