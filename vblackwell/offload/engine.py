@@ -38,7 +38,6 @@ from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightS
 from vblackwell.offload.parameters import (
     SiteHook,
     UsedParameters,
-    attributes,
     computing_with_views,
     engine_and_slot,
     is_transformed,
@@ -166,7 +165,6 @@ class Offload:
             activations.leave_out(self.weights)
         prefetcher = _weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
-        self.room.join()
         self.finalizer = weakref.finalize(
             model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations
         )
@@ -203,11 +201,8 @@ class Offload:
             )
             room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
         room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
-        places: dict[Group, DeviceUpdates | HostUpdates] = dict.fromkeys(groups, self.host_updates)
-        if self.level0 is not None:
-            places |= dict.fromkeys(found.on_level0, self.level0)
-        self.step_control = StepControl(shared, weights, gradients, places, self.level0)
-        self.used = UsedParameters(self, _weakly(self._take_gradient), self._write_back)
+        self.step_control = StepControl(shared, weights, gradients, self.host_updates, self.level0)
+        self.used = UsedParameters(self, _weakly(self._take_gradient))
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
@@ -336,7 +331,7 @@ class Offload:
             return self.weights.unpack(packed)
 
     def _take_gradient(self, param: Tensor) -> None:
-        slot: Slot = attributes(param)["_vb_slot"]
+        slot: Slot = param.__dict__["_vb_slot"]
         task = torch._C._current_graph_task_id()
         if task not in self._backward_ends:
             self._backward_ends.add(task)
@@ -373,7 +368,7 @@ class Offload:
         if state.last_load is not None:
             state.last_load.wait()
 
-    def _write_back(self, slots: list[Slot]) -> None:
+    def write_back(self, slots: list[Slot]) -> None:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
         for group in dict.fromkeys(slot.group for slot in slots):
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written

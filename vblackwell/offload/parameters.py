@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as eager_transforms
@@ -187,7 +187,7 @@ class UsedParameter(nn.Parameter):
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         with torch.inference_mode(False):  # there nothing would count
             alias = _DATA_GET(self)
-        attributes(self).setdefault("_vb_data", []).append(alias)
+        self.__dict__.setdefault("_vb_data", []).append(alias)
         return alias
 
     @data.setter
@@ -196,7 +196,7 @@ class UsedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         plain = nn.Parameter(_DATA_GET(self), self.requires_grad)
-        plain.__class__ = attributes(self)["_vb_slot"].plain_class
+        plain.__class__ = self.__dict__["_vb_slot"].plain_class
         return repr(plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -227,15 +227,10 @@ def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
     """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
-        attributes(param).pop(name, None)
+        param.__dict__.pop(name, None)
     param.__class__ = plain_class
     with torch.inference_mode(False):
         param.data = data
-
-
-def attributes(param: Tensor) -> dict[str, Any]:
-    """The instance attributes of a tensor, past every interception."""
-    return cast(dict[str, Any], param.__dict__)
 
 
 def _plain_copy(param: OffloadedParameter) -> Tensor:
@@ -249,7 +244,7 @@ def _plain_copy(param: OffloadedParameter) -> Tensor:
 def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> None:
     if value is not param:  # model.to(where it already is) assigns a parameter to itself
         raise Unsupported(
-            f"replacing the data of the offloaded parameter {attributes(param)['_vb_slot'].name!r} (as .to(), .half() "
+            f"replacing the data of the offloaded parameter {param.__dict__['_vb_slot'].name!r} (as .to(), .half() "
             "or .cuda() do): release(model) first, or copy into it under torch.no_grad()"
         )
 
@@ -287,14 +282,10 @@ class UsedParameters:
     """Which parameters of one model are in use, and by how many.
 
     ``engine``: the `Offload` that the others ask for their bytes, whose lock is held while what is loaded changes.
-    ``write_back``: carries to storage what was written to parameters in place.
     """
 
-    def __init__(
-        self, engine: Any, take_gradient: Callable[[Tensor], None],
-        write_back: Callable[[list[Slot]], None],
-    ) -> None:  # fmt: skip
-        self._engine, self._take_gradient, self._write_back = engine, take_gradient, write_back
+    def __init__(self, engine: Any, take_gradient: Callable[[Tensor], None]) -> None:
+        self._engine, self._take_gradient = engine, take_gradient
         self._pins: dict[Slot, int] = {}
         self._seen_versions: dict[Slot, int] = {}
         self._placeholders: dict[torch.dtype, Tensor] = {}
@@ -323,7 +314,7 @@ class UsedParameters:
             torch.set_autocast_cache_enabled(autocast_cache)
             with engine.lock, _unseen():
                 try:
-                    self._write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
+                    engine.write_back([slot for slot in taken if self._pins[slot] == 1 and self._was_written(slot)])
                 finally:
                     for slot in taken:
                         self._pins[slot] -= 1
@@ -347,7 +338,7 @@ class UsedParameters:
         """Whether the plain parameter, or what its ``data`` gave, was changed in place."""
         if slot.param._version != self._seen_versions[slot]:
             return True
-        return any(alias._version for alias in attributes(slot.param).get("_vb_data", ()))
+        return any(alias._version for alias in slot.param.__dict__.get("_vb_data", ()))
 
     def hide(self, slot: Slot) -> None:
         """Make the slot's parameter an `OffloadedParameter`."""
@@ -357,7 +348,7 @@ class UsedParameters:
             with torch.inference_mode(False):
                 placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
             self._placeholders[slot.dtype] = placeholder
-        held = attributes(slot.param)
+        held = slot.param.__dict__
         held.pop("_vb_data", None)
         with torch.inference_mode(False):
             _DATA_SET(slot.param, placeholder.expand(slot.shape))

@@ -125,18 +125,11 @@ class DeviceUpdates(Mover):
             if gradient is None or self._gradients.has_all_on_host(group):
                 kind = self._gradients.kind_when_idle(group)
                 sources[kind] = self._storage.range(group, kind)
+            numbers = {job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs}
+            weight = None if loaded is None else loaded.buffer
+            factor = None if factor is None else factor.to(self._device)
             end = self._lane.submit(
-                LaneJob(
-                    group=group,
-                    numbers={job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs},
-                    sources=sources,
-                    targets=targets,
-                    weight=None if loaded is None else loaded.buffer,
-                    gradient=gradient,
-                    gradient_kind=kind,
-                    factor=None if factor is None else factor.to(self._device),
-                    last_load=state.last_load,
-                )
+                LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load)
             )
         except BaseException:
             if loaded is None:
@@ -278,11 +271,12 @@ class StepControl(Mover):
     """
 
     def __init__(
-        self, shared: Shared, weights: WeightStreamer, gradients: GradientCollector,
-        places: dict[Group, DeviceUpdates | HostUpdates], device: DeviceUpdates | None,
+        self, shared: Shared, weights: WeightStreamer, gradients: GradientCollector, host: HostUpdates,
+        device: DeviceUpdates | None,
     ) -> None:  # fmt: skip
         super().__init__(shared)
-        self._weights, self._gradients, self._places, self._device = weights, gradients, places, device
+        self._weights, self._gradients, self._device = weights, gradients, device
+        self._places = {group: device if device is not None and group in device else host for group in self._groups}
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ class HostBuffers:
     """Ranges of the first level in RAM below level 0, taken once and used again. The owner has a lock."""
 
     def __init__(self, stack: VGPUStack, name: str) -> None:
-        devices = list(enumerate(level.device for level in stack.levels))[1:]
-        level = next((i for i, device in devices if device is not None and device.type == "cpu"), None)
+        below = list(enumerate(stack.levels))[1:]
+        level = next((i for i, each in below if each.device is not None and each.device.type == "cpu"), None)
         if level is None:
             raise ConfigurationError(
                 f"{name!r} needs host memory, and the stack has no level in RAM below level 0: add a 'cpu' level"
@@ -200,13 +201,6 @@ _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
 _top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
 
 
-class Elsewhere(NamedTuple):
-    """What hooks outside ours made of a tensor."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
-
-
 class ActivationStore:
     """The boundary activations of whatever runs forward inside `forward_of`; tensors under ``smallest_bytes`` stay.
 
@@ -269,7 +263,7 @@ class ActivationStore:
                 ours = self.pack(tensor)
                 if ours is not tensor:
                     return ours
-            return Elsewhere(packed, outer_unpack)
+            return partial(outer_unpack, packed)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
@@ -350,8 +344,8 @@ class ActivationStore:
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor that `pack` was given, on level 0, or StaleTensor; those saved before it start to come back."""
-        if isinstance(packed, Elsewhere):
-            return packed.unpack(packed.packed)
+        if isinstance(packed, partial):  # what hooks outside ours made of it
+            return packed()
         if not isinstance(packed, Ticket):
             return packed
         with self._lock, torch.no_grad(), torch.inference_mode(False):

@@ -366,11 +366,6 @@ class GroupState:
         assert phase in _NEXT[self.phase], f"{self.phase.name} to {phase.name}"
         self.phase = phase
 
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether weights on level 0 are not those of the last step, or may not stay so: its update comes first."""
-        return self.phase in (Phase.EARLY, Phase.DUE)
-
     def update_is_queued(self) -> None:
         """An update whose step has come is queued: what it changes in place on level 0 is a load that is under way."""
         self.to(Phase.UPDATING if self.loaded is None else Phase.LOADING)
@@ -379,9 +374,6 @@ class GroupState:
         """What comes next is ordered after the update."""
         if self.phase is Phase.UPDATING:
             self.to(Phase.STORED)
-
-
-GroupStates = dict[Group, GroupState]  # of one model
 
 
 # -- waiting for bytes -------------------------------------------------------------------------------------------------
@@ -506,9 +498,6 @@ class Level0Room:
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self._stack, self._storage = stack, storage
-
-    def join(self) -> None:
-        """From now on, other models of the stack may ask this one for room."""
         self._rooms.add(self)
 
     def reserve(
@@ -565,7 +554,7 @@ class Shared(NamedTuple):
     groups: list[Group]
     storage: Storage
     worker: Worker
-    states: GroupStates
+    states: dict[Group, GroupState]
     room: Level0Room
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, List
 
@@ -30,7 +31,6 @@ from vblackwell.offload.layout.groups import MOMENTS, Group
 from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
-from vblackwell.offload.storage.storage import Storage
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for
 # the next: 1.4 MiB.
@@ -294,33 +294,13 @@ def update_master(
     round_from_fp32(master, weight)
 
 
+@dataclass(eq=False)
 class UndoLog:
-    """Copies of the ranges that an update is about to overwrite, in host memory that was reserved for them."""
+    """Copies of what an update is about to overwrite, in host memory that was reserved for them."""
 
-    def __init__(self, jobs: list[Job], memory: Reservation) -> None:
-        self.memory = memory
-        self._jobs = jobs
-        self._steps: Tensors = []
-        self._ranges: dict[str, Tensor] = {}
-
-    def keep(self, opened: dict[str, Tensor]) -> None:
-        self._steps = [job.step.clone() for job in self._jobs]
-        parts = self.memory.bytes.split([flat.numel() for flat in opened.values()])
-        self._ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
-
-    def restore(self, group: Group, storage: Storage) -> None:
-        """Make the ranges and step counts what they were; nothing where the update failed before it kept them."""
-        for kind, kept in self._ranges.items():
-            flat = storage.open(group, kind, load=False)
-            flat.copy_(kept)
-            storage.store(group, kind, flat)
-        for job, step in zip(self._jobs, self._steps, strict=False):
-            job.step.copy_(step)
-
-
-def updated_kinds(group: Group, storage: Storage) -> list[str]:
-    """The ranges that an update of ``group`` on the host writes."""
-    return [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in storage]
+    memory: Reservation
+    steps: Tensors = field(default_factory=list)
+    ranges: dict[str, Tensor] = field(default_factory=dict)  # none where the update failed before it kept them
 
 
 class HostUpdates(Mover):
@@ -337,9 +317,9 @@ class HostUpdates(Mover):
         """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
         undo = None
         if not final:
-            size = sum(group.size_of(kind) for kind in updated_kinds(group, self._storage))
+            size = sum(group.size_of(kind) for kind in self._kinds(group))
             try:
-                undo = UndoLog(jobs, self._storage.take_host("undo", size))
+                undo = UndoLog(self._storage.take_host("undo", size))
             except InsufficientMemory:
                 return None  # this group is updated at the step, which is always right
             self._undo_bytes += size
@@ -358,7 +338,7 @@ class HostUpdates(Mover):
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         """Queue what makes everything what it was before `start_early`; or raise what an earlier task did."""
         state = self._states[group]
-        state.update_end = self._worker.submit(self._restore, group, early.rollback, group=group.index)
+        state.update_end = self._worker.submit(self._restore, group, early.jobs, early.rollback, group=group.index)
         state.version -= 1
 
     @defer_sigint()
@@ -413,9 +393,15 @@ class HostUpdates(Mover):
             self._worker.broken |= undo is None  # a rollback makes good what an early update left
             raise
 
-    def _restore(self, group: Group, undo: UndoLog) -> None:
+    def _restore(self, group: Group, jobs: list[Job], undo: UndoLog) -> None:
+        """Make the ranges and step counts what they were."""
         try:
-            undo.restore(group, self._storage)
+            for kind, kept in undo.ranges.items():
+                flat = self._storage.open(group, kind, load=False)
+                flat.copy_(kept)
+                self._storage.store(group, kind, flat)
+            for job, step in zip(jobs, undo.steps, strict=False):
+                job.step.copy_(step)
         except BaseException:
             self._worker.broken = True
             raise
@@ -427,6 +413,10 @@ class HostUpdates(Mover):
             self._undo_bytes -= undo.memory.num_bytes
             self._storage.give(undo.memory)
 
+    def _kinds(self, group: Group) -> list[str]:
+        """The ranges that an update of ``group`` writes."""
+        return [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in self._storage]
+
     @cached_property
     def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
@@ -435,10 +425,12 @@ class HostUpdates(Mover):
         self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None
     ) -> None:
         """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does."""
-        opened = {kind: self._storage.open(group, kind) for kind in updated_kinds(group, self._storage)}
+        opened = {kind: self._storage.open(group, kind) for kind in self._kinds(group)}
         gradient = self._storage.open(group, gradient_kind)
         if undo is not None:
-            undo.keep(opened)
+            undo.steps = [job.step.clone() for job in jobs]
+            parts = undo.memory.bytes.split([flat.numel() for flat in opened.values()])
+            undo.ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
         for job in jobs:
             job.step.add_(1)
         if "master" not in opened and gradient_kind == "gradient":

@@ -113,8 +113,8 @@ class WeightStreamer(Mover):
         """Have ``group`` on level 0, arrived."""
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
-        if self._states[group].is_unsettled and self.is_loaded(group):
-            self._order_loads(group)
+        if self._states[group].phase in (Phase.EARLY, Phase.DUE) and self.is_loaded(group):
+            self._order_loads(group)  # what is loaded is not the last step's, or may not stay so
         if not self.is_loaded(group):
             self._stack.count_found(self._storage.range(group, "weight").level)
             self._order_loads(group)
