@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import DoneTransfer, start_copy
+from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     GradientBuffer,
@@ -40,6 +40,13 @@ LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 MAX_LEAVING = 3  # buffers next to the one that fills: more would only wait for the link on level 0, not in host memory
 
 
+class Held(NamedTuple):
+    """What the worker finds in host memory of a group's gradient: these, in the range of ``kind``."""
+
+    slots: dict[Slot, None]
+    kind: str
+
+
 class HostGradients:
     """What the worker thread does to gradients in host memory. No `Mover`: its tasks must not keep the model alive."""
 
@@ -48,27 +55,23 @@ class HostGradients:
         self._wide = torch.empty(0)
         self._sums = SumLoop()
 
-    def land(self, group: Group, slots: list[Slot], transfer: Transfer, kind: str) -> None:
-        """A group's first gradient arrives in its range of ``kind``."""
+    def land(self, group: Group, transfer: Transfer) -> None:
+        """A group's first gradient arrives in its range."""
         transfer.wait()
-        state = self._states[group].gradient
-        state.landed = dict.fromkeys(slots)
-        state.kind = kind
-        state.norms.clear()
+        self._states[group].gradient.norms.clear()
 
     def add(
-        self, group: Group, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...], owned: bool
-    ) -> None:
+        self, group: Group, held: Held, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
+        owned: bool,
+    ) -> None:  # fmt: skip
         """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()
-        state = self._states[group].gradient
         fresh = incoming.bytes
-        self._sum(group, {slot: slot.flat(fresh) for slot in slots})
+        self.sum(group, held, {slot: slot.flat(fresh) for slot in slots})
         if owned:
             self._storage.give(incoming)
-        state.landed.update(dict.fromkeys(slots))
-        state.norms.clear()
+        self._states[group].gradient.norms.clear()
 
     def land_slice(
         self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
@@ -76,44 +79,37 @@ class HostGradients:
         """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
         if transfer is not None:
             transfer.wait()
-        if adding:
-            self._widen(group)
-        slot, kind = group.slots[0], self._states[group].gradient.kind if adding else "gradient"
+        slot, kind = group.slots[0], sum_kind(group) if adding else "gradient"
         rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
         total = self._storage.open(group, kind)
         target = _shaped(slot, total, kind)[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
         self._storage.store(group, kind, total)
+        self._states[group].gradient.norms.clear()
         if transfer is not None:
             self._storage.give(source)
 
-    def _widen(self, group: Group) -> None:
-        """Move a narrow gradient to the fp32 range, where sums are kept."""
-        if self._states[group].gradient.kind != sum_kind(group):
-            self._sum(group, {})
-
-    def _sum(self, group: Group, fresh: dict[Slot, Tensor]) -> None:
-        """Add ``fresh`` to what is in host memory, in one pass; a narrow gradient moves to the fp32 range with it."""
-        state, kind = self._states[group].gradient, sum_kind(group)
-        narrow = None if state.kind == kind else self._storage.open(group, "gradient")
+    def sum(self, group: Group, held: Held, fresh: dict[Slot, Tensor]) -> None:
+        """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
+        kind = sum_kind(group)
+        narrow = None if held.kind == kind else self._storage.open(group, "gradient")
         summed = self._storage.open(group, kind, load=narrow is None)
-        for slot in state.landed | dict.fromkeys(fresh):
+        for slot in held.slots | dict.fromkeys(fresh):
             target, addend = flat_of(slot, summed, kind), fresh.get(slot)
-            if slot not in state.landed:
+            if slot not in held.slots:
                 self._sums.add(target, addend, None)
             elif narrow is not None or addend is not None:
                 self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
         self._sums.run()
         self._storage.store(group, kind, summed)
-        state.kind = kind
 
-    def measure(self, group: Group) -> None:
-        state = self._states[group].gradient
-        missing = [slot for slot in state.landed if slot not in state.norms]
+    def measure(self, group: Group, held: Held) -> None:
+        norms = self._states[group].gradient.norms
+        missing = [slot for slot in held.slots if slot not in norms]
         if missing:
-            flat = self._storage.open(group, state.kind)
+            flat = self._storage.open(group, held.kind)
             for slot in missing:
-                state.norms[slot] = self._norm(flat_of(slot, flat, state.kind))
+                norms[slot] = self._norm(flat_of(slot, flat, held.kind))
 
     def read(self, slot: Slot) -> Tensor:
         """A copy of ``slot``'s gradient in its compute type."""
@@ -131,25 +127,18 @@ class HostGradients:
             values = self._wide[: values.numel()].copy_(values)
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 
-    def scale(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
+    def scale(self, group: Group, held: Held, slots: list[Slot], factor: Tensor | None) -> None:
         """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
-        if factor is not None:
-            self._widen(group)  # zero is zero in any type
-        state = self._states[group].gradient
-        flat = self._storage.open(group, state.kind)
+        kind = held.kind
+        if factor is not None and kind != sum_kind(group):  # zero is zero in any type
+            self.sum(group, held, {})
+            kind = sum_kind(group)
+        norms, flat = self._states[group].gradient.norms, self._storage.open(group, kind)
         for slot in slots:
-            values = flat_of(slot, flat, state.kind)
+            values = flat_of(slot, flat, kind)
             values.zero_() if factor is None else values.mul_(factor)
-            state.norms.pop(slot, None)
-        self._storage.store(group, state.kind, flat)
-
-    def forget(self, group: Group, slots: list[Slot]) -> None:
-        state = self._states[group].gradient
-        for slot in slots:
-            state.landed.pop(slot, None)
-            state.norms.pop(slot, None)
-        if not state.landed:
-            state.kind = "gradient"
+            norms.pop(slot, None)
+        self._storage.store(group, kind, flat)
 
 
 def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
@@ -205,6 +194,10 @@ class GradientCollector(Mover):
 
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
+
+    def _held(self, group: Group) -> Held:
+        state = self._state(group)
+        return Held(state.slots.copy(), state.kind)
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
@@ -276,8 +269,8 @@ class GradientCollector(Mover):
                 self.wait_idle(group)
                 transfer = self._stack.write(self._storage.range(group, use.landing), buffer.bytes)
                 under_way.append(transfer)
-                self._later(self.host.land, group, list(buffer.slots), transfer, use.landing, arriving=transfer)
-                state.kind_queued = use.landing
+                self._later(self.host.land, group, transfer, arriving=transfer)
+                state.kind = use.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except BaseException:
             self._give_after(under_way, buffer.reservation)
@@ -295,11 +288,11 @@ class GradientCollector(Mover):
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
         """What leaves is added to the sum in host memory by the worker, after ``readers`` have read that."""
         group, slots, reservation = buffer.group, list(buffer.slots), buffer.reservation
-        state = self._state(group)
+        state, held = self._state(group), self._held(group)
         state.level0_norms.clear()
         if buffer.bytes.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, buffer.bytes.nbytes)
-            state.task = self._later(self.host.add, group, slots, reservation, readers, False)
+            state.task = self._later(self.host.add, group, held, slots, reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
         else:
             incoming, under_way = self._reserve_incoming(group.num_bytes), list[Transfer]()
@@ -307,13 +300,13 @@ class GradientCollector(Mover):
                 transfer = self._stack.write(incoming, buffer.bytes)
                 under_way.append(transfer)
                 before = (transfer, *readers)
-                state.task = self._later(self.host.add, group, slots, incoming, before, True, arriving=transfer)
+                state.task = self._later(self.host.add, group, held, slots, incoming, before, True, arriving=transfer)
             except Exception:
                 self._give_after(under_way, incoming)
                 raise
             self._summing.add((state.task,))
             self._free_after(before, reservation)
-        state.kind_queued = sum_kind(group)
+        state.kind = sum_kind(group)
 
     def end_oldest(self) -> bool:
         """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none."""
@@ -357,10 +350,14 @@ class GradientCollector(Mover):
 
     def begin_slices(self, slot: Slot) -> bool:
         """A gradient of ``slot`` is about to arrive in slices; whether they are added to an earlier one."""
-        adding = bool(self._state(slot.group).slots)
-        self._reserve_range(slot.group, adding)
+        group, state = slot.group, self._state(slot.group)
+        adding = bool(state.slots)
+        self._reserve_range(group, adding)
         if not adding:
-            self.wait_idle(slot.group)
+            self.wait_idle(group)
+        elif state.kind != sum_kind(group):
+            self._later(self.host.sum, group, self._held(group), {})
+        state.kind = sum_kind(group) if adding else "gradient"
         return adding
 
     def send_slice(
@@ -386,11 +383,8 @@ class GradientCollector(Mover):
             self._summing.add((task,))
         self._free_after((task if transfer is None else transfer,), reservation)
 
-    def finish_slices(self, slot: Slot, adding: bool) -> None:
-        state = self._state(slot.group)
-        state.slots[slot] = None
-        state.kind_queued = sum_kind(slot.group) if adding else "gradient"
-        self._later(self.host.land, slot.group, [slot], DoneTransfer(), state.kind_queued)
+    def finish_slices(self, slot: Slot) -> None:
+        self._state(slot.group).slots[slot] = None
         self._arrived(slot.group)
 
     # -- between backward and step -------------------------------------------------------------------------------------
@@ -408,7 +402,7 @@ class GradientCollector(Mover):
         if self._stack.level0_device.type != "cuda":
             self._worker.drain()
         self.wait_idle(group)
-        return self._state(group).kind_queued
+        return self._state(group).kind
 
     def measure_on_level0(self, buffer: GradientBuffer) -> None:
         """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it on the host."""
@@ -423,7 +417,7 @@ class GradientCollector(Mover):
     def measure_later(self, group: Group) -> None:
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0."""
         if not self.is_measured(group):
-            self._later(self.host.measure, group)
+            self._later(self.host.measure, group, self._held(group))
 
     def norm(self, slot: Slot) -> Tensor:
         """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure_later` and the worker."""
@@ -435,18 +429,18 @@ class GradientCollector(Mover):
         for slot in slots:
             self._state(slot.group).slots.pop(slot, None)
             self._state(slot.group).level0_norms.pop(slot, None)
-        for group, held in by_group(slots).items():
-            self._later(self.host.forget, group, held)
+        self._worker.raise_failure()
 
     def scale_later(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
         """Queue a product of gradients with ``factor``, or zeros where it is None."""
-        state = self._state(group)
+        state, held = self._state(group), self._held(group)
         for slot in slots:
             state.level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_range(group, adding=True)
-            state.kind_queued = sum_kind(group)
-        state.task = self._later(self.host.scale, group, slots, factor)
+        state.task = self._later(self.host.scale, group, held, slots, factor)
+        if factor is not None:
+            state.kind = sum_kind(group)
 
 
 def by_group(slots: Iterable[Slot]) -> dict[Group, list[Slot]]:

@@ -113,7 +113,7 @@ class SlicedLeaf(Mover):
                 reservation = self._reserve("slice-gradient", num_bytes)
                 self._gradients.send_slice(self.slot, start, rows, reservation, adding, self._pool)
         with lock:
-            self._gradients.finish_slices(self.slot, adding)
+            self._gradients.finish_slices(self.slot)
 
 
 class SlicedLinear(nn.Linear):

@@ -123,7 +123,7 @@ class Worker:
 
         Other groups' tasks may go before a ``postponable`` one, and before one whose ``arriving`` is not over.
         """
-        self._raise_failure()
+        self.raise_failure()
         if self._closed:
             raise RuntimeError("nothing is submitted after the shutdown")
         task = _Task(work, args, group, postponable, arriving, Outcome())
@@ -183,9 +183,10 @@ class Worker:
                 unfinished.append(self._running)
         wait(unfinished)
         del unfinished  # as in `Outcome.result`
-        self._raise_failure()
+        self.raise_failure()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise the first failure that nobody has raised yet."""
         if self._failed is not None:
             failed, self._failed = self._failed, None
             try:
@@ -336,15 +337,12 @@ class GradientBuffer:
 class GradientState:
     """A group's gradient since the last `zero_grad`."""
 
-    # Of the thread that runs the model.
     slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
-    kind_queued: str = "gradient"  # what ``kind`` will be when the worker has done what is queued
+    # The range that holds it when the worker has done what is queued, in compute type; or "accumulated", the fp32 sum.
+    kind: str = "gradient"
     task: Outcome | None = None  # the worker's last that touches the gradient's range
     level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
-    # Of the worker.
-    landed: dict[Slot, None] = field(default_factory=dict)  # that have one in the range of ``kind``
-    kind: str = "gradient"  # in compute type; or "accumulated": the fp32 sum
-    norms: dict[Slot, Tensor] = field(default_factory=dict)  # 2-norms of what has landed
+    norms: dict[Slot, Tensor] = field(default_factory=dict)  # the worker's, of what it finds in host memory
 
 
 def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:

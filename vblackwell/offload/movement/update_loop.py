@@ -368,14 +368,14 @@ class HostUpdates(Mover):
         self._weights.invalidate(group)
         state = self._states[group]
         state.update_end = self._worker.submit(
-            self._update, group, jobs, factor, undo, state.last_load, self._worker.forgiven[group.index],
-            group=group.index, postponable=True,
+            self._update, group, jobs, state.gradient.kind, factor, undo, state.last_load,
+            self._worker.forgiven[group.index], group=group.index, postponable=True,
         )  # fmt: skip
         state.gradient.task = state.update_end
 
     def _update(
-        self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None, load: Transfer | None,
-        forgiven: int,
+        self, group: Group, jobs: list[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None,
+        load: Transfer | None, forgiven: int,
     ) -> None:  # fmt: skip
         """``forgiven``: failures of the group's tasks that concern no gradient of this update."""
         try:
@@ -385,10 +385,9 @@ class HostUpdates(Mover):
                 raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
             if load is not None:
                 load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
-            gradient = self._states[group].gradient
-            self.apply(group, jobs, gradient.kind, factor, undo)
+            self.apply(group, jobs, gradient_kind, factor, undo)
             if factor is not None:
-                gradient.norms.clear()
+                self._states[group].gradient.norms.clear()
         except BaseException:
             self._worker.broken |= undo is None  # a rollback makes good what an early update left
             raise
