@@ -282,6 +282,7 @@ def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, upda
     broken(lambda model, optimizer: optimizer.zero_grad())
     broken(lambda model, optimizer: DECODER.loss(model, 1))
     broken(lambda model, optimizer: model.state_dict())
+    broken(lambda model, optimizer: select_top_k_gradients(model, 0.5))
     broken(changed)
     with pytest.raises(ConfigurationError, match="before the norm is known"):
         VGPUAdamW(build(MLP).parameters(), undo=False, max_grad_norm=1.0)

@@ -431,8 +431,7 @@ class StepControl(Mover):
 
     def collect(self) -> None:
         """Let every gradient arrive and be measured."""
-        self._gradients.finish_backward()
-        self.scale_stored()
+        self._arrive()
         for group in self._groups:
             self._gradients.measure_later(group)
         self._worker.drain()
