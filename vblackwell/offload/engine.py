@@ -28,7 +28,7 @@ from vblackwell.offload.layout.placement import (
     place_streamed,
     refuse_slices_on_disk,
 )
-from vblackwell.offload.movement.activations import ActivationStore
+from vblackwell.offload.movement.activations import ActivationStore, top_hooks
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, WorkerQueues
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
@@ -55,8 +55,6 @@ from vblackwell.offload.storage.masters import (
     write_parameters,
 )
 from vblackwell.offload.storage.storage import Shadows, Storage, spaces_of
-
-_top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 
 
 def locked(engines: Iterable[Offload]) -> ExitStack:
@@ -227,7 +225,6 @@ class Offload:
         model = self.model
         keep(model.register_forward_pre_hook(SiteHook(self._begin_forward), prepend=True))
         keep(model.register_forward_hook(SiteHook(self._end_forward), always_call=True))
-        keep(model.register_state_dict_pre_hook(SiteHook(self._begin_export)))
         keep(model.register_state_dict_post_hook(SiteHook(self._end_export)))
         keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
         for module in model.modules():
@@ -313,7 +310,7 @@ class Offload:
         """
         if is_transformed():
             return nullcontext()  # there torch allows no such hooks: what is saved keeps its buffer
-        active = _top_hooks(True)
+        active = top_hooks(True)
         if active is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         pack, unpack = active
@@ -386,16 +383,15 @@ class Offload:
 
     # -- state_dict --------------------------------------------------------------------------------------------------
 
-    def _begin_export(self, *args: Any) -> None:
-        self.finish()
-        self.worker.check_whole()
-        self._exported = {}
-
     def _export_own(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """``module`` is about to save its own parameters, each once; a part's state_dict, which begins without a
         prefix, reads as any other code does.
         """
-        if not prefix and module is not self.model:
+        if module is self.model:
+            self.finish()
+            self.worker.check_whole()
+            self._exported = {}
+        elif not prefix:
             self._end_export()  # of one that raised
         self._exporting.clear()
         if self._exported is None or keep_vars:  # what is kept as it is, is not read
@@ -492,6 +488,7 @@ class Offload:
             "undo_bytes": self.host_updates.undo_peak_bytes + self.shadows.num_bytes,
         }
 
+    @torch.no_grad()
     def release(self, device: torch.device) -> None:
         """Give every parameter, its gradient and its states separate memory on ``device``; ConfigurationError, and
         nothing changed, if another thread is in a forward.
@@ -510,14 +507,10 @@ class Offload:
         if self.step_control.source is not None:
             self.step_control.source.let_go(self, device)
         for slot in self.slots():
-            self._make_plain(slot, device)
-
-    @torch.no_grad()
-    def _make_plain(self, slot: Slot, device: torch.device) -> None:
-        values = read_truth(slot, open_weights(self.storage, slot.group)).to(device, copy=True)
-        gradient = self.gradients.host.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
-        make_plain(slot.param, slot.plain_class, values)
-        slot.param.grad = gradient
+            values = read_truth(slot, open_weights(self.storage, slot.group)).to(device, copy=True)
+            gradient = self.gradients.host.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
+            make_plain(slot.param, slot.plain_class, values)
+            slot.param.grad = gradient
 
     def detach(self) -> None:
         """Remove every hook; parameters keep their placeholders (the caller gives them data)."""

@@ -364,18 +364,6 @@ class StepControl(Mover):
                 self._states[group].to(Phase.EARLY)
         return early
 
-    def _commit_early(self, group: Group, jobs: list[Job], factor: Tensor | None) -> bool:
-        """The step has come: whether the group was updated early as it asks; any other update is rolled back."""
-        early = self._early.get(group)
-        if early is None:
-            return False
-        if factor is not None or early.jobs != jobs:
-            self.roll_back(group)
-            return False
-        self._keep(group)
-        self._places[group].commit(group, early)
-        return True
-
     def _keep(self, group: Group) -> None:
         early = self._early.pop(group)
         self._states[group].update_is_queued()
@@ -511,8 +499,13 @@ class StepControl(Mover):
         self._gradients.finish_backward()
         self.scale_stored()
         for group in self._groups:
-            jobs = self.jobs(group, wanted)
-            if not self._commit_early(group, jobs, factor) and jobs:
+            jobs, early = self.jobs(group, wanted), self._early.get(group)
+            if early is not None and factor is None and early.jobs == jobs:
+                self._keep(group)
+                self._places[group].commit(group, early)
+                continue
+            self.roll_back(group)
+            if jobs:
                 self._places[group].update(group, jobs, factor)
                 if factor is not None and (self._places[group] is self._device or not group.is_fp32):
                     self._unscaled[group] = [job.slot for job in jobs], factor

@@ -197,8 +197,7 @@ SHARED_CALLS = 3  # what so many checkpoints keep (rotary tables, an encoder's o
 SMALLEST_BYTES = 4 * MiB  # the link needs so much at a time to come near its rate
 HOLES = 2  # a strided tensor may span so many times its bytes
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (untyped)
-_top_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+top_hooks: Callable[[bool], Any] = getattr(torch._C, "_autograd")._top_saved_tensors_default_hooks  # noqa: B009
 
 
 class ActivationStore:
@@ -252,7 +251,7 @@ class ActivationStore:
         if torch._C._current_graph_task_id() != -1:
             return nullcontext()  # a checkpoint inside a recompute: the outer one's hooks have to see everything
         self._call += 1
-        outer = _top_hooks(True)
+        outer = top_hooks(True)
         if outer is None:
             return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         outer_pack, outer_unpack = outer

@@ -130,8 +130,11 @@ class WeightStreamer(Mover):
             return True
         if self._is_busy(group):
             return False  # an update is on its way: loading now would wait for it, or be stale
-        if not self._make_room_for_later(group):
-            return False
+        distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
+        self._room.sweep_updates()
+        while self.loaded_bytes + group.num_bytes > self.budget_bytes or not level0.can_allocate(group.num_bytes):
+            if not self.drop_one(beyond=distance):
+                return False
         try:
             self._order_loads(group)
             if not self.is_loaded(group):
@@ -226,15 +229,6 @@ class WeightStreamer(Mover):
         while self.loaded_bytes + group.num_bytes > self.budget_bytes:
             if not (self.drop_one() or self._room.free_any()):
                 raise self._room.no_room(group.name, group.num_bytes)
-
-    def _make_room_for_later(self, group: Group) -> bool:
-        """Drop what is needed after ``group``; whether level 0 has room for it then. Never blocks."""
-        distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
-        self._room.sweep_updates()
-        while self.loaded_bytes + group.num_bytes > self.budget_bytes or not level0.can_allocate(group.num_bytes):
-            if not self.drop_one(beyond=distance):
-                return False
-        return True
 
     @property
     def loaded_bytes(self) -> int:
