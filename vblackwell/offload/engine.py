@@ -184,7 +184,7 @@ class Offload:
         )
         self.gradients = gradients = GradientCollector(
             shared,
-            use_of=lambda buffer, adding: self.step_control.use_of(buffer, adding),
+            leaves=lambda buffer, adding: self.step_control.gradient_leaves(buffer, adding),
             arrived=lambda group: self.step_control.gradient_arrived(group),
             free_spare=lambda: self.level0 is not None and self.level0.free_shadows(),
         )  # fmt: skip

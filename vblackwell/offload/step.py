@@ -23,7 +23,7 @@ from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.offload.layout.groups import AccessTrace, Group, Slot
 from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
-from vblackwell.offload.movement.gradients import GradientCollector, UpdateUse, by_group
+from vblackwell.offload.movement.gradients import GradientCollector, by_group
 from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -303,29 +303,27 @@ class StepControl(Mover):
         if self._device is not None:
             self._device.expect_backward()
 
-    def use_of(self, buffer: GradientBuffer, adding: bool) -> UpdateUse:
+    def gradient_leaves(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
         """A group's gradient is about to leave level 0 (``adding``: to be added in host memory): measure it there, and
         update from it if that was asked for and is possible.
         """
         source, group = self.source, buffer.group
         if source is None:
-            return UpdateUse()
+            return None
         self._open_window = True
         if source.max_grad_norm is not None and buffer.bytes.is_cuda and not adding:
             self._gradients.measure_on_level0(buffer)
         if not self._may_start_early(group):
-            return UpdateUse()
+            return None
         if adding and not (buffer.is_whole() and self._gradients.has_all_on_host(group)):
-            return UpdateUse()  # some parameters have earlier gradients, others not: the worker sorts that out
+            return None  # some parameters have earlier gradients, others not: the worker sorts that out
         if self._device is None or self._places[group] is not self._device:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
             # master. If that is sure to come, the gradient needs no range of its own.
-            certain = not adding and not source.undo and (group, "master") in self._storage
-            return UpdateUse(landing="weight" if certain else "gradient")
-        if group in self._device.deferred:
-            return UpdateUse()
-        early = self._start_early(group, buffer.bytes)
-        return UpdateUse() if early is None else UpdateUse(early.reads_until, final=early.is_final)
+            if not adding and not source.undo and (group, "master") in self._storage:
+                buffer.landing = "weight"
+            return None
+        return None if group in self._device.deferred else self._start_early(group, buffer.bytes)
 
     def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.

@@ -93,7 +93,8 @@ class World:
         ring = self.storage.take("ring", setting.buffers * size, 0).view()
         assert ring is not None
         self.stage = Stage(self.storage, LateContinuations(self.adversary))
-        self.lane = setting.lane(self.stack, self.storage, ring, setting.buffers, self.queues, worker, self.stage)
+        self.lane = setting.lane(self.stack, self.storage, ring, setting.buffers, self.queues, worker)
+        self.lane._stage = self.stage
         self.shadows = Shadows(self.storage)
         self.ends: dict[Group, LaneEnd] = {}
         self.loads: list[Load] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
+    EarlyUpdate,
     GradientBuffer,
     GradientState,
     InFlightQueue,
@@ -162,29 +162,21 @@ def sum_kind(group: Group) -> str:
     return "gradient" if group.is_fp32 else "accumulated"
 
 
-@dataclass(frozen=True)
-class UpdateUse:
-    """What an update has to do with a gradient that is about to leave level 0."""
-
-    reads_until: Transfer | None = None  # until then the update reads it there; None: it does not
-    final: bool = False  # nobody needs the gradient in host memory
-    landing: str = "gradient"  # the range that it goes to
-
-
 class GradientCollector(Mover):
     """Gathers the gradients of one model.
 
-    In the caller's thread ``use_of`` gets a buffer that is about to leave, and whether it will be added to an earlier
-    gradient, and ``arrived`` a group whose gradient of this backward is complete and under way. ``free_spare`` gives
-    up host memory that is kept for speed; False if there is none.
+    In the caller's thread ``leaves`` gets a buffer that is about to leave, and whether it will be added to an earlier
+    gradient, and gives the update that begins with it, if one does; ``arrived`` gets a group whose gradient of this
+    backward is complete and under way. ``free_spare`` gives up host memory that is kept for speed; False if there is
+    none.
     """
 
     def __init__(
-        self, shared: Shared, use_of: Callable[[GradientBuffer, bool], UpdateUse], arrived: Callable[[Group], None],
-        free_spare: Callable[[], bool],
+        self, shared: Shared, leaves: Callable[[GradientBuffer, bool], EarlyUpdate | None],
+        arrived: Callable[[Group], None], free_spare: Callable[[], bool],
     ) -> None:  # fmt: skip
         super().__init__(shared)
-        self._use_of = use_of
+        self._leaves = leaves
         self._arrived = arrived
         self._free_spare = free_spare
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
@@ -255,22 +247,23 @@ class GradientCollector(Mover):
         group, buffer.leaving = buffer.group, True
         state = self._state(group)
         adding = bool(state.slots)
-        use = self._use_of(buffer, adding)
-        readers = () if use.reads_until is None else (use.reads_until,)
+        update = self._leaves(buffer, adding)
+        readers = () if update is None or update.reads_until is None else (update.reads_until,)
+        final = update is not None and update.is_final  # nobody needs the gradient in host memory
         under_way = list[Transfer](readers)
         try:
-            if use.landing == "gradient" and not use.final:
+            if buffer.landing == "gradient" and not final:
                 self._reserve_range(group, adding)
-            if use.final:
+            if final:
                 self._free_after(readers, buffer.reservation)
             elif adding:
                 self._send_to_sum(buffer, readers)
             else:
                 self.wait_idle(group)
-                transfer = self._stack.write(self._storage.range(group, use.landing), buffer.bytes)
+                transfer = self._stack.write(self._storage.range(group, buffer.landing), buffer.bytes)
                 under_way.append(transfer)
                 self._later(self.host.land, group, transfer, arriving=transfer)
-                state.kind = use.landing
+                state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except BaseException:
             self._give_after(under_way, buffer.reservation)

@@ -255,22 +255,18 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None
 
 
 class Lane:
-    """Runs `LaneJob`s in order, through a ring of ``num_buffers``, each `smallest_buffer` or more, in ``memory``.
-
-    ``stage``: by default made when an update first has ranges on a disk.
-    """
+    """Runs `LaneJob`s in order, through a ring of ``num_buffers``, each `smallest_buffer` or more, in ``memory``."""
 
     def __init__(
-        self, stack: VGPUStack, storage: Storage, memory: Tensor, num_buffers: int, queues: Queues, worker: Worker,
-        stage: Stage | None = None,
-    ) -> None:  # fmt: skip
+        self, stack: VGPUStack, storage: Storage, memory: Tensor, num_buffers: int, queues: Queues, worker: Worker
+    ) -> None:
         self._buffer_bytes = size = memory.numel() // num_buffers // ALIGNMENT * ALIGNMENT
         assert size >= MIN_BUFFER_BYTES, (memory.numel(), num_buffers)
         self._stack = stack
         self._storage = storage
         self._ring = memory.split(size)[:num_buffers]
         self._queues = queues
-        self._stage = stage
+        self._stage: Stage | None = None  # made when an update first has ranges on a disk
         self._worker = worker
         self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
