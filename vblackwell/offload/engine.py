@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.memory.cache.stack import Reservation, VGPUStack
+from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges, smallest_buffer
 from vblackwell.offload.layout.placement import (
     Measured,
@@ -143,9 +143,8 @@ class Offload:
         self.device = stack.level0_device
         self.activations = activations
         self._slice_rows = found.slice_rows
-        ring = storage.take("update ring", found.ring_bytes, 0) if found.ring_bytes else None
         self.worker = Worker(name)
-        self._build(found, ring)
+        self._build(found)
         self._handles: list[Any] = []
         self._entered = _Entered()
         self._thread = threading.get_ident()
@@ -168,7 +167,7 @@ class Offload:
         )
         self.finalizer.atexit = False  # at exit the stack closes itself
 
-    def _build(self, found: StreamedPlacement, ring: Reservation | None) -> None:
+    def _build(self, found: StreamedPlacement) -> None:
         """Make what moves bytes, and tie it together: nothing of it knows this object, or what stands above it."""
         stack, groups, storage, worker = self.stack, self.groups, self.storage, self.worker
         self.states = states = {group: GroupState() for group in groups}
@@ -184,14 +183,15 @@ class Offload:
         )
         self.gradients = gradients = GradientCollector(
             shared,
-            leaves=lambda buffer, adding: self.step_control.gradient_leaves(buffer, adding),
+            before_leaving=lambda buffer, adding: self.step_control.gradient_leaves(buffer, adding),
             arrived=lambda group: self.step_control.gradient_arrived(group),
             free_spare=lambda: self.level0 is not None and self.level0.free_shadows(),
         )  # fmt: skip
         self.host_updates = HostUpdates(shared, weights)
         self.level0: DeviceUpdates | None = None
-        if ring is not None:
-            memory, least_bytes = ring.bytes, max(map(smallest_buffer, found.on_level0), default=0)
+        if found.ring_bytes:
+            memory = storage.take("update ring", found.ring_bytes, 0).bytes
+            least_bytes = max(map(smallest_buffer, found.on_level0), default=0)
             kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(worker))
             lane = kind(stack, storage, memory, num_buffers(memory.numel(), least_bytes), queues, worker)
             self.level0 = DeviceUpdates(
@@ -508,7 +508,7 @@ class Offload:
             self.step_control.source.let_go(self, device)
         for slot in self.slots():
             values = read_truth(slot, open_weights(self.storage, slot.group)).to(device, copy=True)
-            gradient = self.gradients.host.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
+            gradient = self.gradients.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
             make_plain(slot.param, slot.plain_class, values)
             slot.param.grad = gradient
 

@@ -440,7 +440,7 @@ class StepControl(Mover):
     def read_gradient(self, slot: Slot) -> Tensor:
         """A copy of a gradient on the CPU."""
         self._arrive()
-        return self._worker.submit(self._gradients.host.read, slot, group=slot.group.index).result()
+        return self._worker.submit(self._gradients.read, slot, group=slot.group.index).result()
 
     def scale_gradients(self, slots: Iterable[Slot], factor: Tensor) -> None:
         """Multiply gradients by a scalar; updates that were made with the gradients as they were are rolled back."""

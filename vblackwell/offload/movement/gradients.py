@@ -47,100 +47,6 @@ class Held(NamedTuple):
     kind: str
 
 
-class HostGradients:
-    """What the worker thread does to gradients in host memory. No `Mover`: its tasks must not keep the model alive."""
-
-    def __init__(self, shared: Shared) -> None:
-        self._stack, self._storage, self._states = shared.stack, shared.storage, shared.states
-        self._wide = torch.empty(0)
-        self._sums = SumLoop()
-
-    def land(self, group: Group, transfer: Transfer) -> None:
-        """A group's first gradient arrives in its range."""
-        transfer.wait()
-        self._states[group].gradient.norms.clear()
-
-    def add(
-        self, group: Group, held: Held, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
-        owned: bool,
-    ) -> None:  # fmt: skip
-        """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
-        for transfer in before:
-            transfer.wait()
-        fresh = incoming.bytes
-        self.sum(group, held, {slot: slot.flat(fresh) for slot in slots})
-        if owned:
-            self._storage.give(incoming)
-        self._states[group].gradient.norms.clear()
-
-    def land_slice(
-        self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
-    ) -> None:
-        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
-        if transfer is not None:
-            transfer.wait()
-        slot, kind = group.slots[0], sum_kind(group) if adding else "gradient"
-        rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
-        total = self._storage.open(group, kind)
-        target = _shaped(slot, total, kind)[start : start + num_rows]
-        target.add_(rows) if adding else target.copy_(rows)
-        self._storage.store(group, kind, total)
-        self._states[group].gradient.norms.clear()
-        if transfer is not None:
-            self._storage.give(source)
-
-    def sum(self, group: Group, held: Held, fresh: dict[Slot, Tensor]) -> None:
-        """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
-        kind = sum_kind(group)
-        narrow = None if held.kind == kind else self._storage.open(group, "gradient")
-        summed = self._storage.open(group, kind, load=narrow is None)
-        for slot in held.slots | dict.fromkeys(fresh):
-            target, addend = flat_of(slot, summed, kind), fresh.get(slot)
-            if slot not in held.slots:
-                self._sums.add(target, addend, None)
-            elif narrow is not None or addend is not None:
-                self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
-        self._sums.run()
-        self._storage.store(group, kind, summed)
-
-    def measure(self, group: Group, held: Held) -> None:
-        norms = self._states[group].gradient.norms
-        missing = [slot for slot in held.slots if slot not in norms]
-        if missing:
-            flat = self._storage.open(group, held.kind)
-            for slot in missing:
-                norms[slot] = self._norm(flat_of(slot, flat, held.kind))
-
-    def read(self, slot: Slot) -> Tensor:
-        """A copy of ``slot``'s gradient in its compute type."""
-        kind = self._states[slot.group].gradient.kind
-        return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
-
-    def _norm(self, values: Tensor) -> Tensor:
-        """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
-        if self._stack.level0_device.type == "cuda":
-            return gradient_norm(values)
-        if values.dtype != torch.float32 and values.numel() <= LONGEST_WIDENED:
-            # In memory that is made once; torch reduces narrow types twenty times slower.
-            if self._wide.numel() < values.numel():
-                self._wide = torch.empty(values.numel())
-            values = self._wide[: values.numel()].copy_(values)
-        return torch.linalg.vector_norm(values, dtype=torch.float32)
-
-    def scale(self, group: Group, held: Held, slots: list[Slot], factor: Tensor | None) -> None:
-        """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
-        kind = held.kind
-        if factor is not None and kind != sum_kind(group):  # zero is zero in any type
-            self.sum(group, held, {})
-            kind = sum_kind(group)
-        norms, flat = self._states[group].gradient.norms, self._storage.open(group, kind)
-        for slot in slots:
-            values = flat_of(slot, flat, kind)
-            values.zero_() if factor is None else values.mul_(factor)
-            norms.pop(slot, None)
-        self._storage.store(group, kind, flat)
-
-
 def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
     return slot.view_fp32(flat) if kind == "accumulated" else slot.view(flat)
 
@@ -165,24 +71,24 @@ def sum_kind(group: Group) -> str:
 class GradientCollector(Mover):
     """Gathers the gradients of one model.
 
-    In the caller's thread ``leaves`` gets a buffer that is about to leave, and whether it will be added to an earlier
-    gradient, and gives the update that begins with it, if one does; ``arrived`` gets a group whose gradient of this
-    backward is complete and under way. ``free_spare`` gives up host memory that is kept for speed; False if there is
-    none.
+    In the caller's thread ``before_leaving`` gets a buffer, and whether it will be added to an earlier gradient, and
+    gives the update that reads it, if one does; ``arrived`` gets a group whose gradient of this backward is complete
+    and under way. ``free_spare`` gives up host memory that is kept for speed; False if there is none.
     """
 
     def __init__(
-        self, shared: Shared, leaves: Callable[[GradientBuffer, bool], EarlyUpdate | None],
+        self, shared: Shared, before_leaving: Callable[[GradientBuffer, bool], EarlyUpdate | None],
         arrived: Callable[[Group], None], free_spare: Callable[[], bool],
     ) -> None:  # fmt: skip
         super().__init__(shared)
-        self._leaves = leaves
+        self._before_leaving = before_leaving
         self._arrived = arrived
         self._free_spare = free_spare
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self._leaving = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
-        self.host = HostGradients(shared)
+        self._sums = SumLoop()
+        self._wide = torch.empty(0)  # the worker's
 
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
@@ -247,7 +153,7 @@ class GradientCollector(Mover):
         group, buffer.leaving = buffer.group, True
         state = self._state(group)
         adding = bool(state.slots)
-        update = self._leaves(buffer, adding)
+        update = self._before_leaving(buffer, adding)
         readers = () if update is None or update.reads_until is None else (update.reads_until,)
         final = update is not None and update.is_final  # nobody needs the gradient in host memory
         under_way = list[Transfer](readers)
@@ -262,7 +168,7 @@ class GradientCollector(Mover):
                 self.wait_idle(group)
                 transfer = self._stack.write(self._storage.range(group, buffer.landing), buffer.bytes)
                 under_way.append(transfer)
-                self._later(self.host.land, group, transfer, arriving=transfer)
+                self._later(self._land, group, transfer, arriving=transfer)
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except BaseException:
@@ -285,7 +191,7 @@ class GradientCollector(Mover):
         state.level0_norms.clear()
         if buffer.bytes.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, buffer.bytes.nbytes)
-            state.task = self._later(self.host.add, group, held, slots, reservation, readers, False)
+            state.task = self._later(self._add, group, held, slots, reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
         else:
             incoming, under_way = self._reserve_incoming(group.num_bytes), list[Transfer]()
@@ -293,7 +199,7 @@ class GradientCollector(Mover):
                 transfer = self._stack.write(incoming, buffer.bytes)
                 under_way.append(transfer)
                 before = (transfer, *readers)
-                state.task = self._later(self.host.add, group, held, slots, incoming, before, True, arriving=transfer)
+                state.task = self._later(self._add, group, held, slots, incoming, before, True, arriving=transfer)
             except Exception:
                 self._give_after(under_way, incoming)
                 raise
@@ -349,7 +255,7 @@ class GradientCollector(Mover):
         if not adding:
             self.wait_idle(group)
         elif state.kind != sum_kind(group):
-            self._later(self.host.sum, group, self._held(group), {})
+            self._later(self._sum, group, self._held(group), {})
         state.kind = sum_kind(group) if adding else "gradient"
         return adding
 
@@ -367,7 +273,7 @@ class GradientCollector(Mover):
             if buffer.device.type != "cpu":
                 source = self._reserve_incoming(buffer.nbytes)
                 transfer = start_copy(source.bytes, buffer, pool)
-            task = self._later(self.host.land_slice, slot.group, start, len(rows), adding, source, transfer)
+            task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
         except Exception:
             self._give_after(() if transfer is None else (transfer,), *{reservation, source})
             raise
@@ -410,7 +316,7 @@ class GradientCollector(Mover):
     def measure_later(self, group: Group) -> None:
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0."""
         if not self.is_measured(group):
-            self._later(self.host.measure, group, self._held(group))
+            self._later(self._measure, group, self._held(group))
 
     def norm(self, slot: Slot) -> Tensor:
         """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure_later` and the worker."""
@@ -431,9 +337,96 @@ class GradientCollector(Mover):
             state.level0_norms.pop(slot, None)
         if factor is not None:
             self._reserve_range(group, adding=True)
-        state.task = self._later(self.host.scale, group, held, slots, factor)
+        state.task = self._later(self._scale, group, held, slots, factor)
         if factor is not None:
             state.kind = sum_kind(group)
+
+    # -- in the worker's thread ---------------------------------------------------------------------------------------
+
+    def _land(self, group: Group, transfer: Transfer) -> None:
+        """A group's first gradient arrives in its range."""
+        transfer.wait()
+        self._states[group].gradient.norms.clear()
+
+    def _add(
+        self, group: Group, held: Held, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
+        owned: bool,
+    ) -> None:  # fmt: skip
+        """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
+        for transfer in before:
+            transfer.wait()
+        fresh = incoming.bytes
+        self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
+        if owned:
+            self._storage.give(incoming)
+        self._states[group].gradient.norms.clear()
+
+    def _land_slice(
+        self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
+    ) -> None:
+        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
+        if transfer is not None:
+            transfer.wait()
+        slot, kind = group.slots[0], sum_kind(group) if adding else "gradient"
+        rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
+        total = self._storage.open(group, kind)
+        target = _shaped(slot, total, kind)[start : start + num_rows]
+        target.add_(rows) if adding else target.copy_(rows)
+        self._storage.store(group, kind, total)
+        self._states[group].gradient.norms.clear()
+        if transfer is not None:
+            self._storage.give(source)
+
+    def _sum(self, group: Group, held: Held, fresh: dict[Slot, Tensor]) -> None:
+        """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
+        kind = sum_kind(group)
+        narrow = None if held.kind == kind else self._storage.open(group, "gradient")
+        summed = self._storage.open(group, kind, load=narrow is None)
+        for slot in held.slots | dict.fromkeys(fresh):
+            target, addend = flat_of(slot, summed, kind), fresh.get(slot)
+            if slot not in held.slots:
+                self._sums.add(target, addend, None)
+            elif narrow is not None or addend is not None:
+                self._sums.add(target, None if narrow is None else slot.flat(narrow), addend)
+        self._sums.run()
+        self._storage.store(group, kind, summed)
+
+    def _measure(self, group: Group, held: Held) -> None:
+        norms = self._states[group].gradient.norms
+        missing = [slot for slot in held.slots if slot not in norms]
+        if missing:
+            flat = self._storage.open(group, held.kind)
+            for slot in missing:
+                norms[slot] = self._norm(flat_of(slot, flat, held.kind))
+
+    def read(self, slot: Slot) -> Tensor:
+        """A copy of ``slot``'s gradient in its compute type."""
+        kind = self._states[slot.group].gradient.kind
+        return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
+
+    def _norm(self, values: Tensor) -> Tensor:
+        """The 2-norm of a flat gradient: as torch's clipping takes it, or, where level 0 is a GPU, as that takes it."""
+        if self._stack.level0_device.type == "cuda":
+            return gradient_norm(values)
+        if values.dtype != torch.float32 and values.numel() <= LONGEST_WIDENED:
+            # In memory that is made once; torch reduces narrow types twenty times slower.
+            if self._wide.numel() < values.numel():
+                self._wide = torch.empty(values.numel())
+            values = self._wide[: values.numel()].copy_(values)
+        return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+    def _scale(self, group: Group, held: Held, slots: list[Slot], factor: Tensor | None) -> None:
+        """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
+        kind = held.kind
+        if factor is not None and kind != sum_kind(group):  # zero is zero in any type
+            self._sum(group, held, {})
+            kind = sum_kind(group)
+        norms, flat = self._states[group].gradient.norms, self._storage.open(group, kind)
+        for slot in slots:
+            values = flat_of(slot, flat, kind)
+            values.zero_() if factor is None else values.mul_(factor)
+            norms.pop(slot, None)
+        self._storage.store(group, kind, flat)
 
 
 def by_group(slots: Iterable[Slot]) -> dict[Group, list[Slot]]:
