@@ -19,22 +19,18 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges, smallest_buffer
+from vblackwell.offload.layout.groups import Group, Site, Slot, formats_summary, moment_ranges
 from vblackwell.offload.layout.placement import (
     Measured,
     StreamedPlacement,
     StreamingOptions,
-    num_buffers,
     place_streamed,
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore, top_hooks
-from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, WorkerQueues
 from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
-from vblackwell.offload.movement.update_loop import HostUpdates
-from vblackwell.offload.movement.weights import PackedView, SavedTensor, WeightStreamer
+from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (
     SiteHook,
     UsedParameters,
@@ -45,7 +41,7 @@ from vblackwell.offload.parameters import (
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
-from vblackwell.offload.step import DeviceUpdates, StepControl
+from vblackwell.offload.step import StepControl
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
     open_weights,
@@ -54,7 +50,7 @@ from vblackwell.offload.storage.masters import (
     store_weights,
     write_parameters,
 )
-from vblackwell.offload.storage.storage import Shadows, Storage, spaces_of
+from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
 def locked(engines: Iterable[Offload]) -> ExitStack:
@@ -144,7 +140,14 @@ class Offload:
         self.activations = activations
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
-        self._build(found)
+        self.states = {group: GroupState() for group in found.groups}
+        room = Level0Room(stack, storage)
+        self.lock = room.lock
+        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, room)
+        self.step_control = control = StepControl(self._shared, found)
+        self.weights, self.gradients = control.weights, control.gradients
+        self.host_updates, self.level0 = control.host_updates, control.level0
+        self.used = UsedParameters(self, _weakly(self._take_gradient))
         self._handles: list[Any] = []
         self._entered = _Entered()
         self._thread = threading.get_ident()
@@ -166,41 +169,6 @@ class Offload:
             model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations
         )
         self.finalizer.atexit = False  # at exit the stack closes itself
-
-    def _build(self, found: StreamedPlacement) -> None:
-        """Make what moves bytes, and tie it together: nothing of it knows this object, or what stands above it."""
-        stack, groups, storage, worker = self.stack, self.groups, self.storage, self.worker
-        self.states = states = {group: GroupState() for group in groups}
-        self.room = room = Level0Room(stack, storage)
-        self._shared = shared = Shared(self.name, stack, groups, storage, worker, states, room)
-        self.lock = room.lock
-        self.shadows = Shadows(storage)
-        self.weights = weights = WeightStreamer(
-            shared,
-            self.budget_bytes,
-            order_loads=lambda group: self.step_control.order_loads(group),
-            is_busy=lambda group: self.step_control.is_busy(group),
-        )
-        self.gradients = gradients = GradientCollector(
-            shared,
-            before_leaving=lambda buffer, adding: self.step_control.gradient_leaves(buffer, adding),
-            arrived=lambda group: self.step_control.gradient_arrived(group),
-            free_spare=lambda: self.level0 is not None and self.level0.free_shadows(),
-        )  # fmt: skip
-        self.host_updates = HostUpdates(shared, weights)
-        self.level0: DeviceUpdates | None = None
-        if found.ring_bytes:
-            memory = storage.take("update ring", found.ring_bytes, 0).bytes
-            least_bytes = max(map(smallest_buffer, found.on_level0), default=0)
-            kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(worker))
-            lane = kind(stack, storage, memory, num_buffers(memory.numel(), least_bytes), queues, worker)
-            self.level0 = DeviceUpdates(
-                shared, found.on_level0, self._slice_rows.keys(), weights, gradients, self.shadows, lane
-            )
-            room.end_update, room.sweep_updates = self.level0.end_oldest, self.level0.sweep
-        room.drop_weights, room.end_gradient = weights.drop_one, gradients.end_oldest
-        self.step_control = StepControl(shared, weights, gradients, self.host_updates, self.level0)
-        self.used = UsedParameters(self, _weakly(self._take_gradient))
 
     def _take_modules(self, sites: list[Site]) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
@@ -485,7 +453,7 @@ class Offload:
             "formats": formats_summary(self.groups),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0],
             "activations": None if self.activations is None else self.activations.summary(),
-            "undo_bytes": self.host_updates.undo_peak_bytes + self.shadows.num_bytes,
+            "undo_bytes": self.host_updates.undo_peak_bytes + (self.level0.shadows.num_bytes if self.level0 else 0),
         }
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.optimizer.adamw import AdamWStep
-from vblackwell.offload.layout.groups import AccessTrace, Group, Slot
-from vblackwell.offload.layout.placement import MAX_LOCKED, deferred_groups
+from vblackwell.offload.layout.groups import AccessTrace, Group, Slot, smallest_buffer
+from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector, by_group
-from vblackwell.offload.movement.lane import Lane, LaneEnd, LaneJob
+from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
     GradientBuffer,
@@ -45,23 +45,25 @@ ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it i
 
 
 class DeviceUpdates(Mover):
-    """Updates on level 0, of the groups ``on_level0`` in the order of the forward; ``sliced`` are never whole there."""
+    """Updates on level 0, as ``found`` places them there."""
 
     def __init__(
-        self, shared: Shared, on_level0: Sequence[Group], sliced: Collection[Group], weights: WeightStreamer,
-        gradients: GradientCollector, shadows: Shadows, lane: Lane,
-    ) -> None:  # fmt: skip
+        self, shared: Shared, found: StreamedPlacement, weights: WeightStreamer, gradients: GradientCollector
+    ) -> None:
         super().__init__(shared)
-        self._on_level0 = set(on_level0)
-        self._sliced = sliced
+        self._on_level0 = set(found.on_level0)
+        self._sliced = found.slice_rows.keys()  # never whole on level 0
         self._weights = weights
         self._gradients = gradients
-        self._lane = lane
-        self._shadows = shadows
-        self._device = shared.stack.level0_device
+        self.shadows = Shadows(self._storage)
+        memory = self._storage.take("update ring", found.ring_bytes, 0).bytes
+        kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(self._worker))
+        count = num_buffers(memory.numel(), max(map(smallest_buffer, found.on_level0), default=0))
+        self._lane = kind(self._stack, self._storage, memory, count, queues, self._worker)
+        self._device = self._stack.level0_device
         self._on_gpu = self._device.type == "cuda"
         # Updated under the next forward even where they could be right after their backward.
-        self.deferred = set(deferred_groups(on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
+        self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
         self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
         self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
         self._trace = AccessTrace()  # of early updates
@@ -85,14 +87,14 @@ class DeviceUpdates(Mover):
         self._unlock_group(group)
         self.sweep()
         own = self._storage.own_ranges(group)
-        shadows = None if final else self._shadows.take(group, own)
+        shadows = None if final else self.shadows.take(group, own)
         if shadows is None and not final:
             return None
         steps = [job.step.clone() for job in jobs]
         try:
             end = self._queue(group, jobs, shadows or own, self._weights.lock(group), gradient, None)
         except BaseException:
-            self._shadows.give_back(shadows or {})
+            self.shadows.give_back(shadows or {})
             raise
         self._trace.use(group.index)
         return EarlyUpdate(jobs, None if shadows is None else (steps, shadows), end.computed)
@@ -100,7 +102,7 @@ class DeviceUpdates(Mover):
     def commit(self, group: Group, early: EarlyUpdate) -> None:
         if early.rollback is not None:
             _, shadows = early.rollback
-            self._shadows.commit(group, shadows)
+            self.shadows.commit(group, shadows)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         self._trace.forget_pass()
@@ -109,7 +111,7 @@ class DeviceUpdates(Mover):
         self._weights.drop(group)
         self._states[group].version -= 1
         steps, shadows = early.rollback
-        self._shadows.give_back(shadows)
+        self.shadows.give_back(shadows)
         for job, step in zip(early.jobs, steps, strict=True):
             job.step.copy_(step)
 
@@ -255,28 +257,33 @@ class DeviceUpdates(Mover):
 
     def free_shadows(self) -> bool:
         """Give up shadows that are not in use; False if there are none."""
-        if not any(self._shadows.spare.values()):
+        if not any(self.shadows.spare.values()):
             return False
         self._lane.drain()
-        self._shadows.free_spare()
+        self.shadows.free_spare()
         return True
 
 
 class StepControl(Mover):
-    """Decides when the groups of one model are updated.
+    """Decides when the groups of one model are updated, and ties together what moves their bytes.
 
     Attributes:
         steps: torch's count of each parameter's steps. source: the `VGPUAdamW`.
         follow_clipping: a step that clipped is likely followed by another, whose early updates are in vain. Speed only.
     """
 
-    def __init__(
-        self, shared: Shared, weights: WeightStreamer, gradients: GradientCollector, host: HostUpdates,
-        device: DeviceUpdates | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
-        self._weights, self._gradients, self._device = weights, gradients, device
-        self._places = {group: device if device is not None and group in device else host for group in self._groups}
+        self.weights = WeightStreamer(shared, found.budget_bytes, self.order_loads, self.is_busy)
+        self.gradients = GradientCollector(shared, self.before_leaving, self.gradient_arrived, self._free_spare)
+        self.host_updates = host = HostUpdates(shared, self.weights)
+        level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
+        self.level0 = level0
+        self._places = {group: level0 if level0 is not None and group in level0 else host for group in self._groups}
+        room = shared.room
+        room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
+        if level0 is not None:
+            room.end_update, room.sweep_updates = level0.end_oldest, level0.sweep
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -291,7 +298,7 @@ class StepControl(Mover):
 
     def begin_forward(self) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
-        self._gradients.sweep()
+        self.gradients.sweep()
         self.roll_back()
         if torch.is_grad_enabled():
             self._forwards += 1
@@ -300,10 +307,10 @@ class StepControl(Mover):
         """More gradient for ``group``: if it was thought complete, that was wrong."""
         self.roll_back(group)
         self.scale_stored(group)
-        if self._device is not None:
-            self._device.expect_backward()
+        if self.level0 is not None:
+            self.level0.expect_backward()
 
-    def gradient_leaves(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
+    def before_leaving(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
         """A group's gradient is about to leave level 0 (``adding``: to be added in host memory): measure it there, and
         update from it if that was asked for and is possible.
         """
@@ -312,18 +319,18 @@ class StepControl(Mover):
             return None
         self._open_window = True
         if source.max_grad_norm is not None and buffer.bytes.is_cuda and not adding:
-            self._gradients.measure_on_level0(buffer)
+            self.gradients.measure_on_level0(buffer)
         if not self._may_start_early(group):
             return None
-        if adding and not (buffer.is_whole() and self._gradients.has_all_on_host(group)):
+        if adding and not (buffer.is_whole() and self.gradients.has_all_on_host(group)):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self._device is None or self._places[group] is not self._device:
+        if self.level0 is None or self._places[group] is not self.level0:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
             # master. If that is sure to come, the gradient needs no range of its own.
             if not adding and not source.undo and (group, "master") in self._storage:
                 buffer.landing = "weight"
             return None
-        return None if group in self._device.deferred else self._start_early(group, buffer.bytes)
+        return None if group in self.level0.deferred else self._start_early(group, buffer.bytes)
 
     def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.
@@ -338,7 +345,7 @@ class StepControl(Mover):
             return False
         if not all(slot.param.requires_grad and source.hyper_of(slot) is not None for slot in group.slots):
             return False
-        return all(self._gradients.has(slot) for slot in group.slots) and not self._weights.is_pinned(group)
+        return all(self.gradients.has(slot) for slot in group.slots) and not self.weights.is_pinned(group)
 
     def gradient_arrived(self, group: Group) -> None:
         """The group's gradient is under way; update after it if that was asked for and is possible."""
@@ -346,8 +353,8 @@ class StepControl(Mover):
         if source is None:
             return
         if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
-            self._gradients.measure_later(group)
-        if self._places[group] is not self._device and self._may_start_early(group):
+            self.gradients.measure_later(group)
+        if self._places[group] is not self.level0 and self._may_start_early(group):
             self._start_early(group, None)
 
     # -- updates before their step -------------------------------------------------------------------------------------
@@ -366,7 +373,7 @@ class StepControl(Mover):
         early = self._early.pop(group)
         self._states[group].update_is_queued()
         if early.is_final:
-            self._gradients.clear(group.slots)
+            self.gradients.clear(group.slots)
 
     def roll_back(self, *groups: Group) -> None:
         """Undo the early updates of ``groups``, or all. One that is final has consumed its gradient and stays: where it
@@ -408,10 +415,13 @@ class StepControl(Mover):
         """Whether `order_loads` would wait, or roll something back."""
         return self._states[group].phase is Phase.EARLY or self._places[group].is_busy(group)
 
+    def _free_spare(self) -> bool:
+        return self.level0 is not None and self.level0.free_shadows()
+
     def drain(self) -> None:
         """Return when every update whose step came has read its gradient."""
-        if self._device is not None:
-            self._device.drain()
+        if self.level0 is not None:
+            self.level0.drain()
 
     # -- gradients between backward and step ---------------------------------------------------------------------------
 
@@ -419,28 +429,28 @@ class StepControl(Mover):
         """Let every gradient arrive and be measured."""
         self._arrive()
         for group in self._groups:
-            self._gradients.measure_later(group)
+            self.gradients.measure_later(group)
         self._worker.drain()
 
     def _arrive(self) -> None:
         """Let gradients be in host memory, or on their way. Early updates stay, unless they consumed them."""
         if self.source is not None and not self.source.undo:
             self.roll_back()
-        self._gradients.finish_backward()
+        self.gradients.finish_backward()
         self.scale_stored()
 
     def gradient_norm(self, slot: Slot) -> Tensor:
         """The 2-norm of a gradient, an fp32 scalar."""
         self._arrive()
-        if not self._gradients.is_measured(slot.group):
-            self._gradients.measure_later(slot.group)
+        if not self.gradients.is_measured(slot.group):
+            self.gradients.measure_later(slot.group)
             self._worker.drain()
-        return self._gradients.norm(slot)
+        return self.gradients.norm(slot)
 
     def read_gradient(self, slot: Slot) -> Tensor:
         """A copy of a gradient on the CPU."""
         self._arrive()
-        return self._worker.submit(self._gradients.read, slot, group=slot.group.index).result()
+        return self._worker.submit(self.gradients.read, slot, group=slot.group.index).result()
 
     def scale_gradients(self, slots: Iterable[Slot], factor: Tensor) -> None:
         """Multiply gradients by a scalar; updates that were made with the gradients as they were are rolled back."""
@@ -452,7 +462,7 @@ class StepControl(Mover):
 
     def _scale(self, group: Group, slots: list[Slot], factor: Tensor) -> None:
         self._places[group].wait(group)  # an update whose step came may still read what is about to change
-        self._gradients.scale_later(group, slots, factor)
+        self.gradients.scale_later(group, slots, factor)
 
     def scale_stored(self, *groups: Group) -> None:
         """Multiply gradients in storage, of ``groups`` or all, that a step with a factor left behind by it, as torch's
@@ -461,23 +471,23 @@ class StepControl(Mover):
         for group in groups or list(self._unscaled):
             if group in self._unscaled:
                 held, factor = self._unscaled.pop(group)
-                slots = [slot for slot in held if self._gradients.has(slot)]
+                slots = [slot for slot in held if self.gradients.has(slot)]
                 if slots:  # else a sum would be reserved for nothing
                     self._scale(group, slots, factor)
 
     def zero_gradients(self, slots: list[Slot]) -> None:
         """Make gradients zero."""
         self.roll_back()
-        self._gradients.finish_backward()
+        self.gradients.finish_backward()
         self.drain()  # updates may still read what is about to be zero
         for group, held in by_group(slots).items():
-            self._gradients.scale_later(group, held, None)
+            self.gradients.scale_later(group, held, None)
 
     def clear_gradients(self, slots: list[Slot]) -> None:
         """Forget gradients."""
         self.roll_back()
-        self._gradients.finish_backward()
-        self._gradients.clear(slots)
+        self.gradients.finish_backward()
+        self.gradients.clear(slots)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -486,7 +496,7 @@ class StepControl(Mover):
         found = []
         for slot in group.slots:
             hyper = self.source.hyper_of(slot)
-            if hyper is not None and wanted(slot) and self._gradients.has(slot):
+            if hyper is not None and wanted(slot) and self.gradients.has(slot):
                 if slot not in self.steps:
                     self.steps[slot] = torch.zeros((), dtype=torch.float32)
                 found.append(Job(slot, self.steps[slot], hyper))
@@ -494,7 +504,7 @@ class StepControl(Mover):
 
     def commit_step(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> None:
         """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
-        self._gradients.finish_backward()
+        self.gradients.finish_backward()
         self.scale_stored()
         for group in self._groups:
             jobs, early = self.jobs(group, wanted), self._early.get(group)
@@ -505,10 +515,10 @@ class StepControl(Mover):
             self.roll_back(group)
             if jobs:
                 self._places[group].update(group, jobs, factor)
-                if factor is not None and (self._places[group] is self._device or not group.is_fp32):
+                if factor is not None and (self._places[group] is self.level0 or not group.is_fp32):
                     self._unscaled[group] = [job.slot for job in jobs], factor
-        if self._device is not None:
-            self._device.end_step()
+        if self.level0 is not None:
+            self.level0.end_step()
         self._forwards = 0
         self._open_window = False
         self._clipped = factor is not None
