@@ -258,9 +258,6 @@ class SiteHook:
     def __call__(self, *args: Any) -> None:
         self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteHook:
-        return SiteHook()
-
     def __reduce__(self) -> Any:
         return SiteHook, ()
 

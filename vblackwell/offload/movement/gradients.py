@@ -247,8 +247,8 @@ class GradientCollector(Mover):
 
     # -- in slices of rows (`SlicedLeaf`) ------------------------------------------------------------------------------
 
-    def begin_slices(self, slot: Slot) -> bool:
-        """A gradient of ``slot`` is about to arrive in slices; whether they are added to an earlier one."""
+    def begin_slices(self, slot: Slot) -> None:
+        """A gradient of ``slot`` is about to arrive in slices, to be added to an earlier one if there is one."""
         group, state = slot.group, self._state(slot.group)
         adding = bool(state.slots)
         self._reserve_range(group, adding)
@@ -257,10 +257,9 @@ class GradientCollector(Mover):
         elif state.kind != sum_kind(group):
             self._later(self._sum, group, self._held(group), {})
         state.kind = sum_kind(group) if adding else "gradient"
-        return adding
 
     def send_slice(
-        self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, adding: bool, pool: ThreadPoolExecutor
+        self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, pool: ThreadPoolExecutor
     ) -> None:
         """Send ``rows``, from row ``start`` on, through the level-0 ``reservation``, which this ends."""
         self._wait_for_place()
@@ -273,6 +272,7 @@ class GradientCollector(Mover):
             if buffer.device.type != "cpu":
                 source = self._reserve_incoming(buffer.nbytes)
                 transfer = start_copy(source.bytes, buffer, pool)
+            adding = bool(self._state(slot.group).slots)
             task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
         except Exception:
             self._give_after(() if transfer is None else (transfer,), *{reservation, source})

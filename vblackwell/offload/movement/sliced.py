@@ -41,11 +41,8 @@ class SlicedLeaf(Mover):
         self._before_gradient = before_gradient
         self._pool = copy_pool(f"slices-{group.name}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied module computes whole, with its own weight
-
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return type(None), ()  # a module that was copied, or pickled, computes whole, with its own weight
 
     def slices(self) -> Generator[tuple[int, int, Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
@@ -106,12 +103,12 @@ class SlicedLeaf(Mover):
         lock = self._room.lock
         with lock:
             self._before_gradient(self.group)
-            adding = self._gradients.begin_slices(self.slot)
+            self._gradients.begin_slices(self.slot)
         for start, rows in parts:
             num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
             with lock:
                 reservation = self._reserve("slice-gradient", num_bytes)
-                self._gradients.send_slice(self.slot, start, rows, reservation, adding, self._pool)
+                self._gradients.send_slice(self.slot, start, rows, reservation, self._pool)
         with lock:
             self._gradients.finish_slices(self.slot)
 

@@ -491,7 +491,7 @@ class Level0Room:
 
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
         self.lock, self._rooms = _rooms_of(stack)
-        # The engine sets these.
+        # `StepControl` sets these.
         self.drop_weights: FreeSome = lambda: False  # of an idle group
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
