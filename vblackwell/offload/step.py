@@ -275,7 +275,7 @@ class StepControl(Mover):
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
         self.weights = WeightStreamer(shared, found.budget_bytes, self.order_loads, self.is_busy)
-        self.gradients = GradientCollector(shared, self.before_leaving, self.gradient_arrived, self._free_spare)
+        self.gradients = GradientCollector(shared, self.before_leaving, self.gradient_arrived)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
@@ -283,7 +283,7 @@ class StepControl(Mover):
         room = shared.room
         room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
-            room.end_update, room.sweep_updates = level0.end_oldest, level0.sweep
+            room.end_update, room.sweep_updates, room.free_spare = level0.end_oldest, level0.sweep, level0.free_shadows
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -414,9 +414,6 @@ class StepControl(Mover):
     def is_busy(self, group: Group) -> bool:
         """Whether `order_loads` would wait, or roll something back."""
         return self._states[group].phase is Phase.EARLY or self._places[group].is_busy(group)
-
-    def _free_spare(self) -> bool:
-        return self.level0 is not None and self.level0.free_shadows()
 
     def drain(self) -> None:
         """Return when every update whose step came has read its gradient."""

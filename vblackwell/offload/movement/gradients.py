@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +41,6 @@ LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
 MAX_LEAVING = 3  # buffers next to the one that fills: more would only wait for the link on level 0, not in host memory
 
 
-class Held(NamedTuple):
-    """What the worker finds in host memory of a group's gradient: these, in the range of ``kind``."""
-
-    slots: dict[Slot, None]
-    kind: str
-
-
 def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
     return slot.view_fp32(flat) if kind == "accumulated" else slot.view(flat)
 
@@ -73,17 +67,16 @@ class GradientCollector(Mover):
 
     In the caller's thread ``before_leaving`` gets a buffer, and whether it will be added to an earlier gradient, and
     gives the update that reads it, if one does; ``arrived`` gets a group whose gradient of this backward is complete
-    and under way. ``free_spare`` gives up host memory that is kept for speed; False if there is none.
+    and under way.
     """
 
     def __init__(
         self, shared: Shared, before_leaving: Callable[[GradientBuffer, bool], EarlyUpdate | None],
-        arrived: Callable[[Group], None], free_spare: Callable[[], bool],
+        arrived: Callable[[Group], None],
     ) -> None:  # fmt: skip
         super().__init__(shared)
         self._before_leaving = before_leaving
         self._arrived = arrived
-        self._free_spare = free_spare
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self._leaving = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
@@ -93,9 +86,10 @@ class GradientCollector(Mover):
     def _state(self, group: Group) -> GradientState:
         return self._states[group].gradient
 
-    def _held(self, group: Group) -> Held:
+    def _held(self, group: Group) -> GradientState:
+        """What the worker will find in host memory when it has done what is queued."""
         state = self._state(group)
-        return Held(state.slots.copy(), state.kind)
+        return replace(state, slots=state.slots.copy())
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
@@ -228,12 +222,12 @@ class GradientCollector(Mover):
             pass
         # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
-        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._free_spare)
+        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._room.free_spare)
 
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: its range holds the sum so far."""
         self._summing.sweep()
-        free_some = self._leaving.free_oldest, self._summing.free_oldest, self._free_spare
+        free_some = self._leaving.free_oldest, self._summing.free_oldest, self._room.free_spare
         return reserve(lambda: self._storage.take_host("incoming", num_bytes), *free_some)
 
     def wait_idle(self, group: Group) -> None:
@@ -346,10 +340,10 @@ class GradientCollector(Mover):
     def _land(self, group: Group, transfer: Transfer) -> None:
         """A group's first gradient arrives in its range."""
         transfer.wait()
-        self._states[group].gradient.norms.clear()
+        self._state(group).norms.clear()
 
     def _add(
-        self, group: Group, held: Held, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
+        self, group: Group, held: GradientState, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
         owned: bool,
     ) -> None:  # fmt: skip
         """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
@@ -359,7 +353,7 @@ class GradientCollector(Mover):
         self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
         if owned:
             self._storage.give(incoming)
-        self._states[group].gradient.norms.clear()
+        held.norms.clear()
 
     def _land_slice(
         self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
@@ -373,11 +367,11 @@ class GradientCollector(Mover):
         target = _shaped(slot, total, kind)[start : start + num_rows]
         target.add_(rows) if adding else target.copy_(rows)
         self._storage.store(group, kind, total)
-        self._states[group].gradient.norms.clear()
+        self._state(group).norms.clear()
         if transfer is not None:
             self._storage.give(source)
 
-    def _sum(self, group: Group, held: Held, fresh: dict[Slot, Tensor]) -> None:
+    def _sum(self, group: Group, held: GradientState, fresh: dict[Slot, Tensor]) -> None:
         """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
         kind = sum_kind(group)
         narrow = None if held.kind == kind else self._storage.open(group, "gradient")
@@ -391,17 +385,16 @@ class GradientCollector(Mover):
         self._sums.run()
         self._storage.store(group, kind, summed)
 
-    def _measure(self, group: Group, held: Held) -> None:
-        norms = self._states[group].gradient.norms
-        missing = [slot for slot in held.slots if slot not in norms]
+    def _measure(self, group: Group, held: GradientState) -> None:
+        missing = [slot for slot in held.slots if slot not in held.norms]
         if missing:
             flat = self._storage.open(group, held.kind)
             for slot in missing:
-                norms[slot] = self._norm(flat_of(slot, flat, held.kind))
+                held.norms[slot] = self._norm(flat_of(slot, flat, held.kind))
 
     def read(self, slot: Slot) -> Tensor:
         """A copy of ``slot``'s gradient in its compute type."""
-        kind = self._states[slot.group].gradient.kind
+        kind = self._state(slot.group).kind
         return _shaped(slot, self._storage.open(slot.group, kind), kind).to(slot.dtype, copy=True)
 
     def _norm(self, values: Tensor) -> Tensor:
@@ -415,17 +408,17 @@ class GradientCollector(Mover):
             values = self._wide[: values.numel()].copy_(values)
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 
-    def _scale(self, group: Group, held: Held, slots: list[Slot], factor: Tensor | None) -> None:
+    def _scale(self, group: Group, held: GradientState, slots: list[Slot], factor: Tensor | None) -> None:
         """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
         kind = held.kind
         if factor is not None and kind != sum_kind(group):  # zero is zero in any type
             self._sum(group, held, {})
             kind = sum_kind(group)
-        norms, flat = self._states[group].gradient.norms, self._storage.open(group, kind)
+        flat = self._storage.open(group, kind)
         for slot in slots:
             values = flat_of(slot, flat, kind)
             values.zero_() if factor is None else values.mul_(factor)
-            norms.pop(slot, None)
+            held.norms.pop(slot, None)
         self._storage.store(group, kind, flat)
 
 
