@@ -57,10 +57,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float = 
     return losses
 
 
-@pytest.mark.parametrize("update_in_backward", [False, True])
-def test_a_sliced_embedding_is_bitwise_the_whole_one(update_in_backward: bool, make_stack: MakeStack):
+@pytest.mark.parametrize(("update_in_backward", "transposed"), [(False, False), (True, False), (True, True)])
+def test_a_sliced_embedding_is_bitwise_the_whole_one(update_in_backward: bool, transposed: bool, make_stack: MakeStack):
     torch.manual_seed(0)
     plain = Model(head_rows=40)
+    if transposed:  # in memory
+        plain.embedding.weight = nn.Parameter(plain.embedding.weight.detach().t().contiguous().t())
     model = copy.deepcopy(plain)
     stack = make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack)

@@ -72,7 +72,7 @@ class SlicedLeaf(Mover):
 
     def _load(self, start: int) -> tuple[Reservation, Tensor, Transfer]:
         stored = self._storage.range(self.group, "weight")
-        rows = self.slot.flat(stored.bytes).view(self.slot.shape)[start : start + self.num_rows]
+        rows = self.slot.view(stored.bytes)[start : start + self.num_rows]
         with torch.inference_mode(False):
             reservation = self._reserve("slice", rows.nbytes)
             try:
