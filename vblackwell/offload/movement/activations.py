@@ -173,18 +173,10 @@ class Ticket:
 
     def before(self, calls: int) -> list[Ticket]:
         """What the last ``calls`` checkpoints before this one saved in the same forward and is held; last first."""
-        found: list[Ticket] = []
-        call = self.call
-        for position in range(self._position - 1, -1, -1):
-            ticket = self._tape[position]()
-            if ticket is None or ticket.call == self.call:
-                continue
-            if ticket.call != call:
-                call, calls = ticket.call, calls - 1
-                if calls < 0:
-                    break
-            found.append(ticket)
-        return found
+        held = (self._tape[position]() for position in range(self._position - 1, -1, -1))
+        others = (ticket for ticket in held if ticket is not None and ticket.call != self.call)
+        by_call = itertools.groupby(others, key=lambda ticket: ticket.call)
+        return [ticket for _, saved in itertools.islice(by_call, calls) for ticket in saved]
 
 
 def span_bytes(tensor: Tensor) -> int:
