@@ -12,6 +12,7 @@ themselves.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -287,7 +288,7 @@ class StepControl(Mover):
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
-        self.steps: dict[Slot, Tensor] = {}
+        self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
         self.source: Any = None
         self.follow_clipping = True
         self._clipped = False
@@ -490,14 +491,11 @@ class StepControl(Mover):
 
     def jobs(self, group: Group, wanted: Callable[[Slot], bool] = lambda slot: True) -> list[Job]:
         """What a step would do to ``group`` now: its parameters that have gradients and belong to the optimizer."""
-        found = []
-        for slot in group.slots:
-            hyper = self.source.hyper_of(slot)
-            if hyper is not None and wanted(slot) and self.gradients.has(slot):
-                if slot not in self.steps:
-                    self.steps[slot] = torch.zeros((), dtype=torch.float32)
-                found.append(Job(slot, self.steps[slot], hyper))
-        return found
+        return [
+            Job(slot, self.steps[slot], hyper)
+            for slot in group.slots
+            if (hyper := self.source.hyper_of(slot)) is not None and wanted(slot) and self.gradients.has(slot)
+        ]
 
     def commit_step(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> None:
         """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
