@@ -187,7 +187,7 @@ class UsedParameter(nn.Parameter):
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         with torch.inference_mode(False):  # there nothing would count
             alias = _DATA_GET(self)
-        self.__dict__.setdefault("_vb_data", []).append(alias)
+        vars(self).setdefault("_vb_data", []).append(alias)
         return alias
 
     @data.setter
@@ -196,7 +196,7 @@ class UsedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         plain = nn.Parameter(_DATA_GET(self), self.requires_grad)
-        plain.__class__ = self.__dict__["_vb_slot"].plain_class
+        plain.__class__ = vars(self)["_vb_slot"].plain_class
         return repr(plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -227,7 +227,7 @@ def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
     """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
-        param.__dict__.pop(name, None)
+        vars(param).pop(name, None)
     param.__class__ = plain_class
     with torch.inference_mode(False):
         param.data = data
@@ -244,7 +244,7 @@ def _plain_copy(param: OffloadedParameter) -> Tensor:
 def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> None:
     if value is not param:  # model.to(where it already is) assigns a parameter to itself
         raise Unsupported(
-            f"replacing the data of the offloaded parameter {param.__dict__['_vb_slot'].name!r} (as .to(), .half() "
+            f"replacing the data of the offloaded parameter {vars(param)['_vb_slot'].name!r} (as .to(), .half() "
             "or .cuda() do): release(model) first, or copy into it under torch.no_grad()"
         )
 
@@ -335,7 +335,7 @@ class UsedParameters:
         """Whether the plain parameter, or what its ``data`` gave, was changed in place."""
         if slot.param._version != self._seen_versions[slot]:
             return True
-        return any(alias._version for alias in slot.param.__dict__.get("_vb_data", ()))
+        return any(alias._version for alias in vars(slot.param).get("_vb_data", ()))
 
     def hide(self, slot: Slot) -> None:
         """Make the slot's parameter an `OffloadedParameter`."""
@@ -345,7 +345,7 @@ class UsedParameters:
             with torch.inference_mode(False):
                 placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
             self._placeholders[slot.dtype] = placeholder
-        held = slot.param.__dict__
+        held = vars(slot.param)
         held.pop("_vb_data", None)
         with torch.inference_mode(False):
             _DATA_SET(slot.param, placeholder.expand(slot.shape))

@@ -99,7 +99,7 @@ class Resident:
             raise
         for slot, ranges in places:
             slot.param.data = _by_itself(slot.view(ranges["weight"]))
-            slot.param.__dict__.update(_vb_resident=self, _vb_place=(slot, ranges))
+            vars(slot.param).update(_vb_resident=self, _vb_place=(slot, ranges))
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
@@ -168,13 +168,13 @@ class Resident:
             handle.remove()
         for param in (slot.param for group in self.groups for slot in group.slots):
             truth = truth_of(param)
-            slot, _ = param.__dict__.pop("_vb_place")
+            slot, _ = vars(param).pop("_vb_place")
             if slot in self._states and slot.group.formats.packed:  # what torch's own AdamW goes on from
                 state = self._states[slot]
                 plain = {"step": state["step"], **read_moments(slot, state)}
                 state.clear()
                 state.update({key: value.to(device) for key, value in plain.items()})
-            del param.__dict__["_vb_resident"]
+            del vars(param)["_vb_resident"]
             gradient, param.grad = param.grad, None
             param.data = truth.to(device, copy=True)
             param.grad_dtype = param.dtype
