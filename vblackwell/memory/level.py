@@ -306,7 +306,7 @@ class DeviceLevel(Level):
     def materialise(self, extent: Extent) -> None:
         if extent.handle[0] is not None:
             return
-        num_bytes = align_up(extent.num_bytes, ALIGNMENT)
+        num_bytes = extent.held_bytes
         try:
             with torch.inference_mode(False):  # a tensor born under inference mode breaks a later backward
                 if self.device.type != "cpu":

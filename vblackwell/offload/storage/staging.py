@@ -70,9 +70,8 @@ class Staged:
 
     group: Group
     memory: Tensor
-    is_set: bool
     views: dict[str, Tensor]
-    taken: Reservation | None = None  # of the level in RAM, for this update alone
+    taken: Reservation | None = None  # of the level in RAM, for this update alone; None: `memory` is a set
     stamps: dict[str, Stamp] = field(default_factory=dict)  # of the ranges that were read, or are being read
     reads: list[Transfer] = field(default_factory=list)
     skipped: int = 0  # updates of other groups since it was read ahead
@@ -224,20 +223,20 @@ class Stage:
             return self._staged(group, self._wait_for_set())
         if self._storage.plan.has_host_level:  # larger than when sets were planned: a second optimizer's states
             taken = self._storage.take_host(f"staging/{group.name}", needed)
-            return self._staged(group, taken.bytes, is_set=False, taken=taken)
-        return self._staged(group, map_slab(needed, pin=torch.cuda.is_available()), is_set=False)
+            return self._staged(group, taken.bytes, taken)
+        return self._staged(group, map_slab(needed, pin=torch.cuda.is_available()))
 
     def _needed(self, group: Group) -> int:
         """Bytes of the group's ranges, each from a page on."""
         return sum(align_up(each.num_bytes, PAGE) for each in on_disk(self._storage.own_ranges(group)).values())
 
-    def _staged(self, group: Group, memory: Tensor, *, is_set: bool = True, taken: Reservation | None = None) -> Staged:
+    def _staged(self, group: Group, memory: Tensor, taken: Reservation | None = None) -> Staged:
         """The group's ranges in ``memory``, one after the other."""
         views, start = {}, 0
         for kind, reservation in on_disk(self._storage.own_ranges(group)).items():
             views[kind] = memory[start : start + reservation.num_bytes]
             start += align_up(reservation.num_bytes, PAGE)
-        return Staged(group, memory, is_set, views, taken)
+        return Staged(group, memory, views, taken)
 
     def _wait_for_set(self) -> Tensor:
         while True:
@@ -264,10 +263,10 @@ class Stage:
             self._release(staged)
 
     def _release(self, staged: Staged) -> None:
-        if staged.is_set:
-            self._free.append(staged.memory)
-        elif staged.taken is not None:
+        if staged.taken is not None:
             self._storage.give(staged.taken)
+        elif self._storage.plan.has_host_level:  # without one there are no sets
+            self._free.append(staged.memory)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
