@@ -122,6 +122,7 @@ class Entry:
     side_streams: set[torch.cuda.Stream] = field(default_factory=set)
     last_use: int = 0  # on the policy's clock
     next_use: float = float("inf")
+    seat: tuple[int, int] | None = None  # in the policy's order
     _storage: int = 0
     _own_count: int = 0
 

@@ -5,18 +5,18 @@ one that sinks to another level walks in from the recent end to its place.
 
 `next_use` is Belady's policy on a trace that repeats, as the accesses of training do. (The last distance between two
 accesses of a key is no forecast: forward and backward give every key two alternating ones.) Its victims come from a
-sorted list for each (level, priority).
+heap for each (level, priority) with lazy deletion: O(log n).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import heapq
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 
 from vblackwell.memory.cache.entry import Entry
 
-_Rank = tuple[float, int, Entry]  # (-next_use, last_use, entry): no two entries have one last use
+_HeapItem = tuple[float, int, str, Entry]  # (-next_use, last_use, key, entry)
 
 
 class LRU:
@@ -31,7 +31,8 @@ class LRU:
         if entry.last_use == 0:
             self._clock += 1
             entry.last_use = self._clock
-        order, newer = self._order[entry.level, entry.priority], []
+        entry.seat = (entry.level, entry.priority)
+        order, newer = self._order[entry.seat], []
         while order and next(reversed(order)).last_use > entry.last_use:
             newer.append(order.popitem()[0])
         order[entry] = None
@@ -39,13 +40,16 @@ class LRU:
 
     def discard(self, entry: Entry) -> None:
         """``entry`` leaves the level that it was added to."""
-        del self._order[entry.level, entry.priority][entry]
+        assert entry.seat is not None, f"{entry.key} is on no level"
+        del self._order[entry.seat][entry]
+        entry.seat = None
 
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
         """``entry`` was accessed, or (``accessed=False``) is about to be and was announced by a prefetch."""
         self._clock += 1
         entry.last_use = self._clock
-        self._order[entry.level, entry.priority].move_to_end(entry)
+        if entry.seat is not None:
+            self._order[entry.seat].move_to_end(entry)
 
     def victims(self, level: int, max_priority: int = 10, than: Entry | None = None) -> Iterator[Entry]:
         """What may leave a level, colder ``than`` that entry: lower priority first, then colder."""
@@ -120,16 +124,18 @@ class NextUse(LRU):
         self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
         self._positions: dict[str, list[int]] = {}  # of each key in the cycle
         self._now = 0
-        self._ranks: dict[Entry, _Rank] = {}
-        self._ranking: defaultdict[tuple[int, int], list[_Rank]] = defaultdict(list)  # by level and priority, sorted
+        self._members: dict[str, Entry] = {}
+        self._heaps: dict[tuple[int, int], list[_HeapItem]] = {}
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
+        self._members[entry.key] = entry
         self._forecast(entry)
 
     def discard(self, entry: Entry) -> None:
-        self._forget_rank(entry)
         super().discard(entry)
+        if self._members.get(entry.key) is entry:  # not what has replaced it already
+            del self._members[entry.key]
 
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
         super().touch(entry, accessed=accessed)
@@ -141,13 +147,11 @@ class NextUse(LRU):
                 return
             if self.cycle is not None:
                 entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
-        if self.cycle is not None:
-            self._rank(entry)
+        if self.cycle is not None and entry.seat is not None:
+            self._push(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
-        self.cycle, self._positions = cycle, {}
-        self._ranks.clear()
-        self._ranking.clear()
+        self.cycle, self._heaps, self._positions = cycle, {}, {}
         if cycle is None:
             return
         self._gaps = [0] * len(cycle)
@@ -156,9 +160,8 @@ class NextUse(LRU):
         for positions in self._positions.values():
             for position, following in zip(positions, [*positions[1:], positions[0] + len(cycle)], strict=True):
                 self._gaps[position] = following - position
-        for order in self._order.values():
-            for entry in order:
-                self._forecast(entry)
+        for entry in self._members.values():
+            self._forecast(entry)
 
     def _forecast(self, entry: Entry) -> None:
         """Learn when ``entry`` is accessed next, on the clock of accesses."""
@@ -166,23 +169,35 @@ class NextUse(LRU):
             at, length = self._rhythm.position, len(self.cycle)
             steps = ((position - at) % length for position in self._positions.get(entry.key, ()))
             entry.next_use = self._now + 1 + min(steps, default=float("inf"))
-            self._rank(entry)
+            self._push(entry)
 
-    def _rank(self, entry: Entry) -> None:
-        self._forget_rank(entry)
-        self._ranks[entry] = rank = (-entry.next_use, entry.last_use, entry)
-        insort(self._ranking[entry.level, entry.priority], rank)
+    def _push(self, entry: Entry) -> None:
+        assert entry.seat is not None
+        heap = self._heaps.setdefault(entry.seat, [])
+        heapq.heappush(heap, (-entry.next_use, entry.last_use, entry.key, entry))
+        if len(heap) > 2 * len(self._members) + 64:
+            live = {item[2]: item for item in heap if self._current(item, entry.seat)}
+            heap[:] = sorted(live.values(), key=lambda item: item[:3])
 
-    def _forget_rank(self, entry: Entry) -> None:
-        rank = self._ranks.pop(entry, None)
-        if rank is not None:
-            ranking = self._ranking[entry.level, entry.priority]
-            del ranking[bisect_left(ranking, rank)]
+    @staticmethod
+    def _current(item: _HeapItem, seat: tuple[int, int]) -> bool:
+        entry = item[3]
+        return entry.seat == seat and -item[0] == entry.next_use and item[1] == entry.last_use
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
         if self.cycle is None:
-            return super()._coldest_first(seat)
-        return (rank[-1] for rank in self._ranking.get(seat, ()))
+            yield from super()._coldest_first(seat)
+            return
+        heap, seen = self._heaps.get(seat, []), {}
+        try:
+            while heap:
+                item = heapq.heappop(heap)
+                if self._current(item, seat) and item[2] not in seen:
+                    seen[item[2]] = item
+                    yield item[3]
+        finally:
+            for item in seen.values():
+                heapq.heappush(heap, item)
 
     def colder(self, a: Entry, b: Entry) -> bool:
         if self.cycle is None:
