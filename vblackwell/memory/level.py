@@ -294,11 +294,11 @@ class DeviceLevel(Level):
 
     device: torch.device
 
-    def __init__(self, device: torch.device | str, capacity_bytes: int) -> None:
+    def __init__(self, device: torch.device | str, capacity_bytes: int, name: str | None = None) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__("arena" if device.type == "cpu" else str(device), device, capacity_bytes, ALIGNMENT)
+        super().__init__(name or ("arena" if device.type == "cpu" else str(device)), device, capacity_bytes, ALIGNMENT)
 
     def _take(self, held_bytes: int) -> tuple[int, list[torch.Tensor | None]]:
         return 0, [None]
@@ -324,6 +324,17 @@ class DeviceLevel(Level):
                 f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap"
             )
             raise InsufficientMemory(message, needed_bytes=extent.num_bytes, available_bytes=0) from error
+
+    def adopt(self, tensor: torch.Tensor) -> Extent | None:
+        """An extent over ``tensor``'s own memory; None unless that is here, starts and fills its storage, and fits."""
+        flat = flat_bytes(tensor)
+        fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
+        fits = fits and 0 < tensor.untyped_storage().nbytes() <= align_up(flat.nbytes, ALIGNMENT)
+        if not fits or flat.is_inference() or not self.can_allocate(flat.nbytes):
+            return None
+        extent = self.place(flat.nbytes)
+        extent.handle[0] = flat.detach()
+        return extent
 
     def release(self, extent: Extent) -> None:
         extent.handle[0] = None

@@ -108,6 +108,7 @@ class Entry:
     or that `stray` has them, in RAM outside all levels."""
 
     key: str
+    owner: str | None
     priority: int
     layout: Layout
     level: int = 0
