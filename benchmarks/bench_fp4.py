@@ -63,7 +63,7 @@ def prebuild(args: argparse.Namespace) -> None:
             jobs += [(files[type(plan)], part.macros(False)) for part in parts_of(plan, m, n)]
         if m <= fp4_norm.max_rows((9, 0), n, k):
             fused = mma_plan.plan_mma(m, n, k, True)
-            jobs.append((mma_plan.MMA_FILES, fused.macros(False, norm=1)))
+            jobs.append((mma_plan.MMA_FILES, fused.macros(False, norm=True)))
     for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
         parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))
         jobs += [(files[type(part)], part.macros(fp16, True)) for part in parts]
@@ -150,7 +150,7 @@ def systems(
         apart = [functools.partial(_normed, x, gain, functools.partial(_linear, linear, w)) for w in packed]
         yield "rms_norm, fp4_linear nvfp4", "rms_norm, cublas bf16", apart
         run = functools.partial(fp4_norm.fp4_norm_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
-        fused = [functools.partial(run, x, gain, None, 1e-5, *w, None) for w in packed]
+        fused = [functools.partial(run, x, gain, 1e-5, *w, None) for w in packed]
         yield "fp4_norm_linear nvfp4", "rms_norm, fp4_linear nvfp4", fused
     if m >= 1024:
         tops = [w4a8.row_tops(w[1], n, k) for w in packed]

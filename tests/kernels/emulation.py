@@ -56,11 +56,11 @@ extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float
 _NORM_MAIN = """
 extern "C" void run(const u16* x, const u8* codes, const u8* scales, const float* ts, const u16* bias, void* y, int M,
         int N,
-                    int K, int act, int windows, int chunks, const u16* gain, const float* sums, float eps, int gx,
+                    int K, int act, int windows, int chunks, const u16* gain, float eps, int gx,
                     int gz,
                     int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks, gain, sums, eps); });
+           [=] { fp4_mma(x, codes, scales, ts, bias, y, M, N, K, act, windows, chunks, gain, eps); });
 }"""
 _WGMMA_MAIN = """
 extern "C" void run(const u16* x, u8* x_swizzled, const u8* codes, const u8* scales, const float* ts, const u16* bias,
@@ -188,12 +188,13 @@ def linear(
     bias: Tensor | None,
     activation: str,
     n: int,
-    norm: fp4_launch.Norm | None = None,
+    gain_K: Tensor | None = None,
+    eps: float = 0.0,
     rounded: bool = False,
     processors: int = wgmma_plan.MULTIPROCESSORS,
     lagging: range = range(0),
 ) -> Tensor:
-    """Output of the kernel of ``plan``, an mma plan with ``norm``: fp32, or ``rounded`` to the type of x; starts as
+    """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x; starts as
     NaN.
     """
     x_MK, k = fp4_launch.aligned(x_MK)
@@ -203,11 +204,11 @@ def linear(
     y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
     fp16 = x_MK.dtype == torch.float16
     args = [*tiled, bias, y_MN, m, n, k, reference.ACTIVATIONS.index(activation)]
-    if norm is not None:
+    if gain_K is not None:
         assert isinstance(plan, MmaPlan)
-        grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k, norm.kind))
-        args = [x_MK, *args, *plan.chunks(k), norm.gain, norm.gain_sums, norm.eps, *grid]
-        _call(mma_plan.MMA_FILES, plan.macros(fp16, True, norm.kind), _NORM_MAIN, args)
+        grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k, True))
+        args = [x_MK, *args, *plan.chunks(k), gain_K, eps, *grid]
+        _call(mma_plan.MMA_FILES, plan.macros(fp16, True, True), _NORM_MAIN, args)
     elif isinstance(plan, MmaPlan):
         _call(mma_plan.MMA_FILES, plan.macros(fp16, not rounded), _MMA_MAIN, _mma_call(plan, x_MK, args))
     else:

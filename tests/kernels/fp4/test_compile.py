@@ -74,26 +74,22 @@ def test_mma_with_clusters(chosen, tmp_path):
 @one_in_ten_or_all
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_norm_on_the_way(arch, chosen, tmp_path):
-    """Plans for up to 16 rows, for one kind of norm after the other or, of all plans, for both, and every plan's shared
-    memory.
-    """
+    """Plans for up to 16 rows, and every plan's shared memory."""
     clusters = arch == "sm_90a"
-    for place, plan in enumerate([plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]):
-        for kind in (1 + place % 2,) if chosen.step else (1, 2):
-            cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=kind), arch)
-            usage = resources(cubin, tmp_path)["fp4_mma"]
-            assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
-            assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
-    for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies: RMSNorm alone
-        usage = resources(nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=1), arch), tmp_path)[
-            "fp4_mma"
-        ]
+    for plan in [plan for plan in plans(clusters, False) if plan.tokens <= 16][chosen]:
+        cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=True), arch)
+        usage = resources(cubin, tmp_path)["fp4_mma"]
+        assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
+        assert usage["REG"] * plan.threads * plan.min_blocks <= 65536, (plan, usage)
+    for plan in [plan for plan in plans(True) if clusters and plan.chunk][chosen]:  # x in bulk copies
+        cubin = nvrtc.compile_cubin(mma_plan.MMA_FILES, plan.macros(False, norm=True), arch)
+        usage = resources(cubin, tmp_path)["fp4_mma"]
         assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] * plan.threads <= 65536, (plan, usage)
-        assert plan.shared_bytes(8192, norm=1) <= SHARED_BYTES[arch], plan
+        assert plan.shared_bytes(8192, norm=True) <= SHARED_BYTES[arch], plan
     for architecture in ("sm_90a",) if clusters else ("sm_80", "sm_86", "sm_89"):
         for n, k in SHAPES:
             for m in (1, 3, 8, 16):
-                used = mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=2)
+                used = mma_plan.plan_mma(m, n, k, clusters, bulk=False).shared_bytes(k, norm=True)
                 assert used <= SHARED_BYTES[architecture], (architecture, m, n, k, used)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.kernels import emulation
-from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, reference, w4a8, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
@@ -197,12 +196,9 @@ def test_e4m3_weights_are_exact_where_rows_span_14_and_rows_are_rounded_once(dty
     assert torch.equal(scale_M1, wanted_scale) and torch.equal(q_MK.float(), wanted.float())
 
 
-def normed(x_MK: torch.Tensor, gain_K: torch.Tensor, eps: float, kind: int) -> torch.Tensor:
-    """RMSNorm (1) or LayerNorm without its bias (2) in float64, unrounded."""
-    x, gain = x_MK.double(), gain_K.double()
-    if kind == 1:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], gain, eps)
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], gain, None, eps)
+def normed(x_MK: torch.Tensor, gain_K: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm in float64, unrounded."""
+    return torch.nn.functional.rms_norm(x_MK.double(), x_MK.shape[-1:], gain_K.double(), eps)
 
 
 # Few and many threads a token, several windows, splits, chunks, blocks of tokens; tokens and rows that are not there
@@ -217,24 +213,17 @@ NORMS = [
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-@pytest.mark.parametrize("kind", [1, 2])
 @pytest.mark.parametrize(("plan", "m", "n", "k"), NORMS, ids=str)
-def test_norm_on_the_way(plan, m, n, k, kind, mean):
-    """Against float64, each output within what rounding x times gain to bf16 can do; for LayerNorm x less the mean of
-    its first columns.
-    """
+def test_norm_on_the_way(plan, m, n, k, mean):
+    """Against float64, each output within what rounding x times gain to bf16 can do."""
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK = (torch.randn(m, k) * torch.logspace(-1, 2, m)[:, None] * 3 + mean).bfloat16()
     gain_K, bias_N = (1 + 0.3 * torch.randn(k)).bfloat16(), torch.randn(n).bfloat16()
-    norm = fp4_launch.Norm(gain_K, 1e-5, (w_NK @ gain_K.float()) if kind == 2 else None)
-    y_MN = emulation.linear(plan, x_MK, tiled, bias_N, "none", n, norm)
-    exact = normed(x_MK, gain_K, 1e-5, kind) @ w_NK.double().t() + bias_N.double()
+    y_MN = emulation.linear(plan, x_MK, tiled, bias_N, "none", n, gain_K, 1e-5)
+    exact = normed(x_MK, gain_K, 1e-5) @ w_NK.double().t() + bias_N.double()
     x, gain = x_MK.double(), gain_K.double()
-    pivot = x[:, :512].mean(1, keepdim=True) if kind == 2 else torch.zeros(m, 1)
-    spread = x.var(1, correction=0) if kind == 2 else x.square().mean(1)
-    products = ((x - pivot) * gain).abs() @ w_NK.double().abs().t() / (spread + 1e-5).sqrt()[:, None]
-    # Half a unit of bf16 is at most 2^-8 of a value; fp32 sums, the rest of the mean and the bias are good to 1e-5 of
-    # what they add up. x rounded with its mean would err by up to 30 spreads of that.
+    products = (x * gain).abs() @ w_NK.double().abs().t() / (x.square().mean(1) + 1e-5).sqrt()[:, None]
+    # Half a unit of bf16 is at most 2^-8 of a value; fp32 sums and the bias are good to 1e-5 of what they add up.
     assert ((y_MN - exact).abs() <= 2**-8 * products + 1e-5 * (products + exact.abs() + bias_N.abs())).all()
 
 
@@ -255,24 +244,22 @@ def test_norm_on_the_way(plan, m, n, k, kind, mean):
     ids=str,
 )
 def test_rms_norm_on_the_way_of_bulk_copies(plan, m, n, k):
-    test_norm_on_the_way(plan, m, n, k, 1, 0.0)
+    test_norm_on_the_way(plan, m, n, k, 0.0)
 
 
-@pytest.mark.parametrize("kind", [1, 2])
-def test_norm_with_activation_repeats_bit_for_bit(kind):
+def test_norm_with_activation_repeats_bit_for_bit():
     n, k, m = 70, 128, 7
     w_NK, tiled = emulation.random_weight("nvfp4", n, k)
     x_MK, gain_K = torch.randn(m, k).bfloat16(), torch.ones(k).bfloat16()
-    norm = fp4_launch.Norm(gain_K, 1e-6, w_NK.sum(1) if kind == 2 else None)
-    first, second = (emulation.linear(MmaPlan(8, 2, 2, 2, 2), x_MK, tiled, None, "silu", n, norm) for _ in range(2))
+    given = (MmaPlan(8, 2, 2, 2, 2), x_MK, tiled, None, "silu", n, gain_K, 1e-6)
+    first, second = (emulation.linear(*given) for _ in range(2))
     assert torch.equal(first, second)
-    exact = reference.activate(normed(x_MK, gain_K, 1e-6, kind) @ w_NK.double().t(), "silu")
+    exact = reference.activate(normed(x_MK, gain_K, 1e-6) @ w_NK.double().t(), "silu")
     assert (first - exact).norm() / exact.norm() < 3e-3  # 2^-9 / sqrt(3) relative RMS; silu's slope is at most 1.1
 
 
 def test_rows_of_zeros_are_normalised_to_zeros():
-    w_NK, tiled = emulation.random_weight("nvfp4", 32, 64)
-    for sums in (None, w_NK.sum(1)):
-        norm = fp4_launch.Norm(torch.ones(64).bfloat16(), 1e-5, sums)
-        y_MN = emulation.linear(MmaPlan(2, 1, 1, 1, 2), torch.zeros(2, 64).bfloat16(), tiled, None, "none", 32, norm)
-        assert torch.equal(y_MN, torch.zeros(2, 32))
+    _, tiled = emulation.random_weight("nvfp4", 32, 64)
+    x_MK, gain_K = torch.zeros(2, 64).bfloat16(), torch.ones(64).bfloat16()
+    y_MN = emulation.linear(MmaPlan(2, 1, 1, 1, 2), x_MK, tiled, None, "none", 32, gain_K, 1e-5)
+    assert torch.equal(y_MN, torch.zeros(2, 32))

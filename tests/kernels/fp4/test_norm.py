@@ -19,31 +19,28 @@ REST = ("nvfp4-tiled", "silu", N, K)
 
 def case(dtype=torch.float32):
     torch.manual_seed(0)
-    w_NK, tiled = random_weight("nvfp4", N, K)
+    _, tiled = random_weight("nvfp4", N, K)
     x, gain, bias = torch.randn(2, 3, K).to(dtype), torch.randn(K).to(dtype), torch.randn(N).to(dtype)
-    return x, gain, w_NK @ gain.float(), tiled, bias
+    return x, gain, tiled, bias
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_the_linear_of_the_norm(dtype):
-    x, gain, sums, tiled, bias = case(dtype)
-    for given, rows in (
-        (None, functional.rms_norm(x, (K,), gain, EPS)),
-        (sums, functional.layer_norm(x, (K,), gain, None, EPS)),
-    ):
-        y = fp4_norm_linear(x, gain, given, EPS, *tiled, bias, *REST)
-        assert y.dtype == dtype and torch.equal(y, fp4_linear(rows, *tiled, bias, *REST))
+    x, gain, tiled, bias = case(dtype)
+    y = fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST)
+    rows = functional.rms_norm(x, (K,), gain, EPS)
+    assert y.dtype == dtype and torch.equal(y, fp4_linear(rows, *tiled, bias, *REST))
 
 
 def test_opcheck_autocast_and_one_graph():
-    x, gain, sums, tiled, bias = case()
-    torch.library.opcheck(fp4_norm_linear, (x, gain, sums, EPS, *tiled, bias, *REST))
-    expected = fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST)
+    x, gain, tiled, bias = case()
+    torch.library.opcheck(fp4_norm_linear, (x, gain, EPS, *tiled, bias, *REST))
+    expected = fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST), expected), "norms are not cast"
+        assert torch.equal(fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST), expected), "norms are not cast"
     compiled = torch.compile(fp4_norm_linear, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, gain, None, EPS, *tiled, bias, *REST), expected)
-    assert fp4_norm_linear(x[:0], gain, None, EPS, *tiled, bias, *REST).shape == (0, 3, N)
+    assert torch.equal(compiled(x, gain, EPS, *tiled, bias, *REST), expected)
+    assert fp4_norm_linear(x[:0], gain, EPS, *tiled, bias, *REST).shape == (0, 3, N)
 
 
 def request(**changes):
@@ -68,11 +65,6 @@ def test_one_kernel_where_it_is_faster(changes, name):
     assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(**changes)).name == name
 
 
-def test_threads_stage_x_of_a_layer_norm():
-    for m, k, name in ((4, 4096, "mma"), (5, 4096, "separate"), (2, 8192, "mma"), (3, 8192, "separate")):
-        assert choose("fp4_norm_linear", fp4_norm.LAYER_NORM_LINEAR, request(m=m, k=k)).name == name
-
-
 def test_the_slower_one_is_there_for_who_asks():
     large = request(n=28672, k=8192)
     assert "16 rows of 8192 features: above 8" in explain(fp4_norm.NORM_LINEAR, large)["mma"][0]
@@ -85,14 +77,12 @@ def test_the_slower_one_is_there_for_who_asks():
 def test_refusals_say_why():
     reasons = explain(fp4_norm.NORM_LINEAR, request(m=17, dtype=torch.float16, k=4100, capability=(8, 6)))["mma"]
     assert len(reasons) == 4 and "float16" in reasons[0] and "17 rows" in reasons[1] and "multiples of 8" in reasons[2]
-    x, gain, sums, tiled, bias = case()
+    x, gain, tiled, bias = case()
     with pytest.raises(ConfigurationError, match="norm's weight"):
-        fp4_norm_linear(x, gain[:8], None, EPS, *tiled, bias, *REST)
+        fp4_norm_linear(x, gain[:8], EPS, *tiled, bias, *REST)
     with pytest.raises(ConfigurationError, match="norm's weight"):
-        fp4_norm_linear(x.bfloat16(), gain, None, EPS, *tiled, bias, *REST)
-    with pytest.raises(ConfigurationError, match="gain_sums_N"):
-        fp4_norm_linear(x, gain, sums[:8], EPS, *tiled, bias, *REST)
+        fp4_norm_linear(x.bfloat16(), gain, EPS, *tiled, bias, *REST)
     with pytest.raises(ConfigurationError, match="tanh"):
-        fp4_norm_linear(x, gain, None, EPS, *tiled, bias, "nvfp4-tiled", "tanh", N, K)
+        fp4_norm_linear(x, gain, EPS, *tiled, bias, "nvfp4-tiled", "tanh", N, K)
     with use_backend("fp4_norm_linear", "mma"), pytest.raises(Unsupported, match="on cpu"):
-        fp4_norm_linear(x, gain, None, EPS, *tiled, bias, *REST)
+        fp4_norm_linear(x, gain, EPS, *tiled, bias, *REST)

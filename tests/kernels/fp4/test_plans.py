@@ -156,7 +156,7 @@ def test_what_was_timed_is_taken_and_fits():
     for (m, n, k), (row_warps, k_warps, splits) in mma_plan._TIMED.items():
         plan = mma_plan.plan_mma(m, n, k, True)
         assert (plan.row_warps, plan.k_warps, plan.splits) == (row_warps, k_warps, splits)
-        assert plan.shared_bytes(k, norm=1) <= 227 * 1024
+        assert plan.shared_bytes(k, norm=True) <= 227 * 1024
     for (m, n, k), (tokens, groups, k_groups, splits, blocks, per_step) in wgmma_plan._TIMED.items():
         for rows in (m // 2 + 1, m):
             plan = wgmma_plan.plan_wgmma(rows, n, k)
@@ -213,17 +213,16 @@ def test_x_comes_in_bulk_where_it_may(m):
     for n, k in (*common, (40, 1024), (128256, 8192), (64, 65536), (2048, 28672)):
         plan = mma_plan.plan_mma(m, n, k, True)
         assert 0 < plan.chunk < k // 64 // plan.splits + plan.k_warps * plan.prefetch
-        assert plan.shared_bytes(k, norm=1) <= 227 * 1024 and plan.threads <= 1024
+        assert plan.shared_bytes(k, norm=True) <= 227 * 1024 and plan.threads <= 1024
         # A chunk is copied while others are read, or it is the only one.
         assert plan.x_stages > 1 or plan.chunk >= k / 64 / plan.splits
     for other in ((m, 4096, 4104, True), (m, 4096, 960, True), (m, 4096, 4096, False)):
         assert not mma_plan.plan_mma(*other).chunk
-    plan = mma_plan.plan_mma(m, 4096, 4096, True)
     assert not mma_plan.plan_mma(m, 4096, 4096, True, bulk=False).chunk
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
-    with pytest.raises(ConfigurationError, match="bulk=False"):
-        norm = fp4_launch.Norm(x_MK[0], 1e-5, x_MK[0].float())
-        fp4_launch.run_mma(plan, x_MK, (x_MK,) * 3, None, "none", 4096, norm=norm)
+    with pytest.raises(ConfigurationError, match="does not go with this norm"):
+        plan = mma_plan.MmaPlan(4, 3, 1, 1, 4)
+        fp4_launch.run_mma(plan, x_MK, (x_MK,) * 3, None, "none", 4096, x_MK[0], 1e-5)
 
 
 def tangent(function, x):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,19 +21,6 @@ PARTS_DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
 PARTS = 4  # tensors of a weight in two parts
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
-
-
-class Norm(NamedTuple):
-    """What ``fp4_mma`` normalises the rows of x by, on the way: RMSNorm, or with ``gain_sums`` LayerNorm."""
-
-    gain: Tensor  # (K,) of the type of x; K is a multiple of 8
-    eps: float
-    gain_sums: Tensor | None = None  # (N,) fp32, W times the gain; the norm's own bias times W is part of the linear's
-
-    @property
-    def kind(self) -> int:
-        """As the kernel's macro NORM."""
-        return 1 if self.gain_sums is None else 2
 
 
 def aligned(x_MK: Tensor) -> tuple[Tensor, int]:
@@ -56,32 +42,32 @@ def run_mma(
     bias: Tensor | None,
     activation: str,
     n: int,
-    out_dtype: torch.dtype | None = None,
-    norm: Norm | None = None,
+    gain_K: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """One launch of ``fp4_mma`` after the ``norm``, or of ``two_part_mma`` with bf16 rows and none; ``out_dtype`` may
-    be fp32, else the type of x.
+    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows. With ``gain_K``, of the type of x, and K a
+    multiple of 8, ``fp4_mma`` takes the RMSNorm of the rows on the way.
 
-    Raises ConfigurationError for a LayerNorm by a plan with bulk copies of x, or a norm by one without them that gives
-    a row no power of two of threads.
+    Raises ConfigurationError for a norm by a plan without bulk copies that gives a row no power of two of threads.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:
         plan = plan.without_bulk()
-    if norm is not None and (norm.kind == 2 if plan.chunk else plan.threads & (plan.threads - 1)):
+    norm = gain_K is not None
+    if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
-    m, device, kind = x_MK.shape[0], x_MK.device, 0 if norm is None else norm.kind
-    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
-    macros = plan.macros(x_MK.dtype == torch.float16, y_MN.dtype == torch.float32, kind)
+    m, device = x_MK.shape[0], x_MK.device
+    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
+    macros = plan.macros(x_MK.dtype == torch.float16, norm=norm)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
-    shared_bytes = plan.shared_bytes(k, kind)
+    shared_bytes = plan.shared_bytes(k, norm)
     args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
     if len(weight) == PARTS:
         args = (*args, 1, shared_bytes)
     elif plan.chunk:
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
-    if norm is not None:
-        args = (*args, norm.gain, norm.gain_sums, float(norm.eps))
+    if norm:
+        args = (*args, gain_K, float(eps))
     kernel(plan.files, plan.entry, macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
     return y_MN
 
@@ -93,22 +79,21 @@ def run_wgmma(
     bias: Tensor | None,
     activation: str,
     n: int,
-    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
+    """``fp4_wgmma``, once or twice, after ``swizzle_x``."""
     x_MK, k = aligned(x_MK)
     (m, _), device, windows = x_MK.shape, x_MK.device, ceil_div(k, 64)
     blocks = ceil_div(m, plan.tokens)
-    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
-    fp16, out32 = x_MK.dtype == torch.float16, y_MN.dtype == torch.float32
+    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
+    fp16 = x_MK.dtype == torch.float16
     x_swizzled = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=device)
-    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device)
+    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16), device)
     swizzle.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, x_swizzled, m, k))
     args = (x_swizzled, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     for rows in launches(plan, m, n):
         grid = (rows.blocks, plan.splits, blocks)
         shared_bytes = launch_bytes(rows.plan.shared_bytes(), math.prod(grid), processors(device))
-        product = kernel(WGMMA_FILES, "fp4_wgmma", rows.plan.macros(fp16, out32), device)
+        product = kernel(WGMMA_FILES, "fp4_wgmma", rows.plan.macros(fp16), device)
         product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first), weight)
     return y_MN
 

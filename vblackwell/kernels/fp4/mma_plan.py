@@ -85,7 +85,7 @@ class MmaPlan:
                 f" splits that divide {8 * self.row_warps}, a token's outputs by fours"
             )
 
-    def macros(self, fp16: bool = False, out32: bool = False, norm: int = 0) -> dict[str, int]:
+    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
         macros = {
             "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
             "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
@@ -93,7 +93,7 @@ class MmaPlan:
         }  # fmt: skip
         if self.chunk:
             macros |= {"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages}
-        return macros | {"NORM": norm} if norm else macros
+        return macros | {"NORM": 1} if norm else macros
 
     def without_bulk(self) -> MmaPlan:
         return replace(self, chunk=0, x_stages=2)
@@ -112,11 +112,11 @@ class MmaPlan:
         count = ceil_div(share, max(1, most // 2 // unit) * unit)
         return round_up(ceil_div(share, count), unit), count
 
-    def shared_bytes(self, k: int, norm: int = 0) -> int:
+    def shared_bytes(self, k: int, norm: bool = False) -> int:
         windows, count = self.chunks(k)
         x_bytes = windows * self.tokens * 128 * min(2, count)
         if self.chunk:  # a norm's gain is one more row; two barriers a stage, one of the first round
-            x_bytes = self.x_stages * ((self.tokens + bool(norm)) * (self.chunk * 128 + 16) + 16) + 16
+            x_bytes = self.x_stages * ((self.tokens + norm) * (self.chunk * 128 + 16) + 16) + 16
         tokens = min(self.tokens, 16)
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
         share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
@@ -127,7 +127,7 @@ class MmaPlan:
 
 def fits_with_norm(plan: MmaPlan, k: int) -> bool:
     """Whether a block of Hopper has the shared memory that ``plan`` needs for K, also with RMSNorm on the way."""
-    return plan.shared_bytes(k, norm=1) <= SHARED_BYTES
+    return plan.shared_bytes(k, norm=True) <= SHARED_BYTES
 
 
 def takes_bulk(k: int) -> bool:
@@ -177,7 +177,7 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 @functools.lru_cache(4096)
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
     """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90); ``bulk``: whether x may come by
-    bulk copies, which a LayerNorm on the way does not allow.
+    bulk copies.
 
     Without them one block of 12 to 16 warps a multiprocessor. From three rows on x costs more to stage than a cluster
     to join: blocks get taller and split K. Without clusters blocks are smaller, to fit 99 KB of shared memory.

@@ -1,21 +1,19 @@
-"""RMSNorm or LayerNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
+"""RMSNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
 A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
 stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is
 rounded once, as the normalised rows would be; in float16 it may overflow where normalised rows do not, so fp16 and fp32
-take two kernels. LayerNorm's own bias, times W, is a bias of the linear. There is no backward.
+take two kernels. There is no backward.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.launch import Norm, run_mma
+from vblackwell.kernels.fp4.launch import run_mma
 from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, fake_rows, like, linear_reasons, run_rows
 from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
 from vblackwell.kernels.fp4.tuning import tuned
@@ -35,55 +33,47 @@ def _mma_reasons(request: Request) -> list[str]:
     return reasons
 
 
-def max_rows(capability: tuple[int, int], n: int, k: int, layer_norm: bool = False) -> int:
+def max_rows(capability: tuple[int, int], n: int, k: int) -> int:
     """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times
     (docs/journal/fp4.md).
 
-    Every block normalises all of its x again: on Hopper 16 rows of a large weight cost more than a launch, and with a
-    LayerNorm on the way, where threads stage x, fewer do.
+    Every block normalises all of its x again: on Hopper 16 rows of a large weight cost more than a launch, and where
+    threads stage x, fewer do.
     """
     if capability[0] != 9:
         return MAX_ROWS
-    if layer_norm or not takes_bulk(k):
+    if not takes_bulk(k):
         return 4 if k <= 4096 else 2
     return MAX_ROWS if n * k <= 60_000_000 else MAX_ROWS // 2
 
 
-def _slower(request: Request, layer_norm: bool) -> list[str]:
-    if request.m <= (most := max_rows(request.capability, request.n, request.k, layer_norm)):
+def _slower(request: Request) -> list[str]:
+    if request.m <= (most := max_rows(request.capability, request.n, request.k)):
         return []
     return [f"{request.m} rows of {request.k} features: above {most} a separate norm is faster on this GPU"]
 
 
-def _mma(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
+def _mma(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
     m, device = x_MK.shape[0], x_MK.device
-    plan = plan_mma(m, n, k, has_clusters(capability(device)), bulk=gain_sums_N is None)
+    plan = plan_mma(m, n, k, has_clusters(capability(device)))
     plan = tuned(plan, device, x_MK.dtype, m, n, k)
     gain_K = gain_K.contiguous()
-    norm = Norm(gain_K.clone() if gain_K.data_ptr() % 16 else gain_K, eps, gain_sums_N)
-    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, norm=norm)
+    gain_K = gain_K.clone() if gain_K.data_ptr() % 16 else gain_K
+    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K, eps)
 
 
-def _separate(x_MK, gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    layer_norm = functools.partial(functional.layer_norm, bias=None)
-    normalise = functional.rms_norm if gain_sums_N is None else layer_norm
-    rows_MK = normalise(x_MK, (k,), gain_K, eps=eps)
+def _separate(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
+    rows_MK = functional.rms_norm(x_MK, (k,), gain_K, eps=eps)
     return run_rows("fp4_linear", LINEAR, rows_MK, format, n, k, weight, bias, format, activation, n, k)
 
 
-def _backends(layer_norm: bool) -> tuple[Backend, ...]:
-    slower = functools.partial(_slower, layer_norm=layer_norm)
-    return Backend("mma", _mma_reasons, _mma, slower=slower), Backend("separate", accept, _separate)
-
-
-NORM_LINEAR, LAYER_NORM_LINEAR = _backends(False), _backends(True)
+NORM_LINEAR = (Backend("mma", _mma_reasons, _mma, slower=_slower), Backend("separate", accept, _separate))
 
 
 @register_op(fake_rows, autocast="keep")
 def fp4_norm_linear(
     x_MK: Tensor,
     gain_K: Tensor,
-    gain_sums_N: Tensor | None,
     eps: float,
     codes: Tensor,
     block_scales: Tensor,
@@ -94,18 +84,14 @@ def fp4_norm_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``activation(norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight in
-    the type of ``x_MK``, ``gain_sums_N`` for LayerNorm (N,) fp32 ``W @ gain_K``, for RMSNorm None; the rest as in
-    ``fp4_linear``.
+    """``activation(rms_norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight
+    in the type of ``x_MK``; the rest as in ``fp4_linear``.
     """
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:
         raise ConfigurationError(
             f"the norm's weight is {tuple(gain_K.shape)} {gain_K.dtype}, the input takes ({k},) {x_MK.dtype}"
         )
-    if gain_sums_N is not None and (gain_sums_N.shape != (n,) or gain_sums_N.dtype != torch.float32):
-        raise ConfigurationError(f"gain_sums_N is {tuple(gain_sums_N.shape)} {gain_sums_N.dtype}: give ({n},) float32")
-    table = NORM_LINEAR if gain_sums_N is None else LAYER_NORM_LINEAR
     weight = (codes, block_scales, tensor_scale)
-    args = (gain_K, gain_sums_N, eps, weight, bias, format, activation, n, k)
-    return run_rows("fp4_norm_linear", table, x_MK, format, n, k, *args)
+    args = (gain_K, eps, weight, bias, format, activation, n, k)
+    return run_rows("fp4_norm_linear", NORM_LINEAR, x_MK, format, n, k, *args)

@@ -47,7 +47,7 @@ class TwoPartPlan(MmaPlan):
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
 
-    def shared_bytes(self, k: int, norm: int = 0) -> int:
+    def shared_bytes(self, k: int, norm: bool = False) -> int:
         windows, count = self.chunks(k)
         staged = windows * self.tokens * 128 * min(2, count)
         if self.chunk:

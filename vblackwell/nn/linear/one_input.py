@@ -163,7 +163,7 @@ def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) 
 
 
 def _normed_product(x: Tensor, norm: nn.RMSNorm, placed: tuple[Any, ...]) -> Tensor:
-    return fp4_norm_linear(x, norm.weight, None, _epsilon(norm, x), *placed)
+    return fp4_norm_linear(x, norm.weight, _epsilon(norm, x), *placed)
 
 
 @torch.no_grad()

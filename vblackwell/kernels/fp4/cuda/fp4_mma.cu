@@ -12,17 +12,15 @@
 // conflict-free 128-bit load. Columns beyond K are zeros there, which lets warps read any valid weights past the end.
 // Tokens beyond M are never written nor read back: columns of an mma do not mix.
 //
-// With BULK (sm_90, K a multiple of 64, no LayerNorm) rows of x come by bulk copies as they are, CHUNK windows at a
+// With BULK (sm_90, K a multiple of 64) rows of x come by bulk copies as they are, CHUNK windows at a
 // time, into X_STAGES slots that barriers guard: the first product waits for one round of the warps' rings only. Rows
 // in shared memory are 16 bytes longer than what they hold, so that a fragment, 32 contiguous bytes of a row, is still
 // two conflict-free loads. One warp asks for x as slots come free.
 //
-// With NORM the rows of x are normalised on the way (1: RMSNorm, 2: LayerNorm). What the norm multiplies columns by,
-// the gain, goes onto staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums,
-// which is the same. LayerNorm's x is staged less the mean of its first columns, a pivot near the true mean: x itself,
-// rounded with its gain, would lose the bits that a large mean hides. What is left of the mean is subtracted after the
-// sum, times the products of W with the gain. With BULK the gain comes as one more row of x and goes onto fragments; x
-// times itself, as an mma, has the squares on its diagonal.
+// With NORM (1) the rows of x are normalised on the way, by RMSNorm. What it multiplies columns by, the gain, goes onto
+// staged x; what it multiplies rows by is known when all of x has passed, and goes onto the sums, which is the same.
+// With BULK the gain comes as one more row of x and goes onto fragments; x times itself, as an mma, has the squares on
+// its diagonal.
 //
 // Set by the launcher: NORM (or not), FP16, TOKENS (a power of two), ROW_WARPS, K_WARPS, SPLITS, PREFETCH, PASS_TOKENS,
 // MIN_BLOCKS, OUT32, BULK (or not), and with it CHUNK (a multiple of K_WARPS * PREFETCH) and X_STAGES.
@@ -87,7 +85,7 @@ __launch_bounds__(THREADS, MIN_BLOCKS)
 fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_scale, const u16* bias, void* y, int M, int N,
         int K, int activation, int chunk_windows, int chunks
 #if NORM
-        , const u16* gain, const float* gain_sums, float eps
+        , const u16* gain, float eps
 #endif
 ) {
     SHARED_MEMORY(memory);
@@ -263,25 +261,21 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     if (tid < TOKENS)
         for (int j = 0; j < K_WARPS; j++) sum += parts[j * TOKENS + tid];
 #if SPLITS > 1
-    if (tid < TOKENS) statistics->block[tid] = float4{0.0f, sum, 0.0f, 0.0f};
+    if (tid < TOKENS) statistics->block[tid] = float4{sum, 0.0f, 0.0f, 0.0f};
     cluster_wait_started();
     cluster_sync();
     sum = 0.0f;
     if (tid < TOKENS)
-        for (int s = 0; s < SPLITS; s++) sum += load_remote(shared_address(&statistics->block[tid]), s).y;
+        for (int s = 0; s < SPLITS; s++) sum += load_remote(shared_address(&statistics->block[tid]), s).x;
 #endif
-    if (tid < TOKENS) statistics->row[tid] = float2{1.0f / sqrtf(sum / K + eps), 0.0f};
+    if (tid < TOKENS) statistics->row[tid] = 1.0f / sqrtf(sum / K + eps);
 #endif
 #else
     wait_for_previous();
     stage(shared_x, x, tokens, K, first * 64, chunk_windows, tid);
 #if NORM
     Statistics* statistics = (Statistics*)memory;
-    float sums[2] = {0.0f, 0.0f}, pivot = 0.0f;
-    if (NORM == 2) {
-        const int columns = min(K, PIVOT_COLUMNS);
-        pivot = row_sum(pivot_share(x, tokens, K, columns, tid), statistics, tid) / columns;
-    }
+    float squares = 0.0f;
 #endif
     copy_wait_all();
 
@@ -294,8 +288,8 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
             stage(shared_x + ((chunk + 1) & 1) * buffer_bytes, x, tokens, K, (first + (chunk + 1) * chunk_windows) * 64,
                   chunk_windows, tid);
 #if NORM
-        apply_gain(shared_x + (chunk & 1) * buffer_bytes, gain, pivot, tokens, K, (first + chunk * chunk_windows) * 64,
-                   chunk_windows, tid, sums);
+        apply_gain(shared_x + (chunk & 1) * buffer_bytes, gain, tokens, K, (first + chunk * chunk_windows) * 64,
+                   chunk_windows, tid, squares);
         __syncthreads();
 #endif
         u32 x_address = shared_x + (chunk & 1) * buffer_bytes + x_lane;
@@ -311,7 +305,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
     }
     copy_wait_all();
 #if NORM
-    finish_rows(statistics, sums, K, eps, tid);
+    finish_rows(statistics, squares, K, eps, tid);
 #endif
 #endif
 
@@ -354,16 +348,7 @@ fp4_mma(const u16* x, const u8* codes, const u8* scales, const float* tensor_sca
 #endif
             float scale = unit;
 #if NORM
-            const float2 row_factor = statistics->row[pass * PASS_TOKENS + t];
-            scale *= row_factor.x;
-#endif
-#if NORM == 2
-            sum = float4{sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
-            scale = 1.0f;
-            if (n < N) sum.x -= row_factor.y * gain_sums[n];
-            if (n + 1 < N) sum.y -= row_factor.y * gain_sums[n + 1];
-            if (n + 2 < N) sum.z -= row_factor.y * gain_sums[n + 2];
-            if (n + 3 < N) sum.w -= row_factor.y * gain_sums[n + 3];
+            scale *= statistics->row[pass * PASS_TOKENS + t];
 #endif
             if (n < N) store4(y, m0 + pass * PASS_TOKENS + t, n, N, sum, scale, bias, activation);
         }

@@ -4,7 +4,6 @@
 #endif
 #define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before all else; with BULK, squares of each K warp
 #define ROW_THREADS (THREADS / TOKENS)                    // threads a token has in its statistics, a power of two
-#define PIVOT_COLUMNS 512
 #if BULK
 #define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
 static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
@@ -40,8 +39,8 @@ DEVICE void take_gain(uint4 (*b)[2], u32 gain_address, bool with_squares, float 
 #if NORM
 struct Statistics {
     float partial[32];  // a warp
-    float4 block[32];   // a token: sum and sum of squares of this block's columns
-    float2 row[32];     // a token: factor of the sums, and what is left of the mean times it
+    float4 block[32];   // a token: first, sum of squares of this block's columns
+    float row[32];      // a token: factor of the sums
 };
 #endif
 #if NORM && !BULK
@@ -66,20 +65,8 @@ DEVICE void unpack(const uint4 v, float* f) {
         f[2 * i + 1] = half_to_float((u16)(words[i] >> 16));
     }
 }
-// The sum of this thread's share of a row's first columns.
-DEVICE float pivot_share(const u16* x, int tokens, int K, int columns, int tid) {
-    const int m = tid / ROW_THREADS;
-    float sum = 0.0f, f[8];
-    if (m < tokens)
-        for (int k = tid % ROW_THREADS * 8; k < columns; k += ROW_THREADS * 8) {
-            unpack(*(const uint4*)(x + (u64)m * K + k), f);
-#pragma unroll
-            for (int i = 0; i < 8; i++) sum += f[i];
-        }
-    return sum;
-}
-// A staged chunk of x becomes (x - pivot) * gain; its own sums, without gain, are added to `sums`: plain, squared.
-DEVICE void apply_gain(u32 shared, const u16* gain, float pivot, int tokens, int K, int first, int windows, int tid, float* sums) {
+// A staged chunk of x becomes x * gain; its own squares, without gain, are added to `squares`.
+DEVICE void apply_gain(u32 shared, const u16* gain, int tokens, int K, int first, int windows, int tid, float& squares) {
     const int m = tid / ROW_THREADS;
     if (m >= tokens) return;
     for (int c = tid % ROW_THREADS; c < windows * 8 && first + c * 8 < K; c += ROW_THREADS) {
@@ -89,11 +76,7 @@ DEVICE void apply_gain(u32 shared, const u16* gain, float pivot, int tokens, int
         unpack(*(const uint4*)(gain + first + c * 8), g);
         u32 out[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            f[i] -= pivot;
-            sums[0] += f[i];
-            sums[1] += f[i] * f[i];
-        }
+        for (int i = 0; i < 8; i++) squares += f[i] * f[i];
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #if FP16
@@ -104,26 +87,19 @@ DEVICE void apply_gain(u32 shared, const u16* gain, float pivot, int tokens, int
         store_shared(at, make_uint4(out[0], out[1], out[2], out[3]));
     }
 }
-// From the sums of this thread's columns to the row's statistics, over the block and its cluster. Ends before a
+// From the squares of this thread's columns to the row's statistics, over the block and its cluster. Ends before a
 // barrier.
-DEVICE void finish_rows(Statistics* statistics, const float* sums, int K, float eps, int tid) {
+DEVICE void finish_rows(Statistics* statistics, float squares, int K, float eps, int tid) {
     const int m = tid / ROW_THREADS;
     const bool first = tid % ROW_THREADS == 0;
-    float plain = NORM == 2 ? row_sum(sums[0], statistics, tid) : 0.0f;
-    float squares = row_sum(sums[1], statistics, tid);
+    squares = row_sum(squares, statistics, tid);
 #if SPLITS > 1
-    if (first) statistics->block[m] = float4{plain, squares, 0.0f, 0.0f};
+    if (first) statistics->block[m] = float4{squares, 0.0f, 0.0f, 0.0f};
     cluster_wait_started();
     cluster_sync();
-    plain = squares = 0.0f;
-    for (int s = 0; first && s < SPLITS; s++) {
-        const float4 part = load_remote(shared_address(&statistics->block[m]), s);
-        plain += part.x;
-        squares += part.y;
-    }
+    squares = 0.0f;
+    for (int s = 0; first && s < SPLITS; s++) squares += load_remote(shared_address(&statistics->block[m]), s).x;
 #endif
-    const float rest = plain / K;  // of the mean, without the pivot
-    const float factor = 1.0f / sqrtf(max(squares / K - rest * rest, 0.0f) + eps);
-    if (first) statistics->row[m] = float2{factor, rest * factor};
+    if (first) statistics->row[m] = 1.0f / sqrtf(squares / K + eps);
 }
 #endif
