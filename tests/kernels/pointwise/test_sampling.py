@@ -128,23 +128,6 @@ def test_the_kernels_draw_what_the_reference_draws(vocabulary, options):
         assert got.dtype == torch.int64 and ((got >= 0) & (got < vocabulary)).all()
 
 
-def test_the_kernels_follow_settings_that_differ_from_row_to_row():
-    logits = normal(1, 1500, seed=1).mul(2).expand(12, -1)
-    options = {
-        "temperature": column(*([0.0, 0.5, 1.0, 3.0] * 3), dtype=torch.float32),
-        "top_k": column(*([0, 1, 20] * 4)), "top_p": column(*([1.0, 0.3] * 6), dtype=torch.float32),
-        "min_p": column(*([0.0, 0.0, 0.1, 0.0] * 3), dtype=torch.float32),
-    }  # fmt: skip
-    found = []
-    for backend in ("torch", "triton"):
-        with use_backend("sampling", backend):
-            found.append(sample_tokens(logits, torch.arange(12, device=DEVICE), **options))
-    assert torch.equal(*found)
-    greedy = int(logits[0].argmax())
-    assert all(int(token) == greedy for token in found[0][[0, 4, 8, 1, 7, 10]])  # temperature 0, or top_k 1
-    assert found[0].unique().numel() > 3
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_batch_and_its_parts_draw_the_same(backend):
     logits = normal(6, 1500, seed=2)
@@ -228,20 +211,13 @@ def test_nothing_waits_for_the_device(options):
     """Fake tensors have no values: whatever looked at one would raise."""
     with FakeTensorMode():
         logits, seeds = torch.empty(4, 100), torch.empty(4, dtype=torch.int64)
-        per_row = {name: torch.full((4,), value) for name, value in options.items()}
-        for given in (options, per_row):
-            assert sample_tokens(logits, seeds, seeds, **given).shape == (4,)
+        assert sample_tokens(logits, seeds, seeds, **options).shape == (4,)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -1.0}, "temperature -1"),
-        ({"temperature": float("nan")}, "temperature nan"),
-        ({"top_k": -1}, "top_k -1"),
-        ({"top_p": 0.0}, "top_p 0"),
-        ({"min_p": 1.5}, "min_p 1.5"),
-        ({"top_p": torch.ones(3)}, r"top_p of \(3,\)"),
+        ({"seeds_B": torch.ones(3)}, r"seeds and positions of \(3,\)"),
         ({"logits_BV": torch.zeros(4)}, r"logits of \(4,\)"),
         ({"logits_BV": torch.zeros(2, 4, dtype=torch.float64)}, "float64"),
     ],

@@ -12,17 +12,16 @@ _MASK = 0xFFFFFFFF
 
 
 def sample_reference(
-    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor,
-    cuts: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
-    """``sample_tokens`` in plain torch, on any device; ``cuts`` are top_k, top_p and min_p of each row."""
+    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor, cuts: list[Tensor]
+) -> Tensor:
+    """``sample_tokens`` in plain torch, on any device; ``cuts``: top_k, top_p and min_p of each row, or nothing."""
     wide_BV = logits_BV.float()
     spoiled_B = ~(wide_BV < float("inf")).all(-1)
     greedy_B = temperature_B <= 0
     scaled_BV = wide_BV / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     noise_BV = gumbel(seeds_B, positions_B, wide_BV.shape[1])
     scores_BV = scaled_BV + torch.where(greedy_B[:, None], 0.0, noise_BV)
-    if cuts is not None:
+    if cuts:
         kept_BV = kept_tokens(scaled_BV, *cuts) | greedy_B[:, None]
         scores_BV = scores_BV.masked_fill(~kept_BV, float("-inf"))
     best_B = scores_BV.amax(-1, keepdim=True)

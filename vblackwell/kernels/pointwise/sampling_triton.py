@@ -240,17 +240,16 @@ def _first(score_ptr, token_ptr, out_ptr, parts, PARTS: tl.constexpr):
 
 
 def sample(
-    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor,
-    cuts: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
-    """``sample_tokens`` (B,) int64; ``cuts`` are top_k (int32), top_p and min_p (fp32) of each row."""
+    logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor, temperature_B: Tensor, cuts: list[Tensor]
+) -> Tensor:
+    """``sample_tokens`` (B,) int64; ``cuts``: top_k (int32), top_p and min_p (fp32) of each row, or nothing."""
     logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
     rows, words = logits_BV.shape
     device, stride = logits_BV.device, logits_BV.stride(0)
     tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return tokens_B
-    least_B = seeds_B if cuts is None else least_keys(logits_BV, temperature_B, *cuts)  # without cuts nobody reads it
+    least_B = least_keys(logits_BV, temperature_B, *cuts) if cuts else seeds_B  # without cuts nobody reads it
     groups = triton.cdiv(words, GROUP)
     groups_each = triton.cdiv(groups, min(groups, max(1, _PROGRAMS // rows)))
     parts = triton.cdiv(groups, groups_each)
@@ -258,7 +257,7 @@ def sample(
     found_BP = torch.empty(rows, parts, dtype=torch.int32, device=device)
     _best[(rows, parts)](
         logits_BV, seeds_B, positions_B, temperature_B, least_B, scores_BP, found_BP, stride, groups_each,
-        WORDS=words, CUT=cuts is not None, LANES=LANES, num_warps=4,
+        WORDS=words, CUT=bool(cuts), LANES=LANES, num_warps=4,
     )  # fmt: skip
     _first[(rows,)](scores_BP, found_BP, tokens_B, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return tokens_B
