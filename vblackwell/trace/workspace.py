@@ -175,13 +175,10 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
 
 
 def _head_and_loss(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, wide: bool,
-    *wanted: bool
-) -> int:  # fmt: skip
-    """Logits of a chunk, rows padded to 64 words; a loss a token; the weight's gradient in fp32 if it is wider."""
-    logits = min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size()
-    total = 4 * weight.numel() if wide and weight.dtype == torch.bfloat16 else 0
-    return logits + 4 * hidden.shape[0] + total
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, *wanted: bool
+) -> int:
+    """Logits of a chunk, rows padded to 64 words; a loss a token."""
+    return min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size() + 4 * hidden.shape[0]
 
 
 FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for cuBLAS, as it is for every gradient

@@ -5,9 +5,8 @@ gradient, and with it at once the gradients of hidden states and weight. Backwar
 incoming gradient. All sums are in a fixed order: equal calls give equal bits.
 
 The gradients of n chunks add up in the weight's type, so in bf16 the error is at most n * 2^-8 of the largest partial
-sum, typically sqrt(n) times that of rounding once; ``accumulate_fp32`` keeps the sum in fp32, for 4 bytes a weight.
-Sums of fp16 stay fp32 until backward has divided them by the number of tokens and multiplied them by a loss scale: they
-would be infinite, and terms divided beforehand would vanish.
+sum, typically sqrt(n) times that of rounding once. Sums of fp16 stay fp32 until backward has divided them by the number
+of tokens and multiplied them by a loss scale: they would be infinite, and terms divided beforehand would vanish.
 
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
@@ -34,7 +33,7 @@ def chunk_tokens_for(vocabulary: int, itemsize: int) -> int:
 
 def linear_cross_entropy(
     hidden: Tensor, weight_VD: Tensor, targets: Tensor, bias_V: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: str = "mean", z_loss: float = 0.0, chunk_tokens: int | None = None, accumulate_fp32: bool = False,
+    reduction: str = "mean", z_loss: float = 0.0, chunk_tokens: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of ``hidden W^T + b`` against ``targets``, a scalar in fp32.
 
@@ -47,7 +46,6 @@ def linear_cross_entropy(
         reduction: 'mean' over the tokens that count, or 'sum'.
         z_loss: ``z * logsumexp^2`` is added a token (Chowdhery et al., PaLM, arXiv:2204.02311).
         chunk_tokens: tokens whose logits exist at a time; default: what 256 MiB hold.
-        accumulate_fp32: sum the weight's gradient in fp32 however narrow the weight is.
 
     Raises ConfigurationError where shapes or types do not belong together, or for an unknown reduction.
     """
@@ -61,8 +59,7 @@ def linear_cross_entropy(
     wanted = [grad and x is not None and x.requires_grad for x in (hidden, weight_VD, bias_V)]
     chunk = chunk_tokens or chunk_tokens_for(weight_VD.shape[0], hidden.element_size())
     total = _linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk,
-        accumulate_fp32, *wanted
+        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, *wanted
     )[0]  # fmt: skip
     if reduction == "sum":
         return total
@@ -114,7 +111,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-untyped-def]
-    nothing = [None] * 7
+    nothing = [None] * 6
     if dloss is None:
         return None, None, None, None, *nothing
     dhidden, dweight, dbias = (
@@ -127,15 +124,13 @@ def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-unty
 @register_op(_fake_linear_cross_entropy, save=_save, backward=_backward)
 def _linear_cross_entropy(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, ignore_index: int, z_loss: float,
-    chunk: int, accumulate_fp32: bool, with_hidden: bool, with_weight: bool, with_bias: bool,
+    chunk: int, with_hidden: bool, with_weight: bool, with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty if not wanted."""
     refuse_forward_mode("linear_cross_entropy")
     tokens, words, sum_type = hidden_TD.shape[0], weight_VD.shape[0], _sum_type(hidden_TD.dtype)
     dhidden_TD = torch.empty_like(hidden_TD) if with_hidden else hidden_TD.new_empty(0)
-    sum_VD = hidden_TD.new_empty(0, dtype=sum_type)
-    if with_weight:
-        sum_VD = torch.empty_like(weight_VD, dtype=torch.float32 if accumulate_fp32 else sum_type)
+    sum_VD = torch.empty_like(weight_VD, dtype=sum_type) if with_weight else hidden_TD.new_empty(0, dtype=sum_type)
     if not tokens:
         sum_VD.zero_()
     dbias_V = hidden_TD.new_zeros(words if with_bias else 0, dtype=torch.float32)
@@ -160,7 +155,7 @@ def _linear_cross_entropy(
                 _add_product(sum_VD, logits_CV.t(), hidden_CD, start == 0)
             if with_bias:
                 dbias_V += logits_CV.sum(0, dtype=torch.float32)
-    return loss_T.sum(), dhidden_TD, sum_VD.to(sum_type), dbias_V.to(sum_type)
+    return loss_T.sum(), dhidden_TD, sum_VD, dbias_V.to(sum_type)
 
 
 def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, first: bool) -> None:
