@@ -168,7 +168,9 @@ def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activ
 
 
 def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
-    """The weight, in one part or two, written out in the type and on the device of ``like``."""
+    """The weight, in one part or two, ``(value * block_scale) * tensor_scale`` in fp32, rounded once to the type of
+    ``like``, on its device.
+    """
     request = request_of(like.new_empty((1, k)), format, n, k)
     return choose("fp4_dequantize", DEQUANTIZE, request).run(weight, format, n, k, like.dtype)
 
@@ -188,15 +190,13 @@ def _reference(x_MK, weight, bias, format, activation, n, k):  # type: ignore[no
     return reference.linear(x_MK, reference.weight_of(weight, format, n, k), bias, activation)
 
 
-def _write_reference(weight: Weight, format: str, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    return reference.weight_of(weight, format, n, k).to(dtype)
-
-
 BY_WHOLE_WEIGHT = (Backend("dequantize", registry.cuda_reasons, _whole), Backend("reference", accept, _reference))
 LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
 DEQUANTIZE = (
     Backend("cuda", tiled_reasons, lambda weight, format, n, k, dtype: run_dequantize(weight, n, k, dtype)),
-    Backend("reference", accept, _write_reference),
+    Backend(
+        "reference", accept, lambda weight, format, n, k, dtype: reference.weight_of(weight, format, n, k).to(dtype)
+    ),
 )
 
 
@@ -234,13 +234,3 @@ def fp4_linear(
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, block_scales, tensor_scale)
     return run_rows("fp4_linear", LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
-
-
-@register_op(lambda codes, block_scales, tensor_scale, format, n, k, dtype: codes.new_empty((n, k), dtype=dtype))
-def fp4_dequantize(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
-    """The (n, k) weight in ``dtype``: ``(value * block_scale) * tensor_scale`` in fp32, rounded once."""
-    check_weight(codes, block_scales, tensor_scale, format, n, k)
-    like = codes.new_empty(0, dtype=dtype)
-    return whole_weight((codes, block_scales, tensor_scale), format, n, k, like)
