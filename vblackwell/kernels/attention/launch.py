@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -99,12 +98,8 @@ class _Call:
             return AttentionPlan(32, 32, 4, 1)
         shared_bytes = torch.cuda.get_device_properties(self.q.device).shared_memory_per_block_optin
         # Changed scores take registers, with any mask.
-        kind, itemsize = "scored" if self.scored else self.mask_kind, self.q.element_size()
-        plan = plan_for(kernel, self.head, itemsize, shared_bytes, kind)
-        if kind == "additive" and self.mask is not None and self.mask.element_size() > itemsize and plan.stages > 3:
-            # What was measured with a mask of 16 bits may hold more tiles than fit of one of 32.
-            plan = dataclasses.replace(plan, stages=3)
-        return plan
+        kind = "scored" if self.scored else self.mask_kind
+        return plan_for(kernel, self.head, self.q.element_size(), shared_bytes, kind)
 
     def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
         """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
@@ -165,13 +160,19 @@ class _Call:
         return cut and self.mask is not None and (self.bits is None or self.mask.shape[3] == 1)
 
     def launch(
-        self, kernel: Any, plan: AttentionPlan, grid: tuple[int, int], tiled: list[tuple[Tensor, int]],
-        others: list[Tensor], lse: Tensor, *, by_column: bool = False, **constants: Any,
+        self, kernel: Any, plan: AttentionPlan, more: list[tuple[Tensor, int]], others: list[Tensor], lse: Tensor, *,
+        by_column: bool = False,
     ) -> None:  # fmt: skip
-        """Run ``kernel`` over ``grid`` (tiles, heads): it takes ``tiled``, tensors and the rows of their tiles (0:
-        always by address), ``others``, and then what all kernels take.
+        """Run ``kernel`` over the heads and tiles of queries, or ``by_column`` of keys: it takes q, k, v and ``more``,
+        tensors and the rows of their tiles (0: always by address), ``others``, and then what all kernels take.
         """
         options, mask, lists = self.options, self.read_mask(by_column), self.lists(plan, by_column)
+        tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
+        if by_column:
+            grid, constants = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), {}
+        else:
+            grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
+            constants = {"EVEN": not self.varlen and options.max_k % plan.columns == 0}
         tma, width = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows)), padded_head(self.head)
         given = (
             mask, lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N, options.seed,
@@ -218,10 +219,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
         hopper.launch(call, special, out, lse)
         return result, lse
-    tiled = [(call.q, plan.rows), (call.k, plan.columns), (call.v, plan.columns)]
-    grid = (triton.cdiv(options.max_q, plan.rows), call.num_heads)
-    even = not call.varlen and options.max_k % plan.columns == 0
-    call.launch(attend, plan, grid, tiled, [out, lse], lse, EVEN=even)
+    call.launch(attend, plan, [], [out, lse], lse)
     return result, lse
 
 
@@ -237,15 +235,8 @@ def backward(
     dout, out = call.heads_first(dout), call.heads_first(out)
     sums = [lse, torch.empty_like(lse), torch.empty_like(lse)]  # and what ``query_gradient`` writes for the other
     call.pack(with_keys=True)
-
     plan = call.plan("dq")
-    tiled = [(call.q, plan.rows), (call.k, plan.columns), (call.v, plan.columns), (out, 0), (dout, plan.rows)]
-    grid = (triton.cdiv(options.max_q, plan.rows), call.num_heads)
-    even = not call.varlen and options.max_k % plan.columns == 0
-    call.launch(query_gradient, plan, grid, tiled, [*sums, dq], lse, EVEN=even)
-
+    call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], [*sums, dq], lse)
     plan = call.plan("dkv")
-    tiled = [(call.q, plan.rows), (call.k, plan.columns), (call.v, plan.columns), (dout, plan.rows)]
-    grid = (triton.cdiv(options.max_k, plan.columns), call.kv_heads)
-    call.launch(key_gradient, plan, grid, tiled, [*sums, dk, dv], lse, by_column=True)
+    call.launch(key_gradient, plan, [(dout, plan.rows)], [*sums, dk, dv], lse, by_column=True)
     return results
