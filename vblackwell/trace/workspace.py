@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vblackwell.machine.gpus import NUM_SMS

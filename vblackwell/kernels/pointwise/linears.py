@@ -69,8 +69,8 @@ def _fake_linears(x, *norm_and_weights):  # type: ignore[no-untyped-def]
     return [x.new_empty(*x.shape[:-1], w_NK.shape[0]) for w_NK in norm_and_weights[-1]]
 
 
-def _fake_gradients(x, tensors, needed):  # type: ignore[no-untyped-def]
-    """Like ``x`` and ``tensors``, empty where not ``needed``, but for that of ``x``."""
+def _empty_gradients(x, tensors, needed):  # type: ignore[no-untyped-def]
+    """Unwritten, like ``x`` and ``tensors``; without elements where not ``needed``, but for that of ``x``."""
     wanted = zip((x, *tensors), (True, *needed[1:]), strict=True)
     return [x.new_empty(each.shape if kept else (0,)) for each, kept in wanted]
 
@@ -134,7 +134,7 @@ def _normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tens
     return _products(n_MK, weights_NK, x)
 
 
-@register_op(lambda dys, x, norm, eps, weights, needed: _fake_gradients(x, (norm, *weights), needed))
+@register_op(lambda dys, x, norm, eps, weights, needed: _empty_gradients(x, (norm, *weights), needed))
 def _normed_linears_backward(
     dys: list[Tensor], x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor], needed: list[bool]
 ) -> list[Tensor]:
@@ -226,7 +226,7 @@ def _add_product(gradient: Tensor, left: Tensor, right: Tensor, first: bool) -> 
         torch.addmm(gradient, left.t(), right, out=gradient)
 
 
-@register_op(lambda dy, x, norm, eps, *weights: _fake_gradients(x, (norm, *weights[:-1]), weights[-1]))
+@register_op(lambda dy, x, norm, eps, *weights: _empty_gradients(x, (norm, *weights[:-1]), weights[-1]))
 def _feed_forward_block_backward(
     dy: Tensor,
     x: Tensor,
@@ -238,10 +238,7 @@ def _feed_forward_block_backward(
     needed: list[bool],
 ) -> list[Tensor]:
     """Gradients of x, the norm's weight, gate, up and down; empty where not ``needed``, but for x's."""
-    dx, dnorm_D, dgate_ID, dup_ID, ddown_DI = (
-        torch.empty(each.shape if wanted else (0,), dtype=x.dtype, device=x.device)
-        for each, wanted in zip((x, norm_D, gate_ID, up_ID, down_DI), [True, *needed[1:]], strict=True)
-    )
+    dx, dnorm_D, dgate_ID, dup_ID, ddown_DI = _empty_gradients(x, (norm_D, gate_ID, up_ID, down_DI), needed)
     x_MD, dy_MD, dx_MD = (each.reshape(-1, x.shape[-1]) for each in (x, dy, dx))
     for number, rows in enumerate(chunks(len(x_MD), gate_ID.shape[0] * x.itemsize)):
         x_CD, dy_CD, first = x_MD[rows], dy_MD[rows], number == 0

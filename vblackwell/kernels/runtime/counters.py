@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -67,22 +68,16 @@ def _place(device: torch.device) -> tuple[int, int]:
     return stream, number.value
 
 
-class _Memory:
-    """Memory of the driver's, which is never freed, as PyTorch takes it."""
-
-    def __init__(self, words: int, device: torch.device) -> None:
-        address, size = ctypes.c_uint64(), ctypes.c_size_t(4 * words)
+def _zeros(length: int, device: torch.device) -> Tensor:
+    """(2, ``length``) in memory of the driver's, which is never freed."""
+    address, size = ctypes.c_uint64(), ctypes.c_size_t(8 * length)
+    with torch.cuda.device(device):
         with outside_capture(device, "allocating counters"):
             allocate = lambda: waiting_driver().cuMemAlloc_v2(ctypes.byref(address), size)  # noqa: E731
             result = in_context(device, allocate)
             if result == _OUT_OF_MEMORY and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.empty_cache()  # which may hold what the driver lacks
                 result = in_context(device, allocate)
-        check_driver(result, f"{4 * words} bytes of counters")
-        place = {"data": (address.value, False), "version": 3}
-        self.__cuda_array_interface__ = {"shape": (words,), "typestr": "<i4"} | place
-
-
-def _zeros(length: int, device: torch.device) -> Tensor:
-    with torch.cuda.device(device):
-        return torch.as_tensor(_Memory(2 * length, device), device=device).view(2, length).zero_()
+        check_driver(result, f"{8 * length} bytes of counters")
+        place = {"shape": (2, length), "typestr": "<i4", "data": (address.value, False), "version": 3}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=device).zero_()
