@@ -70,14 +70,6 @@ def _error(a, code, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _offer(best, error, second, code, new_error):
-    """The best code, its error and the least error of another code, after one more."""
-    better = (new_error < error) | ((new_error == error) & (code < best))
-    second = tl.where(code == best, second, tl.minimum(second, tl.where(better, error, new_error)))
-    return tl.where(better, code, best), tl.where(better, new_error, error), second
-
-
-@triton.jit
 def _code_of(x, UP: tl.constexpr):
     """The E4M3 code, 1 to 126, of the value nearest to fp32 ``x`` that is not below it (UP) or not above."""
     bits = x.to(tl.int32, bitcast=True)
@@ -91,10 +83,15 @@ def _code_of(x, UP: tl.constexpr):
 
 @triton.jit
 def _more(a, start, best, error, second, begin, count, step: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """After ``count`` more codes, from ``begin`` after ``start`` on."""
+    """The best code, its error and the least error of another code, after ``count`` more, from ``begin`` after
+    ``start`` on.
+    """
     for number in range(0, count):
         code = tl.minimum(tl.maximum(start + (begin + number * step), 1), 126)
-        best, error, second = _offer(best, error, second, code, _error(a, code, WIDE, BLOCKS))
+        new_error = _error(a, code, WIDE, BLOCKS)
+        better = (new_error < error) | ((new_error == error) & (code < best))
+        second = tl.where(code == best, second, tl.minimum(second, tl.where(better, error, new_error)))
+        best, error = tl.where(better, code, best), tl.where(better, new_error, error)
     return best, error, second
 
 

@@ -135,11 +135,6 @@ def takes_bulk(k: int) -> bool:
     return k % 64 == 0 and k >= 1024
 
 
-def _row_warps(n: int) -> int:
-    """Row warps that cover N in about one block a multiprocessor, at most 8."""
-    return next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= MULTIPROCESSORS), 8)
-
-
 def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
     """``plan`` with all of a block's x staged at once where it fits, else 24 windows or a round of rings at a time."""
     turn = plan.k_warps * plan.prefetch
@@ -183,9 +178,11 @@ def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPl
     to join: blocks get taller and split K. Without clusters blocks are smaller, to fit 99 KB of shared memory.
     """
     tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
-    windows, tall = ceil_div(k, 64), _row_warps(n)
+    windows = ceil_div(k, 64)
     if clusters and bulk and takes_bulk(k):
         return _plan_bulk(tokens, n, k)
+    # Row warps that cover N in about one block a multiprocessor, at most 8.
+    tall = next((warps for warps in (1, 2, 4) if ceil_div(n, 32 * warps) <= MULTIPROCESSORS), 8)
     if not clusters:
         row_warps = {1: 1, 2: 1, 4: 2}.get(tokens, 4)
         plan = MmaPlan(tokens, row_warps, 8 // row_warps, 1, 4 if tokens < 32 else 2, 1, 32 * 1024)

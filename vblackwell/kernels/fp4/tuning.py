@@ -49,8 +49,5 @@ def _tuned(plan: Plan, device: torch.device, dtype: torch.dtype, rows: int, n: i
         found = dataclasses.replace(plan, **{name: fields[name] for name in TUNABLE[type(plan)] if name in fields})
     except ConfigurationError:
         return plan  # kept by a version that still allowed these fields
-    return found if _fits(found, k) else plan  # kept by one that needed less memory for them
-
-
-def _fits(plan: MmaPlan | WgmmaPlan, k: int) -> bool:
-    return plan.fits() if isinstance(plan, WgmmaPlan) else not plan.chunk or fits_with_norm(plan, k)
+    fits = found.fits() if isinstance(found, WgmmaPlan) else not found.chunk or fits_with_norm(found, k)
+    return found if fits else plan  # kept by one that needed less memory for them

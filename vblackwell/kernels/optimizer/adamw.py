@@ -167,45 +167,23 @@ def _halve(values: Tensor) -> Tensor:
     return values[..., 0]
 
 
-def _chunks(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(elements, fp32 values of ``previous`` + ``gradient``, memory for as many), whose squares ``sums`` receives."""
-    scratch = torch.empty(min(CHUNK, len(gradient)))
-    for start in range(0, len(gradient), CHUNK):
-        part = slice(start, start + CHUNK)
+def chunks(
+    gradient: Tensor, previous: Tensor | None, factor: Tensor | None, sums: Tensor | None, size: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """(elements, fp32 values of (``previous`` + ``gradient``) * ``factor``), ``size`` at a time; ``sums`` receives the
+    sums of squares before ``factor``.
+    """
+    scratch = torch.empty(min(size, len(gradient)))
+    for start in range(0, len(gradient), size):
+        part = slice(start, start + size)
         values, memory = gradient[part], scratch[: len(gradient[part])]
         if previous is not None:
             values = memory.copy_(previous[part]).add_(values)
         elif values.dtype != torch.float32:
             values = memory.copy_(values)
         if sums is not None:
-            block_sums(values, sums[start // BLOCK : (start + CHUNK) // BLOCK])
-        yield part, values, memory
-
-
-@torch.no_grad()
-def _piece_cpu(
-    weight: Tensor,
-    remainder: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor,
-    numbers: AdamWStep,
-    previous: Tensor | None,
-    factor: Tensor | None,
-    sums: Tensor | None,
-) -> None:
-    size = 0 if remainder is None else min(CHUNK, len(weight))
-    bits, rounded = (torch.empty(size, dtype=torch.int32) for _ in range(2))
-    for part, values, memory in _chunks(gradient, previous, sums):
-        if factor is not None:
-            values = torch.mul(values, factor, out=memory)
-        if remainder is None:
-            _fused(weight[part], values, exp_avg[part], exp_avg_sq[part], numbers)
-        else:
-            count = len(values)
-            master = join(weight[part], remainder[part], bits[:count])
-            _fused(master, values, exp_avg[part], exp_avg_sq[part], numbers)
-            split(bits[:count], weight[part], remainder[part], rounded[:count])
+            block_sums(values, sums[start // BLOCK : (start + size) // BLOCK])
+        yield part, values if factor is None else torch.mul(values, factor, out=memory)
 
 
 def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
@@ -306,9 +284,20 @@ def adamw_piece(
     check(exp_avg, "exp_avg", shape, FP32, device)
     check(exp_avg_sq, "exp_avg_sq", shape, FP32, device)
     check_factor(factor, device)
+    n = shape[0]
     if device.type != "cuda":
-        _piece_cpu(weight, remainder, exp_avg, exp_avg_sq, gradient, numbers, previous, factor, square_sums)
-    elif n := shape[0]:
+        with torch.no_grad():
+            size = 0 if remainder is None else min(CHUNK, n)
+            bits, rounded = (torch.empty(size, dtype=torch.int32) for _ in range(2))
+            for part, values in chunks(gradient, previous, factor, square_sums, CHUNK):
+                if remainder is None:
+                    _fused(weight[part], values, exp_avg[part], exp_avg_sq[part], numbers)
+                else:
+                    count = len(values)
+                    master = join(weight[part], remainder[part], bits[:count])
+                    _fused(master, values, exp_avg[part], exp_avg_sq[part], numbers)
+                    split(bits[:count], weight[part], remainder[part], rounded[:count])
+    elif n:
         compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
         tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
         args = (*tensors, n, torch_order().tail_start(n), aligned(*tensors[:6]), *numbers.words)
@@ -354,7 +343,7 @@ def square_sums(gradient: Tensor, out: Tensor, *, previous: Tensor | None = None
     check_gradients(gradient, previous, out)
     n = len(gradient)
     if gradient.device.type != "cuda":
-        for _ in _chunks(gradient, previous, out):
+        for _ in chunks(gradient, previous, None, out, CHUNK):
             pass
     elif n:
         compiled = _kernel("square_sums", 0, gradient.dtype, dtype_of(previous), gradient.device)

@@ -207,18 +207,11 @@ def adamw8_piece(
     if device.type != "cuda":
         counter = counter_words(seed, numbers.step)
         with torch.no_grad():
-            for start in range(0, n, _CHUNK):
-                part, blocks = (slice(start // unit, (start + _CHUNK) // unit) for unit in (1, SCALE_BLOCK))
-                g = gradient[part].float()
-                if previous is not None:
-                    g = previous[part].float() + g
-                if square_sums is not None:
-                    adamw.block_sums(g, square_sums[start // adamw.BLOCK : (start + _CHUNK) // adamw.BLOCK])
-                if factor is not None:
-                    g = g * factor
+            for part, g in adamw.chunks(gradient, previous, factor, square_sums, _CHUNK):
+                blocks = slice(part.start // SCALE_BLOCK, part.stop // SCALE_BLOCK)
                 low = None if remainder is None else remainder[part]
                 moments = exp_avg_codes[part], exp_avg_scales[blocks], exp_avg_sq_codes[part], exp_avg_sq_scales[blocks]
-                _update_cpu(weight[part], low, moments, g, numbers, counter, offset + start)
+                _update_cpu(weight[part], low, moments, g, numbers, counter, offset + part.start)
     elif n:
         kind = _SPLIT if remainder is not None else _FP32 if weight.dtype == torch.float32 else _STOCHASTIC
         tensors = (weight, remainder, *states, gradient, previous, factor, square_sums)

@@ -120,16 +120,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def _save_swiglu(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
-
-
 def _backward_swiglu(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, False)
     return dgate, dup
 
 
-@register_op(lambda gate, up: gate.new_empty(gate.shape), save=_save_swiglu, backward=_backward_swiglu)
+@register_op(
+    lambda gate, up: gate.new_empty(gate.shape),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=_backward_swiglu,
+)
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return kernels().swiglu(gate, up)
 
@@ -161,14 +161,6 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = Tr
     return _swiglu_linear(gate, up, weight_DI, wanted)
 
 
-def _fake_swiglu_linear(gate, up, weight_DI, wanted):  # type: ignore[no-untyped-def]
-    return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
-
-
-def _save_linear(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3])
-
-
 def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     gate, up, weight_DI = ctx.saved_tensors
     dy_MD = dy.reshape(-1, dy.shape[-1])
@@ -179,7 +171,11 @@ def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     return dgate, dup, dweight_DI, None
 
 
-@register_op(_fake_swiglu_linear, save=_save_linear, backward=_backward_linear)
+@register_op(
+    lambda gate, up, weight_DI, wanted: gate.new_empty(*gate.shape[:-1], weight_DI.shape[0]),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
+    backward=_backward_linear,
+)
 def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
     refuse_forward_mode("swiglu_linear")
     if not wanted:
