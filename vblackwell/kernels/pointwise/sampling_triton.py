@@ -209,18 +209,12 @@ def _best(
     spoiled = lane < 0
     for step in range(groups_each):
         group = part * groups_each + step
-        a, b, c, d = tl.philox(seed, (group * LANES + lane).to(tl.uint32), zero, position_low, position_high)
-        column = group * (4 * LANES) + lane
-        best, token, spoiled = _better(best, token, spoiled, logits, column, a, temperature, greedy, least, WORDS, CUT)
-        best, token, spoiled = _better(
-            best, token, spoiled, logits, column + LANES, b, temperature, greedy, least, WORDS, CUT
-        )
-        best, token, spoiled = _better(
-            best, token, spoiled, logits, column + 2 * LANES, c, temperature, greedy, least, WORDS, CUT
-        )
-        best, token, spoiled = _better(
-            best, token, spoiled, logits, column + 3 * LANES, d, temperature, greedy, least, WORDS, CUT
-        )
+        words = tl.philox(seed, (group * LANES + lane).to(tl.uint32), zero, position_low, position_high)
+        for place in tl.static_range(4):
+            column = group * (4 * LANES) + lane + place * LANES
+            best, token, spoiled = _better(
+                best, token, spoiled, logits, column, words[place], temperature, greedy, least, WORDS, CUT
+            )
     highest = tl.max(best, 0)
     first = tl.min(tl.where(best == highest, token, 0x7FFFFFFF), 0)
     at = row * tl.num_programs(1) + part
