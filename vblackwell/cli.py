@@ -288,7 +288,7 @@ def _quantize(given: dict[str, Any]) -> int:
     from vblackwell.machine.device import choose_device
     from vblackwell.tools.quantize import quantize_command
 
-    given["model"] = str(resolve_model(find_folder(given["model"])).folder)
+    given["model"] = str(resolve_model(find_folder(given["model"]))[0])
     given["device"] = str(choose_device(given.pop("device", "auto"), _note))
     return quantize_command(**given)
 

@@ -312,9 +312,9 @@ def test_newest_intact_folder_of_a_run(tmp_path_factory, broken):
         with pytest.raises(CorruptData, match="every checkpoint"):
             resolve_model(run)
         return
-    found = resolve_model(run)
-    assert found.folder == intact[-1]
-    assert len(found.problems) == len(order) - 1 - order.index(intact[-1])
+    found, problems = resolve_model(run)
+    assert found == intact[-1]
+    assert len(problems) == len(order) - 1 - order.index(intact[-1])
 
 
 def test_paths_that_hold_no_model_are_refused(tmp_path):
@@ -323,9 +323,9 @@ def test_paths_that_hold_no_model_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="neither"):
         resolve_model(tmp_path)
     folder = save(Decoder(config()), tmp_path)
-    assert resolve_model(folder).folder == folder
+    assert resolve_model(folder)[0] == folder
     with CommitFolder(tmp_path, "step-9"):
-        assert resolve_model(folder).folder == folder
+        assert resolve_model(folder)[0] == folder
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CorruptData, match="model.safetensors"):
         resolve_model(folder)
@@ -339,7 +339,7 @@ def test_the_command_prints_prompt_and_text(model, tokenizer, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == "def f" + generate(model, tokenizer, "def f", 20, top_k=50, seed=4) + "\n"
     assert "passed over" in said.err and "step-2/tokenizer.json" in said.err
-    assert resolve_model(tmp_path).folder == old
+    assert resolve_model(tmp_path)[0] == old
     with pytest.raises(ConfigurationError):
         generate_command(str(tmp_path), "def " * 100)
     assert capsys.readouterr().out == ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -68,7 +66,7 @@ def test_every_command_says_that_a_gpu_is_hidden(command, module, monkeypatch, c
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     monkeypatch.setattr(f"vblackwell.{module}.{command}_command", lambda **options: 0)
     monkeypatch.setattr("vblackwell.folders.checked.check_request", lambda *given, **options: None)
-    monkeypatch.setattr("vblackwell.generate.load.resolve_model", lambda path: SimpleNamespace(folder=path))
+    monkeypatch.setattr("vblackwell.generate.load.resolve_model", lambda path: (path, []))
     model = [str(tmp_path)] if command == "bench" else ["--model", str(tmp_path)]
     out = ["--out", str(tmp_path / "out")] if command == "quantize" else []
     assert cli._dispatch([command, *model, *out]) == 0

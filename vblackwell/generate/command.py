@@ -123,30 +123,31 @@ def generate_command(
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
     given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
-    resolved = resolve_model(find_folder(model) if not Path(model).exists() and is_hub_id(model) else Path(model))
-    for problem in resolved.problems:
+    is_id = not Path(model).exists() and is_hub_id(model)
+    folder, problems = resolve_model(find_folder(model) if is_id else Path(model))
+    for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
-    tokenizer = read_tokenizer(resolved.folder)
-    settings = resolved.folder / GENERATION
+    tokenizer = read_tokenizer(folder)
+    settings = folder / GENERATION
     stated = read_json(settings).get("eos_token_id") if settings.is_file() else None
     ends = {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
     texts = given
     if chat:
-        talk = open_chat(resolved.folder, None if places.adapter is None else Path(places.adapter))
+        talk = open_chat(folder, None if places.adapter is None else Path(places.adapter))
         texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
     pace = Pace()
     writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
-        if alone and places.use_fp4 and places.stay_on(resolved.folder, device):
-            opened = open_resident(resolved.folder, device, **places.packing)
+        if alone and places.use_fp4 and places.stay_on(folder, device):
+            opened = open_resident(folder, device, **places.packing)
         elif places.streams or not alone:
             rows = 1 if alone else min(batch_size, len(texts))
             longest = max(len(tokenizer.encode(text).ids) for text in texts) + max_new_tokens
-            opened = places.open(resolved.folder, device, rows, longest, cleanup)
+            opened = places.open(folder, device, rows, longest, cleanup)
         else:
             assignment = None if places.assignment is None else Assignment.load(places.assignment)
-            opened = open_resident(resolved.folder, device, assignment=assignment)
+            opened = open_resident(folder, device, assignment=assignment)
         if alone:
             pieces = [] if chat else [texts[0]]
 

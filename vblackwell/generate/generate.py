@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,58 +45,41 @@ def generate(
     on_token: Callable[[str], None] | None = None,
     min_p: float = 0.0,
     prefill_chunk: int | None = None,
-    *,
-    ends: Collection[int] = (),
-    special_tokens: bool = True,
-    pace: Pace | None = None,
+    **others: Any,
 ) -> str:
-    """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt`` (empty: a document
-    begins), until its end-of-text token, one of ``ends``, ``max_new_tokens`` or its limit.
-
-    ``temperature`` and so on as in ``Sampling``; the same ``seed``, prompt and logits give the same text. ``on_token``
-    is called with each new stretch of whole characters; ``prefill_chunk``: tokens of the prompt that are read in one
-    pass over the weights, by default all; ``special_tokens``: False where ``prompt`` has those that begin a text;
-    ``pace`` counts the tokens. Raises ConfigurationError: prompt and new tokens exceed the model's limit; or a value
-    out of range.
+    """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt``; ``temperature`` and
+    so on as in ``Sampling``, the ``others`` as in `generate_batch`. The same ``seed``, prompt and logits give the same
+    text. ``on_token`` is called with each new stretch of whole characters.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    pace = _begin(model, seed, prefill_chunk, pace)
-    numbers = encode(model, tokenizer, prompt, special_tokens)
-    stream = _Text(tokenizer, numbers, on_token)
-    made = _new_tokens(model, [numbers], max_new_tokens, sampling, seed, prefill_chunk, ends, pace)
-    with closing(made):
-        for new in made:
-            stream.add(new[0])
-    return stream.finish()
+    (text,) = generate_batch(
+        model, tokenizer, [prompt], max_new_tokens, sampling, seed, prefill_chunk, on_token=on_token, **others
+    )
+    return text
 
 
 def generate_batch(
-    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int, sampling: Sampling, seed: int = 0,
-    prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
-    pace: Pace | None = None,
+    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int | None, sampling: Sampling,
+    seed: int = 0, prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
+    pace: Pace | None = None, on_token: Callable[[str], None] | None = None,
 ) -> list[str]:  # fmt: skip
-    """What the model writes after each prompt, as `generate` would but for all of them in one pass a token."""
-    pace = _begin(model, seed, prefill_chunk, pace)
+    """What the model writes after each prompt (empty: a document begins), until its end-of-text token, one of ``ends``,
+    ``max_new_tokens`` or its limit, in one pass a token for all.
+
+    ``prefill_chunk``: tokens of a prompt that are read in one pass over the weights, by default all;
+    ``special_tokens``: False where prompts have those that begin a text; ``pace`` counts the tokens. Raises
+    ConfigurationError: prompt and new tokens exceed the model's limit; or a value out of range.
+    """
+    check_seed(seed)
+    check_chunk(prefill_chunk)
+    check_kind(model)
+    steps.check_one_pass(model, prefill_chunk)
+    pace = pace or Pace()
+    pace.begin()
     if not prompts:
         return []
     numbers = [encode(model, tokenizer, prompt, special_tokens) for prompt in prompts]
-    written: list[list[int]] = [[] for _ in prompts]
-    made = _new_tokens(model, numbers, max_new_tokens, sampling, seed, prefill_chunk, ends, pace)
-    with closing(made):
-        for new in made:
-            for row, token in new.items():
-                written[row].append(token)
-    return [
-        tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
-        for prompt, new in zip(numbers, written, strict=True)
-    ]
-
-
-def _new_tokens(
-    model: nn.Module, numbers: list[list[int]], max_new_tokens: int | None, sampling: Sampling, seed: int,
-    prefill_chunk: int | None, ends: Collection[int], pace: Pace,
-) -> Generator[dict[int, int], None, None]:  # fmt: skip
-    """The next token of every row whose text is not over, until all are."""
+    texts = [_Text(tokenizer, row, on_token) for row in numbers]
     longest = max(map(len, numbers))
     count = count_allowed(model, longest, max_new_tokens)
     over, open_rows = end_tokens(model) | set(ends), [*range(len(numbers))]
@@ -104,20 +87,11 @@ def _new_tokens(
         for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
             open_rows = [row for row in open_rows if tokens[row] not in over]
             if not open_rows:
-                return
+                break
             pace.tick(len(open_rows))
-            yield {row: tokens[row] for row in open_rows}
-
-
-def _begin(model: nn.Module, seed: int, prefill_chunk: int | None, pace: Pace | None) -> Pace:
-    """What holds for any text; begins to count."""
-    check_seed(seed)
-    check_chunk(prefill_chunk)
-    check_kind(model)
-    steps.check_one_pass(model, prefill_chunk)
-    pace = pace or Pace()
-    pace.begin()
-    return pace
+            for row in open_rows:
+                texts[row].add(tokens[row])
+    return [text.finish() for text in texts]
 
 
 @contextmanager
@@ -179,11 +153,9 @@ def columns(
     if steps.keeps_own_state(model) or (masked and not steps.reads_masks(model)):
         rows = [torch.tensor([row], device=device) for row in numbers]
         step = _one_by_one([stepper(model, longest + count, chunk) for _ in numbers], rows)
-    elif masked:
-        mask_BS = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in numbers], device=device)
-        step = stepper(model, longest + count, chunk, cache, mask_BS)
     else:
-        step = stepper(model, longest + count, chunk, cache)
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in numbers]
+        step = stepper(model, longest + count, chunk, cache, torch.tensor(mask, device=device) if masked else None)
     yield from draws(step, prompt_BS, count, sampling, seed, int(device.type == "cuda"), first_at_once=True)
 
 

@@ -4,7 +4,6 @@ level 0 is not kept free for keys, values and workspace holds layers that stay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,9 @@ FINAL = "final"
 CHECKPOINTS = "checkpoints"
 
 
-@dataclass(frozen=True)
-class ResolvedModel:
-    """A model folder, and what was wrong with the newer ones that were passed over."""
-
-    folder: Path
-    problems: tuple[CorruptData, ...] = ()
-
-
-def resolve_model(path: Path) -> ResolvedModel:
-    """The model folder that ``path`` means: itself, or the newest intact one of a run. Raises ConfigurationError where
-    there is nothing to open, CorruptData where all of it is damaged."""
+def resolve_model(path: Path) -> tuple[Path, list[CorruptData]]:
+    """The model folder that ``path`` means: itself, or the newest intact one of a run, and what was wrong with the
+    newer ones. Raises ConfigurationError where there is nothing to open, CorruptData where all of it is damaged."""
     if not path.is_dir():
         raise ConfigurationError(
             f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
@@ -54,18 +45,18 @@ def resolve_model(path: Path) -> ResolvedModel:
     if config.is_file() and "model_type" in read_json(config):  # a run's own settings lie under the same name
         if (path / MANIFEST).is_file():
             verify_folder(path)
-        return ResolvedModel(path)
+        return path, []
     candidates = [*newest_complete(path), *newest_complete(path / CHECKPOINTS), path / FINAL]
     candidates = [folder for folder in candidates if (folder / MANIFEST).is_file()]
     if not candidates:
         raise ConfigurationError(
             f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
         )
-    problems = []
+    problems: list[CorruptData] = []
     for folder in sorted(candidates, key=lambda each: (each / MANIFEST).stat().st_mtime_ns, reverse=True):
         try:
             verify_folder(folder)
-            return ResolvedModel(folder, tuple(problems))
+            return folder, problems
         except CorruptData as error:
             problems.append(error)
     raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class StackedCache(Cache):
     def __init__(self, stack: VGPUStack, shape: CacheShape, on_level0: int) -> None:
         self.shape, self._stack = shape, stack
         self._held: list[Reservation] = []
-        self._last: list[Callable[[], None]] = []
+        self.at_close = ExitStack()  # what `close` does first, when the device has nothing to do for the cache any more
         self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
         self._finalizer.atexit = False
         count = shape.layers - on_level0
@@ -58,14 +59,9 @@ class StackedCache(Cache):
         if self._finalizer.alive and self._stack.level0_device.type == "cuda":
             torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
         try:
-            while self._last:
-                self._last.pop()()
+            self.at_close.close()
         finally:
             self._finalizer()
-
-    def at_close(self, call: Callable[[], None]) -> None:
-        """Let ``call`` be called by `close`, when the device has nothing to do for the cache any more."""
-        self._last.append(call)
 
     def rewind(self, length: int) -> None:
         """Forget what was read after the first ``length`` positions, by those layers that have read it."""

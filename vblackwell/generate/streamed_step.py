@@ -104,7 +104,7 @@ class StreamedStep:
                 torch.cuda.synchronize(self._device)  # what was tried may still read the places
             self._close()
             raise
-        cache.at_close(self._close)
+        cache.at_close.callback(self._close)
 
     def _prepare(self, model: Any, engine: Offload, cache: StackedCache, rows: int) -> None:
         config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held

@@ -156,7 +156,7 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
             "folder or hub id, or a run folder of vb train"
         )
-    folder = resolve_model(find_folder(text)).folder
+    folder, _ = resolve_model(find_folder(text))
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
     check_weights(folder)
