@@ -16,8 +16,8 @@ MINIATURE = [
     "--seq-length", "32", "--batch-size", "4", "--learning-rate", "1e-2", "--device", "cpu", "--no-tensorboard",
     "--sample-tokens", "8",
 ]  # fmt: skip
-# Methods after whose first call a child may signal itself: a step is recorded; a checkpoint is committed.
-RECORDED, COMMITTED = "vblackwell.train.metrics:MetricsLog.write", "vblackwell.train.checkpoint:Checkpoints.write"
+# After whose first call a child may signal itself: a step is recorded; a checkpoint is committed.
+RECORDED, COMMITTED = "vblackwell.train.metrics:MetricsLog.write", "vblackwell.train.run:write_checkpoint"
 # Training state is 16 bytes a parameter, 430 KiB: far more than level 0, so that the run streams.
 LEVELS = ["--fast-memory", "128KiB", "--host-memory", "512KiB", "--disk-memory", "8MiB"]
 

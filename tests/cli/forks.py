@@ -7,6 +7,7 @@ child that was asked for, or the exit code of one to wait for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -91,8 +92,8 @@ class ForkServer:
             environment: added to the server's; None removes a variable.
             limits: by name, as RLIMIT_FSIZE for the largest file that it may write.
             cgroup: what it joins.
-            signal_after: ("module:Class.method", signals): it sends itself the signals when that method has returned
-                for the first time. A signal from here would come too late on a busy machine.
+            signal_after: ("module:function" or "module:Class.method", signals): it sends itself the signals when that
+                has returned for the first time. A signal from here would come too late on a busy machine.
         """
         self._count += 1
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
@@ -123,18 +124,18 @@ class ForkServer:
 
 def _signal_after(name: str, numbers: list[int]) -> None:
     module, _, path = name.partition(":")
-    owner, _, method = path.partition(".")
-    kind = getattr(importlib.import_module(module), owner)
-    called = getattr(kind, method)
+    *owners, function = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    called = getattr(owner, function)
 
     def call_then_signal(*args: Any, **kwargs: Any) -> Any:
         found = called(*args, **kwargs)
-        setattr(kind, method, called)
+        setattr(owner, function, called)
         for number in numbers:
             os.kill(os.getpid(), number)
         return found
 
-    setattr(kind, method, call_then_signal)
+    setattr(owner, function, call_then_signal)
 
 
 def _child(request: dict[str, Any]) -> None:

@@ -166,15 +166,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(monkeypatch, tmp_p
     parts = SimpleNamespace(model=nn.Linear(2, 2))
     said = []
     run = SimpleNamespace(parts=parts, config=TrainConfig(keep_checkpoints=1))
-    checkpoints = checkpoint.Checkpoints(tmp_path, run, said.append)
-    checkpoints.write(TrainerState(step=1))
+    checkpoint.write_checkpoint(tmp_path, run, said.append, TrainerState(step=1))
 
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as broken:
         broken.setattr(shutil, "rmtree", fail)
-        checkpoints.write(TrainerState(step=2))
+        checkpoint.write_checkpoint(tmp_path, run, said.append, TrainerState(step=2))
     assert len(said) == 1 and "could not be removed" in said[0] and "Input/output error" in said[0]
-    checkpoints.write(TrainerState(step=3))
+    checkpoint.write_checkpoint(tmp_path, run, said.append, TrainerState(step=3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"] and len(said) == 1

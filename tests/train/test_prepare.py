@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,8 +34,7 @@ def test_epochs_become_steps():
 def test_a_frozen_model_is_refused_before_memory_is_taken(monkeypatch):
     """torch's own words come later, and are of an empty parameter list, or of a tensor without grad_fn."""
     made = Decoder(DecoderConfig(64, 32, 64, 2, 2, max_position=16), seed=0, device="cpu").requires_grad_(False)
-    source = SimpleNamespace(tokenizer_path=None, build=lambda config, corpus: trainable(made))
-    monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: source)
+    monkeypatch.setattr("vblackwell.train.prepare.find_model", lambda config, cleanup: trainable(made))
     monkeypatch.setattr("vblackwell.train.prepare.open_data", lambda *_: (None, None, None))
     with pytest.raises(ConfigurationError, match="Decoder has nothing to train: all of its .* frozen"):
         prepare(TrainConfig(), CPU, Progress(), StopRequest(), ExitStack())

@@ -27,7 +27,7 @@ from vblackwell.folders import commit
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.folder import GENERATION, TOKENS, copy_tokenizer, read_json, save_model, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
-from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, save_adapter, whole_tensors, write_adapter
+from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
 from vblackwell.nn.decoder.decoder import Decoder
@@ -35,7 +35,7 @@ from vblackwell.offload.api import offload_of
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.prepare import Prepared
-from vblackwell.train.runfolder import ADAPTER, CHECKPOINTS, FINAL
+from vblackwell.train.runfolder import CHECKPOINTS, FINAL
 from vblackwell.train.trainer import TrainerState, default_warmup_steps
 from vblackwell.units import format_bytes
 
@@ -44,71 +44,64 @@ FORMAT = 2  # of trainer.json; 1 was of runs that held out the last documents
 METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 
 
-class Checkpoints:
-    """The checkpoints of one run, under ``parent``."""
+def write_checkpoint(parent: Path, prepared: Prepared, say: Callable[[str], None], state: TrainerState) -> None:
+    """Commit the run as it is now under ``parent``; then remove the oldest. Raises DiskError: earlier checkpoints
+    are untouched."""
+    needed = _checkpoint_bytes(prepared.parts.model) + METADATA_BYTES
+    with commit.CommitFolder(parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
+        _write_checkpoint(folder, prepared)
+        folder.add_json(TRAINER, _trainer_json(prepared, state))
+    try:
+        commit.prune(parent, prepared.config.keep_checkpoints)
+    except DiskError as error:  # the new one is safe
+        say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
 
-    def __init__(self, parent: Path, prepared: Prepared, say: Callable[[str], None]) -> None:
-        self.parent, self._prepared, self._say = parent, prepared, say
 
-    def write(self, state: TrainerState) -> None:
-        """Commit the run as it is now; then remove the oldest. Raises DiskError: earlier checkpoints are untouched."""
-        needed = _checkpoint_bytes(self._prepared.parts.model) + METADATA_BYTES
-        with commit.CommitFolder(self.parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
-            _write_checkpoint(folder, self._prepared)
-            folder.add_json(TRAINER, _trainer_json(self._prepared, state))
-        try:
-            commit.prune(self.parent, self._prepared.config.keep_checkpoints)
-        except DiskError as error:  # the new one is safe
-            self._say(f"an older checkpoint could not be removed, which takes space on the disk: {error}")
-
-    def load_newest(self) -> TrainerState | None:
-        """Load the newest intact checkpoint into the model; None, and a message, if there is none yet. Raises
-        ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
-        """
-        prepared, say = self._prepared, self._say
-        model, made = prepared.parts.model, adapted(prepared.parts.model)
-        if self.parent.is_dir():
-            commit.clean_leftovers(self.parent)
-        found, problems = commit.newest_verified(self.parent)
-        for problem in problems:
-            say(f"passed over a damaged checkpoint: {problem}")
-        if found is None:
-            if problems:
-                raise CorruptData(
-                    f"{self.parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out"
-                )
-            say("no checkpoint yet: starting over")
-            return None
-        stored = read_json(found / TRAINER)
-        if stored.get("format", 1) < FORMAT:
-            raise CorruptData(
-                f"{found} is of an older version, which held out the last documents of the data for validation, and "
-                "this one draws them: go on with that version, or start a new run with another --out"
-            )
-        if stored.get("fingerprint") != prepared.corpus.fingerprint:
-            raise CorruptData(
-                f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
-            )
-        refuse_other_run(prepared.config, found, stored["config"])
-        if made is not None and stored.get("base") != made.base:
-            raise CorruptData(
-                f"{found} holds an adapter for another base than --model {prepared.config.model}: give the folder that "
-                "the run was started with"
-            )
-        state = TrainerState.from_json(stored["state"])
-        with ExitStack() as opened:
-            prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
-            import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
-        say(f"resumed from {found} after step {state.step}")
-        before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
-        arithmetic = _arithmetic(prepared).items()
-        changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
-        if changed:
-            say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
-        end = prepared.config.max_steps
-        if stored["max_steps"] != end:
-            say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
-        return state
+def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) -> TrainerState | None:
+    """Load the newest intact checkpoint under ``parent`` into the model; None, and a message, if there is none yet.
+    Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
+    """
+    model, made = prepared.parts.model, adapted(prepared.parts.model)
+    if parent.is_dir():
+        commit.clean_leftovers(parent)
+    found, problems = commit.newest_verified(parent)
+    for problem in problems:
+        say(f"passed over a damaged checkpoint: {problem}")
+    if found is None:
+        if problems:
+            raise CorruptData(f"{parent}: no checkpoint is intact ({problems[0]}); start a new run with another --out")
+        say("no checkpoint yet: starting over")
+        return None
+    stored = read_json(found / TRAINER)
+    if stored.get("format", 1) < FORMAT:
+        raise CorruptData(
+            f"{found} is of an older version, which held out the last documents of the data for validation, and "
+            "this one draws them: go on with that version, or start a new run with another --out"
+        )
+    if stored.get("fingerprint") != prepared.corpus.fingerprint:
+        raise CorruptData(
+            f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
+        )
+    refuse_other_run(prepared.config, found, stored["config"])
+    if made is not None and stored.get("base") != made.base:
+        raise CorruptData(
+            f"{found} holds an adapter for another base than --model {prepared.config.model}: give the folder that "
+            "the run was started with"
+        )
+    state = TrainerState.from_json(stored["state"])
+    with ExitStack() as opened:
+        prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
+        import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
+    say(f"resumed from {found} after step {state.step}")
+    before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
+    arithmetic = _arithmetic(prepared).items()
+    changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
+    if changed:
+        say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
+    end = prepared.config.max_steps
+    if stored["max_steps"] != end:
+        say(f"the run now ends at step {end}, before at {stored['max_steps']}: the schedule is another")
+    return state
 
 
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
@@ -126,14 +119,6 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
             specs, tensors = published.specs, published.tensors()
         save_model(folder, prepared.model_config, specs, tensors, tokenizer, generation=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
-
-
-def export_adapter(parent: Path, prepared: Prepared) -> Path | None:
-    """The trained adapters as a folder ``parent``/adapter, which peft opens; None if there are none."""
-    if adapted(prepared.parts.model) is None:
-        return None
-    template = None if prepared.template is None else prepared.template.source
-    return save_adapter(prepared.parts.model, parent / ADAPTER, chat_template=template)
 
 
 def finished_step(final: Path) -> int | None:

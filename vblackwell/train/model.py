@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vblackwell.data.corpus import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
@@ -37,52 +37,38 @@ from vblackwell.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model that is about to be put into a stack and trained. ``loss``: called with input_ids, targets and, for
-    packed documents, positions, all (B, S) int64; the mean loss. ``config``: its config.json; ``heads``: query heads,
-    key and value heads, and the width of one; ``initialize`` fills it, from meta, if it has no weights yet.
+    """A model that is about to be put into a stack and trained. ``config``: its config.json; ``heads``: query heads,
+    key and value heads, and the width of one; ``initialize`` fills it, from meta, if it has no weights yet; ``folder``:
+    where it comes from, None for a preset.
     """
 
     model: nn.Module
-    loss: Callable[..., Tensor]
     config: dict[str, Any]
     heads: tuple[int, int, int]
     initialize: Initialize | None = None
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where the model comes from: a ``folder``'s ``model``, or None of both for a preset. ``tokenizer_path``: what the
-    data is encoded with, None to train a tokenizer; ``tokenizer_folder``: the model folder, if its tokenizer is used.
-    """
-
-    model: TrainableModel | None
-    tokenizer_path: Path | None
-    tokenizer_folder: Path | None = None
     folder: Path | None = None
 
-    def build(self, config: TrainConfig, corpus: Corpus) -> TrainableModel:
-        """The folder's model; or the preset's in fp32, drawn from the run's seed as the stack loads it."""
-        if self.model is not None:
-            return self.model
-        model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
-        return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
+
+def preset_model(config: TrainConfig, corpus: Corpus) -> TrainableModel:
+    """The preset's model in fp32, drawn from the run's seed as the stack loads it."""
+    model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
+    return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
 
 
-def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
-    """What ``--model`` and ``--tokenizer`` mean; the folder's files stay open until ``cleanup``. Raises
+def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None:
+    """What ``--model`` means, None for a preset; the folder's files stay open until ``cleanup``. Raises
     ConfigurationError: no folder, no tokenizer, or they and the flags disagree; FolderMismatch, CorruptData,
     Unsupported: of the folder.
     """
-    tokenizer = None if config.tokenizer is None else Path(config.tokenizer)
     if config.model is None:
-        return ModelSource(None, tokenizer)
+        return None
     folder = find_folder(config.model)
     if (folder / MANIFEST).is_file():  # we wrote it, and know its bytes
         try:
             verify_folder(folder)
         except CorruptData as error:
             raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
-    if tokenizer is None and not (folder / "tokenizer.json").is_file():
+    if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(
             f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
         )
@@ -94,10 +80,9 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> ModelSource:
         )
     weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
-    path = tokenizer or folder
+    path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    model = dataclasses.replace(found, initialize=weights)
-    return ModelSource(model, path, folder if tokenizer is None else None, folder)
+    return dataclasses.replace(found, initialize=weights, folder=folder)
 
 
 def _on_meta(folder: Path) -> nn.Module:
@@ -118,11 +103,11 @@ def trainable(model: nn.Module) -> TrainableModel:
     """A `Decoder` or a causal model of transformers with what training asks of it."""
     heads = training.attention_heads(model)
     if isinstance(model, Decoder):
-        return TrainableModel(model, model, model.config.to_hf(), heads)
+        return TrainableModel(model, model.config.to_hf(), heads)
     made: Any = model
     text = made.config.get_text_config()
     names = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
-    return TrainableModel(model, training.training_loss(model), config_json(model) | names, heads)
+    return TrainableModel(model, config_json(model) | names, heads)
 
 
 def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
@@ -150,16 +135,16 @@ def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
 
 
 def adapt_model(
-    config: TrainConfig, found: TrainableModel, source: ModelSource, device: torch.device, say: Callable[[str], None]
+    config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
     """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
-    assert config.lora is not None and config.model is not None and found.initialize is not None
-    assert source.folder is not None
+    assert config.lora is not None and config.model is not None
+    assert found.initialize is not None and found.folder is not None
     model, given = found.model, Path(config.model)
     fill = adapt(
         model,
         found.initialize,
-        source.folder,
+        found.folder,
         Lora.parse(config.lora),
         name=str(given.resolve()) if given.is_dir() else config.model,
         fp4="nvfp4" if config.use_fp4 else None,

@@ -22,7 +22,7 @@ from vblackwell.machine.device import cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
-from vblackwell.nn.convert.training import checkpoint_layers, fuse
+from vblackwell.nn.convert.training import checkpoint_layers, fuse, training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.groups import Formats, supports
@@ -31,7 +31,15 @@ from vblackwell.planner.placement import Plan
 from vblackwell.trace.trace import Untraceable, refuse_frozen
 from vblackwell.train.auto import apply_plan, make_training_plan, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.model import adapt_model, choose_attention, find_model, use_assignment, use_fp4
+from vblackwell.train.model import (
+    TrainableModel,
+    adapt_model,
+    choose_attention,
+    find_model,
+    preset_model,
+    use_assignment,
+    use_fp4,
+)
 from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.train.trainer import LossScaler, Parts, Schedule, default_warmup_steps
 from vblackwell.units import format_bytes
@@ -72,15 +80,15 @@ def prepare(
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
-    source = find_model(config, cleanup)  # before the data, which may take long to read
+    found = find_model(config, cleanup)  # before the data, which may take long to read
     with stop.interrupting():
-        corpus, train, validation = open_data(config, source.tokenizer_path, progress)
+        corpus, train, validation = open_data(config, found, progress)
     packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
     torch.manual_seed(config.seed)
-    found = source.build(config, corpus)
+    found = found or preset_model(config, corpus)
     model = found.model
     if config.lora is not None:
-        found = adapt_model(config, found, source, device, progress.say)
+        found = adapt_model(config, found, device, progress.say)
     elif config.use_fp4:
         use_fp4(config, model, progress.say)
     elif config.assignment is not None:
@@ -150,16 +158,16 @@ def prepare(
         schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if precision.needs_scaler else None,
         device=device,
-        loss=found.loss,
+        loss=training_loss(model),
     )
-    return Prepared(config, found.config, corpus, parts, source.tokenizer_folder, plan, attention)
+    tokenizer_folder = found.folder if config.tokenizer is None else None
+    return Prepared(config, found.config, corpus, parts, tokenizer_folder, plan, attention)
 
 
 def inspect_data(config: TrainConfig, progress: Progress) -> None:
     """``--inspect-data``: print the first rows as the model would see them."""
     with ExitStack() as opened:
-        source = find_model(config, opened)
-        corpus, train, _ = open_data(config, source.tokenizer_path, progress)
+        corpus, train, _ = open_data(config, find_model(config, opened), progress)
     for line in inspect_lines(train, corpus.tokenizer):
         progress.say(line)
 
@@ -200,9 +208,11 @@ def _close_engine(model: nn.Module) -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def open_data(config: TrainConfig, tokenizer_path: Path | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
-    """The data of ``--data``, what of it is trained on, and what is held out; what conversations are is said."""
+def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
+    """The data of ``--data``, what of it is trained on, and what is held out; what conversations are is said. It is
+    encoded with ``--tokenizer``, or else with that of the model's folder; without either one is trained."""
     path = None if config.data is None else Path(config.data)
+    tokenizer_path = Path(config.tokenizer) if config.tokenizer is not None else model and model.folder
     source = find_text(path)
     if source.left_out:
         names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,26 @@ import torch
 
 from vblackwell.data.chat import ChatDataset
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
+from vblackwell.generate.adapters import adapted, save_adapter
 from vblackwell.generate.generate import generate, position_limit
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
-from vblackwell.train.checkpoint import Checkpoints, export_adapter, export_final, finished_step, refuse_full_disk
+from vblackwell.train.checkpoint import export_final, finished_step, load_newest, refuse_full_disk, write_checkpoint
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, Stopped, StopRequest, open_progress
-from vblackwell.train.runfolder import REPORT, TRACE, RunFolder, default_out, read_stored_config, write_settings
+from vblackwell.train.runfolder import (
+    ADAPTER,
+    REPORT,
+    TRACE,
+    RunFolder,
+    default_out,
+    read_stored_config,
+    write_settings,
+)
 from vblackwell.train.trainer import Trainer
 from vblackwell.units import format_bytes, format_seconds
 
@@ -94,8 +104,8 @@ def _to_the_end(
     """Resume if asked, train, export, report; the exit code."""
     config, parts = prepared.config, prepared.parts
     assert config.max_steps is not None
-    checkpoints = Checkpoints(folder.checkpoints, prepared, progress.say)
-    state = checkpoints.load_newest() if config.resume else None
+    checkpoints = (folder.checkpoints, prepared, progress.say)
+    state = load_newest(*checkpoints) if config.resume else None
     if state is not None and state.step > config.max_steps:
         raise ConfigurationError(
             f"the run ends at step {config.max_steps}, and its newest checkpoint is of step {state.step}: raise "
@@ -118,7 +128,7 @@ def _to_the_end(
                 losses.setdefault(f"first_{name}", value)
                 losses[f"last_{name}"] = value
 
-    trainer = Trainer(config, parts, progress, stop, record, checkpoints.write, step_context)
+    trainer = Trainer(config, parts, progress, stop, record, partial(write_checkpoint, *checkpoints), step_context)
     if state is not None:
         trainer.restore(state)
     began, first_step = time.perf_counter(), trainer.step
@@ -133,11 +143,14 @@ def _to_the_end(
             f"stopped by {stop.signal.name} after step {trainer.step}: go on with --resume --out {folder.path}"
         )
         return stop.exit_code
-    adapter = export_adapter(folder.path, prepared)
-    if adapter is not None:
+    merged = ""
+    if adapted(parts.model) is not None:
+        template = None if prepared.template is None else prepared.template.source
+        adapter = save_adapter(parts.model, folder.path / ADAPTER, chat_template=template)
         progress.say(f"adapter: {adapter}")
+        merged = " (the adapter merged)"
     export_final(folder.path, prepared, trainer.state())
-    progress.say(f"model: {folder.final}" + (" (the adapter merged)" if adapter is not None else ""))
+    progress.say(f"model: {folder.final}{merged}")
     engine = offload_of(parts.model)
     assert engine is not None
     speed = steps * config.tokens_per_step / max(seconds, 1e-9)
