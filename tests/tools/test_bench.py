@@ -80,7 +80,7 @@ def test_the_attention_of_a_model_of_transformers(tmp_path, capsys):
     assert rungs[1]["attention"] == "auto: flash" and rungs[1]["inference"]["output_change"]["relative"] < 0.5
 
 
-def test_a_rung_without_room_leaves_the_others(monkeypatch):
+def test_a_rung_without_room_leaves_the_others(monkeypatch, capsys):
     def full(case, rung, first):
         if rung.name == "fp32":
             raise torch.OutOfMemoryError("no room")
@@ -91,10 +91,9 @@ def test_a_rung_without_room_leaves_the_others(monkeypatch):
     monkeypatch.setattr(bench, "_train", full)
     model = Decoder(config(), seed=3)
     case = Case(model, zipf_tokens(300, (3, 1, 9), 0), torch.device("cpu"), 1e-3)
-    said = []
-    rows = list(climb(case, LADDER[:3], ("training",), said.append))
+    rows = list(climb(case, LADDER[:3], ("training",)))
     assert [row["refused"] for row in rows] == [{"training": "out of memory"}, {"training": "level 0 is full"}, {}]
-    assert said == ["1/3 fp32: training", "2/3 bf16: training", "3/3 fp4: training"]
+    assert capsys.readouterr().err.splitlines() == ["1/3 fp32: training", "2/3 bf16: training", "3/3 fp4: training"]
 
 
 def test_tokens_fall_off_as_words_do():

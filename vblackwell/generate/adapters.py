@@ -80,13 +80,13 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 def adapt(
     model: nn.Module, weights: Initialize, folder: Path, lora: Lora | None, *, name: str | None = None,
-    fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, tiled: bool = False, seed: int = 0,
-    values: Path | None = None, device: torch.device | str = "cpu",
+    fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, seed: int = 0, values: Path | None = None,
+    device: torch.device,
 ) -> Initialize:  # fmt: skip
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now, from ``folder``. ``name``: path or
     hub id of the base; ``fp4``: format that its linears (fp4_layers, but not keep) are packed to on ``device``, one at
-    a time, ``tiled`` for the fused kernels; the adapters begin with the folder ``values``, or with what ``seed`` draws.
+    a time, on a GPU as the fused kernels want it; the adapters begin with the folder ``values``, or what ``seed`` draws.
     Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
     installed.
     """
@@ -94,6 +94,7 @@ def adapt(
     around, config = {}, {}
     if lora is not None:
         around, config = adapter_targets(model), add_adapters(model, lora, name or str(folder))
+    tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
     if lora is None:
         return _Filling(model, weights, seed, device, None)
@@ -142,11 +143,10 @@ class _Filling:
     """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
 
     def __init__(
-        self, model: nn.Module, weights: Initialize, seed: int, device: torch.device | str,
-        values: dict[str, Tensor] | None,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, weights: Initialize, seed: int, device: torch.device, values: dict[str, Tensor] | None
+    ) -> None:
         self._model, self._values = weakref.ref(model), values
-        self._weights, self._seed, self._device = weights, seed, torch.device(device)
+        self._weights, self._seed, self._device = weights, seed, device
         self._ready: dict[str, Tensor] = {}
 
     def __call__(self, name: str, out: Tensor) -> None:

@@ -85,12 +85,10 @@ def load_causal_lm(
     with opened as weights:
         weights.load_buffers()
         initialize: Initialize = weights
-        device = stack.level0_device
-        tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
         if lora is not None or fp4 is not None:
             initialize = adapt(
-                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, tiled=tiled,
-                seed=seed, values=None if adapter is None else Path(adapter), device=device,
+                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, seed=seed,
+                values=None if adapter is None else Path(adapter), device=stack.level0_device,
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)

@@ -73,8 +73,7 @@ class Places:
         disk = self.disk_memory if wants_disk else 0
         stack = create_vgpu_stack(self.fast_memory, self.host_memory, disk, self.disk_path, device=device)
         cleanup.callback(stack.close)
-        adapter = None if self.adapter is None else Path(self.adapter)
-        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=adapter, **self.packing)
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=self.adapter, **self.packing)
         engine = offload_of(model)
         if engine is not None:
             cleanup.callback(engine.close)

@@ -93,15 +93,15 @@ def load_decoder(
 
 
 def open_resident(
-    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, fp4_layers: str = "all",
-    keep: str | None = None, assignment: Assignment | None = None,
+    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, assignment: Assignment | None = None,
+    **packing: Any,
 ) -> nn.Module:  # fmt: skip
     """A model for writing alone, all of it on ``device``, in eval mode, with an ``assignment``'s or packed linears
-    (``fp4``, of a ``Decoder`` alone); raises as `load_decoder`. On a GPU a ``Decoder`` computes projections of one
-    input as one product, and other architectures run on fused operators where these compute the same.
+    (``fp4`` and ``packing`` as for `load_decoder`, of a ``Decoder`` alone); raises as that. On a GPU a ``Decoder``
+    computes projections of one input as one product, and other architectures run on fused operators where these
+    compute the same.
     """
-    packing: dict[str, Any] = {"fp4": fp4, "fp4_layers": fp4_layers, "keep": keep}
-    model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, **packing)
+    model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, fp4=fp4, **packing)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
             layer = model.get_submodule(name)
@@ -136,22 +136,15 @@ def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dt
     return model.to(device).eval()
 
 
-def open_streamed(
-    folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, fp4: str | None = None, fp4_layers: str = "all",
-    keep: str | None = None, adapter: Path | None = None,
-) -> nn.Module:  # fmt: skip
+def open_streamed(folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, **options: Any) -> nn.Module:
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears stay packed. On a GPU bytes are
-    kept free for keys and values of ``rows`` sequences of ``tokens``; the others as for `load_causal_lm`.
+    kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`.
     """
     config, level = read_config(folder), stack.levels[0]
-    placement: dict[str, Any] = {"placement": "streamed"}
     if stack.level0_device.type == "cuda":
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
-        placement["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `level0_for` divides anew for each text
-    model = load_causal_lm(
-        folder, stack, dtype=stored_dtype(config), trainable=False, adapter=adapter, fp4=fp4, fp4_layers=fp4_layers,
-        keep=keep, **placement,
-    )  # fmt: skip
+        options["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `level0_for` divides anew for each text
+    model = load_causal_lm(folder, stack, dtype=stored_dtype(config), trainable=False, placement="streamed", **options)
     accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
 

@@ -13,8 +13,8 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def bench_command(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "threads": None if device.type == "cuda" else torch.get_num_threads(),
-        "rungs": list(climb(case, chosen, wanted, lambda text: print(text, file=sys.stderr, flush=True))),
+        "rungs": list(climb(case, chosen, wanted)),
     }
     print(json.dumps(report, indent=2) if json_file == "-" else "\n".join(_lines(report)))
     if path is not None:
@@ -202,10 +202,8 @@ class Case:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
 
-def climb(
-    case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...], say: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """Each rung's measurements as JSON values, or the reason why there are none; ``say`` is told what begins."""
+def climb(case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Each rung's measurements as JSON values, or the reason why there are none; standard error has what begins."""
     if case.device.type == "cuda":  # what the first products and their backward allocate for good counts for no rung
         leaf = torch.ones(16, 16, device=case.device, requires_grad=True)
         (leaf.exp() @ leaf).sum().backward()
@@ -216,23 +214,17 @@ def climb(
         row["refused"] = refused
         for phase, measured in (("inference", _infer), ("training", _train)):
             if phase in phases and not (phase == "inference" and rung.checkpointing):  # which changes nothing there
-                say(f"{number}/{len(rungs)} {rung.name}: {phase}")
-                with _refusals(refused, phase):
+                print(f"{number}/{len(rungs)} {rung.name}: {phase}", file=sys.stderr, flush=True)
+                try:
                     row |= measured(case, rung, first)
+                except VBError as error:
+                    refused[phase] = str(error)
+                except torch.OutOfMemoryError:
+                    refused[phase] = "out of memory"
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
         yield row
-
-
-@contextmanager
-def _refusals(refused: dict[str, str], phase: str) -> Iterator[None]:
-    try:
-        yield
-    except VBError as error:
-        refused[phase] = str(error)
-    except torch.OutOfMemoryError:
-        refused[phase] = "out of memory"
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _attend(case: Case, rung: Rung, model: nn.Module) -> str:

@@ -150,7 +150,6 @@ def adapt_model(
         fp4="nvfp4" if config.use_fp4 else None,
         fp4_layers=config.fp4_layers,
         keep=config.keep,
-        tiled=device.type == "cuda",
         seed=config.seed,
         device=device,
     )

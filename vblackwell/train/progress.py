@@ -116,11 +116,6 @@ def describe(record: StepRecord, val_loss: float | None = None) -> str:
     return "  ".join(filter(None, parts))
 
 
-def open_progress() -> Progress:
-    """Rich on a terminal, plain lines otherwise."""
-    return RichProgress() if sys.stdout.isatty() else Progress()
-
-
 # -- requests to stop --------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -28,7 +29,7 @@ from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
-from vblackwell.train.progress import Progress, Stopped, StopRequest, open_progress
+from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
 from vblackwell.train.runfolder import (
     ADAPTER,
     REPORT,
@@ -45,7 +46,7 @@ from vblackwell.units import format_bytes, format_seconds
 def train(config: TrainConfig) -> int:
     """Run ``vb train``; the process's exit code. Raises VBError: whatever was refused or failed, as one sentence."""
     refuse_distributed()
-    progress = open_progress()
+    progress = RichProgress() if sys.stdout.isatty() else Progress()
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
         if config.inspect_data:
