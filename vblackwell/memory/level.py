@@ -294,11 +294,11 @@ class DeviceLevel(Level):
 
     device: torch.device
 
-    def __init__(self, device: torch.device | str, capacity_bytes: int, name: str | None = None) -> None:
+    def __init__(self, device: torch.device | str, capacity_bytes: int) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__(name or ("arena" if device.type == "cpu" else str(device)), device, capacity_bytes, ALIGNMENT)
+        super().__init__("arena" if device.type == "cpu" else str(device), device, capacity_bytes, ALIGNMENT)
 
     def _take(self, held_bytes: int) -> tuple[int, list[torch.Tensor | None]]:
         return 0, [None]

@@ -119,7 +119,13 @@ class Source:
                 "under torch.device('meta'), or leave initialize out"
             )
         for name, param in params:
-            _refuse_followers(name, param)
+            # What hangs on a tensor's content, and not on the object, would stay with the content.
+            hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+            if hooked or weakref.getweakrefs(param):
+                raise ConfigurationError(
+                    f"{name!r} is on the meta device and has {'hooks' if hooked else 'weak references'}: register them "
+                    "after the model was put into its stack"
+                )
         self._model, self._initialize = model, initialize
         self._meta_buffers = buffers
         self._filled: dict[Tensor, Tensor] = {}
@@ -182,16 +188,6 @@ class Source:
     def give_back(self) -> None:
         """Undo `take_over`, as far as it came."""
         self._undo.close()
-
-
-def _refuse_followers(name: str, param: Tensor) -> None:
-    """What hangs on a tensor's content, and not on the object, would stay with the content."""
-    hooked = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
-    if hooked or weakref.getweakrefs(param):
-        raise ConfigurationError(
-            f"{name!r} is on the meta device and has {'hooks' if hooked else 'weak references'}: register them "
-            "after the model was put into its stack"
-        )
 
 
 def _swap_content(param: Tensor, other: Tensor) -> None:
