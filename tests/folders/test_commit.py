@@ -173,7 +173,7 @@ def test_newest_is_by_number_and_needs_a_manifest(tmp_path):
     (tmp_path / "step-500").mkdir()
     (tmp_path / "step-x").mkdir()
     assert [path.name for path in newest_complete(tmp_path)] == ["step-100", "step-20", "step-9"]
-    assert [path.name for path in prune(tmp_path, 2)] == ["step-9"]
+    prune(tmp_path, 2)
     assert [path.name for path in newest_complete(tmp_path)] == ["step-100", "step-20"]
     assert newest_complete(tmp_path / "gone") == [] and newest_verified(tmp_path / "gone") == (None, [])
 
@@ -210,13 +210,12 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
         assert not (tmp_path / "step-7.tmp").exists()
         other = subprocess.run(
             [sys.executable, "-c", "import sys; from pathlib import Path; from vblackwell.folders.commit import *\n"
-             "print(clean_leftovers(Path(sys.argv[1])))\n"
+             "clean_leftovers(Path(sys.argv[1]))\n"
              "try: CommitFolder(Path(sys.argv[1]), 'step-8').__enter__()\n"
              "except DiskError as error: print(error)", str(tmp_path)],
             capture_output=True, text=True,
         )  # fmt: skip
-        assert other.stdout.startswith("[]\n") and "written by another process" in other.stdout, other
-        assert folder.path.is_dir()
+        assert "written by another process" in other.stdout and folder.path.is_dir(), other
     assert newest_complete(tmp_path) == [tmp_path / "step-8"]
 
 

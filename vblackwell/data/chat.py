@@ -32,7 +32,7 @@ from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, con
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, special_after
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, turn_end
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
@@ -180,13 +180,10 @@ class ChatTemplate:
 
     def turn_end(self, tokenizer: Tokenizer) -> int | None:
         """The special token that ends an answer; None if the template writes none, or takes no plain question."""
-        mark = _MARKS[0]
-        asked = [{"role": "user", "content": "?"}, {"role": ANSWER, "content": mark}]
         try:
-            text, _ = self._rendered(asked, "a question")
+            return turn_end(tokenizer, lambda asked: self._rendered(asked, "a question")[0])
         except ConfigurationError:
             return None
-        return special_after(tokenizer, text.rpartition(mark)[2])
 
     def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[tuple[int, int]]]:
         refusal = (f"{place}: {self.origin} refuses it", "; change the line or the template")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,7 @@ class Chat:
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
         """The special token that the template writes after an answer, if it writes one."""
-        text = self._written([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
-        found = special_after(tokenizer, text.rpartition(_MARK)[2])
+        found = turn_end(tokenizer, self._written)
         return set() if found is None else {found}
 
     def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
@@ -112,9 +111,10 @@ def open_tokenizer(folder: Path) -> Any:
         raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
 
 
-def special_after(tokenizer: Tokenizer, text: str) -> int | None:
-    """The special token that ``text`` begins with, white space aside; None if it begins with another."""
-    numbers = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids[:1]
+def turn_end(tokenizer: Tokenizer, write: Callable[[list[dict[str, str]]], str]) -> int | None:
+    """The special token that comes, white space aside, after an answer as ``write`` writes it; None: another one."""
+    text = write([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
+    numbers = tokenizer.encode(text.rpartition(_MARK)[2].lstrip(), add_special_tokens=False).ids[:1]
     known = tokenizer.get_added_tokens_decoder()
     return next((number for number in numbers if number in known and known[number].special), None)
 

@@ -14,6 +14,7 @@ the folder: the kernel may have dropped the pages, and a second call would succe
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -137,10 +138,9 @@ class CommitFolder:
             remove_if_abandoned(replaced)
 
 
-def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
-    """Removes work folders whose writers are dead, puts back one that was being replaced; returns what was removed.
+def clean_leftovers(parent: Path, name: str | None = None) -> None:
+    """Removes work folders whose writers are dead, and puts back one that was being replaced.
     Only those of checkpoints (``step-N``) and of ``name``: others' may end in ``.tmp`` as well."""
-    removed = []
     for path in sorted(parent.glob(f"*{SUFFIX}")):
         original = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(REPLACED))
         if not path.is_dir() or not (original.name == name or _STEP.fullmatch(original.name)):
@@ -148,9 +148,8 @@ def clean_leftovers(parent: Path, name: str | None = None) -> list[Path]:
         if path.name.endswith(REPLACED + SUFFIX) and not original.exists():
             os.rename(path, original)
             sync_folder(parent)
-        elif remove_if_abandoned(path):
-            removed.append(path)
-    return removed
+        else:
+            remove_if_abandoned(path)
 
 
 def verify_folder(path: Path, remedy: str = "use another checkpoint") -> None:
@@ -211,11 +210,10 @@ def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
     return None, problems
 
 
-def prune(parent: Path, keep: int) -> list[Path]:
-    """Removes all but the ``keep`` newest committed folders; returns those removed."""
+def prune(parent: Path, keep: int) -> None:
+    """Removes all but the ``keep`` newest committed folders."""
     assert keep >= 1
-    old = newest_complete(parent)[keep:]
-    for path in old:
+    for path in newest_complete(parent)[keep:]:
         gone = path.with_name(path.name + SUFFIX)
         try:
             # First: a crash in the middle of deleting must not leave half a checkpoint under its name.
@@ -223,7 +221,6 @@ def prune(parent: Path, keep: int) -> list[Path]:
         except OSError as error:
             raise disk_error("removing", path, error) from error
         remove_if_abandoned(gone)
-    return old
 
 
 class HashedFile:
@@ -293,9 +290,6 @@ def write_error(path: Path, offset: int, size_bytes: int, error: OSError) -> Dis
 
 def hash_file(path: Path) -> dict[str, Any]:
     """Size and XXH3 of a file, as the manifest has them."""
-    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        while block := file.read(4 * MiB):
-            digest.update(block)
-            size += len(block)
-    return {"size": size, "xxh3": digest.hexdigest()}
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return {"size": file.tell(), "xxh3": digest.hexdigest()}

@@ -55,8 +55,8 @@ def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:
     return []
 
 
-def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
-    """What ``to_entries`` will return for a weight (n, k), by local name."""
+def entry_specs(form: Format, n: int, k: int, *, fine: bool = False) -> dict[str, TensorSpec]:
+    """What ``to_entries`` will return for a weight (n, k), and with ``fine`` its second part, by local name."""
     codes, scales = (form.codes_shape(n, k), torch.uint8), form.scales_shape(n, k)
     shape = ((2,), torch.int64)
     if form.name not in _KINDS:
@@ -68,12 +68,9 @@ def entry_specs(form: Format, n: int, k: int) -> dict[str, TensorSpec]:
     else:
         codes = ((n, -(-k * form.bits // 32)), torch.int32)
         table = {SHAPE: shape, PACKED: codes, SCALE: (scales, form.scale_dtype)}
+    if fine:
+        table[FINE] = codes
     return {name: TensorSpec(name, tuple(sizes), dtype) for name, (sizes, dtype) in table.items()}
-
-
-def fine_spec(n: int, k: int) -> TensorSpec:
-    """The entry of a linear in two parts, in addition to nvfp4's."""
-    return TensorSpec(FINE, FORMATS["nvfp4"].codes_shape(n, k), torch.uint8)
 
 
 def to_entries(packed: PackedTensor) -> dict[str, Tensor]:

@@ -151,10 +151,10 @@ def tensor_files(folder: Path, prefix: str = "model") -> list[Path]:
     return files
 
 
-def load_specs(folder: Path, prefix: str = "model") -> dict[str, TensorSpec]:
-    """Name, shape and type of every tensor of ``prefix``, from the files' tables alone."""
+def load_specs(folder: Path) -> dict[str, TensorSpec]:
+    """Name, shape and type of every tensor, from the files' tables alone."""
     specs = {}
-    for path in tensor_files(folder, prefix):
+    for path in tensor_files(folder):
         with TensorFile(path) as file:
             for name, found in sorted(file.tensors.items()):
                 specs[name] = TensorSpec(name, found.shape, found.dtype)

@@ -163,9 +163,7 @@ class StoredTensor(TensorSpec):
         """Fill ``out`` (this shape, on the CPU, any strides and type); raises as `TensorFile.read`."""
         assert tuple(out.shape) == self.shape and out.device.type == "cpu"
         if not out.is_contiguous():
-            flat = torch.empty(self.shape, dtype=out.dtype)
-            self.read_into(flat)
-            out.copy_(flat)
+            out.copy_(self.load())
             return
         if out.dtype == self.dtype:
             self.file.read(_bytes_of(out), self.begin)

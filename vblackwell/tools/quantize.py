@@ -281,9 +281,8 @@ def _planned(
         own, shape, owner = weights.dtype_of(name), weights.shape_of(name), name.removesuffix(".weight")
         size += TensorSpec(name, shape, own).size_bytes
         if name.endswith(".weight") and owner in packed:
-            entries = [*compressed_tensors.entry_specs(form, *packed[owner]).values()]
-            entries += [compressed_tensors.fine_spec(*packed[owner])] if owner in two_parts else []
-            specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries]
+            entries = compressed_tensors.entry_specs(form, *packed[owner], fine=owner in two_parts)
+            specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries.values()]
             continue
         if own.is_floating_point and dtype != before and not stays_fp32(module, name):
             own = dtype
@@ -341,9 +340,8 @@ class _Packer:
         self._owner = {
             f"{name}.{entry}": name
             for name, shape in report.packed.items()
-            for entry in compressed_tensors.entry_specs(form, *shape)
+            for entry in compressed_tensors.entry_specs(form, *shape, fine=name in report.two_parts)
         }
-        self._owner |= {f"{name}.{compressed_tensors.FINE}": name for name in report.two_parts}
 
     def tensor(self, name: str) -> Tensor:
         if name not in self._waiting and name in self._owner:
