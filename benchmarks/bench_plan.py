@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = forecast.plan(bench.space())
     print("\n".join(plan.lines()), flush=True)
     rows = draw(bench.space(), forecast, plan, bench.options.placements, bench.options.seed)
-    print(f"rates: {bench.rates.as_dict()}")
+    print(f"rates: {asdict(bench.rates)}")
     print(f"planned in {time.perf_counter() - bench.began:.1f} s, rates included; {len(rows)} placements", flush=True)
     stopped = True
     gc.collect()

@@ -89,7 +89,7 @@ def test_a_prediction_and_a_run_of_the_same_module(part):
     assert told["parameters"] == parameters
     assert told["allocated"] <= told["smallest_cap"] <= told["reserved"]
     rates = assumed_rates(find_gpu("H200"))
-    slow = part("predict").predict(case, (9, 0), measured=replace(rates, issue_seconds=1e-3).as_dict())
+    slow = part("predict").predict(case, (9, 0), measured=asdict(replace(rates, issue_seconds=1e-3)))
     assert (
         told["step_seconds"] == max(told["gpu_seconds"], told["host_seconds"])
         and slow["gpu_seconds"] == told["gpu_seconds"]

@@ -123,7 +123,7 @@ def test_nvml_and_torch_agree():
     assert hardware.why_no_cuda(gpus) is None and len(gpus) >= torch.cuda.device_count()
     assert gpus[0].compute_capability == (properties.major, properties.minor)
     assert HardwareDetector().l2_cache_size > MiB and gpus[0].total_bytes >= properties.total_memory * 0.95
-    assert hardware.numa_node_of_cuda(torch.device("cuda", 0)) in (None, *range(16))
+    assert hardware.numa_node_of_pci(hardware.pci_of_cuda(torch.device("cuda", 0))) in (None, *range(16))
 
 
 def test_what_torch_may_still_take_of_a_gpu_keeps_to_the_cap(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -63,12 +63,12 @@ def test_rates_are_kept_and_read_again(tmp_path, monkeypatch):
         "{",
         "[]",
         json.dumps({"gpu": "NVIDIA H200"}),
-        json.dumps({"gpu": "NVIDIA H200"} | MEASURED.as_dict() | {"up": 0}),
+        json.dumps({"gpu": "NVIDIA H200"} | asdict(MEASURED) | {"up": 0}),
     ):
         path.write_text(broken)
         assert rates_of(card).source == "data sheet of H200"
     with pytest.raises(ValueError, match="the rate memory is -1"):
-        Rates.from_dict(MEASURED.as_dict() | {"memory": -1})
+        Rates.from_dict(asdict(MEASURED) | {"memory": -1})
 
 
 def test_doctors_numbers_become_rates():

@@ -10,7 +10,7 @@ import torch
 
 import vblackwell as vb
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
-from vblackwell.machine.limits import disk_thread_bytes
+from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.memory.cache.config import parse_levels
 from vblackwell.planner.forecast import Forecast, Machine, estimate_offload, minimum_gpu_bytes
@@ -60,7 +60,7 @@ def test_what_an_estimate_says_fits_is_what_a_run_accepts():
     for gpu_gib, host_gib, words in ((1, 3, "level 0 (GPU) has"), (1.25, 3, "states on a disk pass"), (1.25, 8, None)):
         gpu, host = int(gpu_gib * GiB), int(host_gib * GiB)
         estimate = estimate_offload(run, trace, 1, gpu, host, disk)
-        bounds = Bounds(gpu - context_bytes(run.capability) - RUNTIME_BYTES, host - disk_thread_bytes(), disk)
+        bounds = Bounds(gpu - context_bytes(run.capability) - RUNTIME_BYTES, host - DISK_THREAD_BYTES, disk)
         machine = Machine(bounds, assumed_rates(find_gpu("H200")))
         found = Forecast(run, machine, traces=traces).predict(Choice("streamed", 1, 1, True))
         if words is not None:
@@ -166,8 +166,8 @@ def test_a_disk_level_s_threads_take_ram_beside_the_levels():
     trace = run.trace(1)
     without = estimate_offload(run, trace, 1, 2 << 30, 1 << 40, 0)
     full = without.host - 16 * MiB  # not all of it goes into RAM
-    spilled = estimate_offload(run, trace, 1, 2 << 30, full + disk_thread_bytes(), 1 << 30)
-    placed = spilled.disk + spilled.host - disk_thread_bytes()
+    spilled = estimate_offload(run, trace, 1, 2 << 30, full + DISK_THREAD_BYTES, 1 << 30)
+    placed = spilled.disk + spilled.host - DISK_THREAD_BYTES
     assert spilled.disk > 0 and without.host <= placed < without.host + 48 * MiB  # and what is staged
     unused = estimate_offload(run, trace, 1, 2 << 30, 1 << 40, 1 << 30)
     assert unused.disk == 0 and unused.host == without.host

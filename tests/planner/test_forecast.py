@@ -11,7 +11,7 @@ import torch
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.device import Precision
-from vblackwell.machine.limits import disk_thread_bytes
+from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -341,6 +341,6 @@ def test_a_choice_with_a_disk_goes_by_the_measured_disk(small):
     assert slow.bottleneck == "disk" and slow.step_seconds > 1.5 * fast.step_seconds
     assert slow.disk_written == fast.disk_written > 0 and slow.disk == fast.disk
     assert slow.disk_hidden_from > fast.disk_hidden_from
-    assert slow.threads == fast.threads == disk_thread_bytes() > 0
+    assert slow.threads == fast.threads == DISK_THREAD_BYTES > 0
     roomy = on(small, bounds=Bounds(320 * MiB, 8 * GiB, 8 * GiB), disk=lambda: pytest.fail("no disk is used"))
     assert not isinstance(roomy.predict(choice(update="level0")), Lacking)

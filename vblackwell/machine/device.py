@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vblackwell.errors import Unsupported
-from vblackwell.machine.facts import list_gpus, settle_cpu_kernels, why_no_cuda
-
-HIDDEN = ("", "-1")
+from vblackwell.machine.facts import hides_gpus, list_gpus, settle_cpu_kernels, why_no_cuda
 
 
 def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
@@ -37,9 +35,8 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     gpus = list_gpus()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in HIDDEN
     known = gpus or torch.cuda.is_available()  # torch may know one that NVML does not describe
-    if wanted == "auto" and (hidden or not known):
+    if wanted == "auto" and (hides_gpus() or not known):
         if gpus:
             say(f"{gpus[0].name} is hidden by CUDA_VISIBLE_DEVICES: computing on the CPU")
         return torch.device("cpu")
@@ -47,16 +44,10 @@ def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
         raise Unsupported(f"{reason}; or compute on the CPU with --device cpu")
     for index in range(1, torch.cuda.device_count()):
         say(f"GPU {index} ({torch.cuda.get_device_name(index)}) is not used: this version computes on one GPU")
-    avoid_fragmentation()
-    return torch.device("cuda", 0)
-
-
-def avoid_fragmentation() -> None:
-    """Let torch's allocator grow its segments, unless the user chose otherwise; before the first allocation. In a
-    streamed step a sixth of what is reserved in fixed segments lies idle.
-    """
+    # Before the first allocation: in a streamed step a sixth of what is reserved in fixed segments lies idle.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return torch.device("cuda", 0)
 
 
 def make_deterministic(device: torch.device) -> None:

@@ -150,12 +150,7 @@ def numa_node_of_pci(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
     return int(text) if text is not None and int(text) >= 0 else None
 
 
-def numa_node_of_cuda(device: torch.device) -> int | None:
-    """As `numa_node_of_pci`, of a CUDA device that torch uses."""
-    return numa_node_of_pci(_pci_of_cuda(device))
-
-
-def _pci_of_cuda(device: torch.device) -> str:
+def pci_of_cuda(device: torch.device) -> str:
     """The place of a CUDA device as /sys has it, e.g. '0000:18:00.0'."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -192,7 +187,7 @@ def list_gpus() -> list[GPUFacts]:
 def in_cuda_order(gpus: list[GPUFacts]) -> list[GPUFacts]:
     """``gpus`` numbered and ordered as CUDA does here; those that CUDA_VISIBLE_DEVICES hides are left out."""
     at = {gpu.pci_bus_id.lower()[-len("0000:18:00.0") :]: gpu for gpu in gpus}
-    places = [_pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    places = [pci_of_cuda(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return [replace(at[place], index=index) for index, place in enumerate(places) if place in at]
 
 
@@ -202,6 +197,11 @@ def gpu_bytes_left(device: torch.device) -> int:
     cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     free = torch.cuda.mem_get_info(device)[0]
     return max(0, min(free + torch.cuda.memory_reserved(device) - allocated, cap - allocated))
+
+
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES leaves this process no GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1")
 
 
 def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
@@ -227,7 +227,7 @@ def why_no_cuda(gpus: list[GPUFacts] | None = None) -> str | None:
             f"{found}, which supports CUDA {have}; this torch {torch.__version__} needs CUDA {torch.version.cuda}: "
             f"update the driver, or install a torch built for CUDA {have}"
         )
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+    if hides_gpus():
         return f"{found}, but CUDA_VISIBLE_DEVICES hides it: unset the variable"
     return f"{found}, but CUDA did not start: run nvidia-smi, and look for a driver update that awaits a restart"
 

@@ -16,12 +16,8 @@ DISK_SHARE = 0.5
 MAX_DISK_BYTES = 1024 * GiB
 LATER_BYTES = 300 * MiB  # of CUDA's context that are not there yet: cuBLAS, kernels (758 MiB in all on an H200)
 DISK_THREADS, DISK_PIECE_BYTES = 8, 8 * MiB
+DISK_THREAD_BYTES = DISK_THREADS * DISK_PIECE_BYTES  # RAM in addition to the levels: a piece each
 DISK_PATH_VARIABLE = "VBLACKWELL_DISK_PATH"
-
-
-def disk_thread_bytes() -> int:
-    """RAM that the threads of a disk level take in addition to the levels: a piece each."""
-    return DISK_THREADS * DISK_PIECE_BYTES
 
 
 def free_disk_bytes(path: str) -> int:

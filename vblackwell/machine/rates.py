@@ -23,10 +23,6 @@ LINK_SHARE, BOTH_SHARE = 0.87, 0.79
 # Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is
 # twice that.
 CPU_ADAMW = 1.0e9
-# Gradients added up while one parameter is updated: of 2.0 ns for AdamW and 1.0 for a sum on one core, 1.07 and 0.55 on
-# two.
-ADDS_PER_UPDATE = 2.0
-ISSUE_SECONDS = 7e-6  # of Python and torch for an operator
 # What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small
 # groups of nine matrices on a CPU core, the thread's own time less that of the same model where it lives, by the
 # difference of 15 and 7 groups.
@@ -46,7 +42,7 @@ class Rates:
     up_both: float  # and of both at once
     down_both: float
     cpu_adamw: float  # parameters/s that the CPU updates while the link is busy
-    issue_seconds: float = ISSUE_SECONDS  # what the host takes to issue one operator
+    issue_seconds: float = 7e-6  # what Python and torch take on the host to issue one operator
     source: str = "measured"  # where the numbers are from, for people
     disk_read: float = DISK_BYTES_PER_SECOND  # bytes/s of the disk level's disk
     disk_write: float = DISK_BYTES_PER_SECOND
@@ -59,10 +55,9 @@ class Rates:
     busy_issues: float = 1.0
     loop_issues: float = 1.0
     read_issues: float = 1.0
-    adds_per_update: float = ADDS_PER_UPDATE  # parameters whose gradients the CPU adds up while it would update one
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    # Parameters whose gradients the CPU adds up while it would update one: of 2.0 ns for AdamW and 1.0 for a sum on one
+    # core, 1.07 and 0.55 on two.
+    adds_per_update: float = 2.0
 
     def streaming_issues(self, num_groups: int, on_host: float) -> float:
         """The host's time for ``num_groups`` in operators, of which the share ``on_host`` is updated there."""
@@ -70,7 +65,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:
-        """What `as_dict` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
+        """The reverse of ``asdict``; ValueError where a rate without a default is missing, or one is no number above 0."""
         names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:
             value = values.get(name)
@@ -91,7 +86,7 @@ def assumed_rates(gpu: KnownGPU) -> Rates:
 
 def keep_rates(gpu_name: str, rates: Rates) -> None:
     """Remember ``rates`` of the GPU that the driver calls ``gpu_name``. A cache that cannot be written is no error."""
-    values = {"gpu": gpu_name} | rates.as_dict()
+    values = {"gpu": gpu_name} | asdict(rates)
     write_atomically(_folder() / f"{_slug(gpu_name)}.json", json.dumps(values, indent=2).encode())
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
-from vblackwell.machine.limits import disk_thread_bytes
+from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates, assumed_rates
 from vblackwell.nn.convert.training import fuse
 from vblackwell.offload.layout import placement as layout
@@ -269,7 +269,7 @@ class Forecast:
             written,
             disk_hidden_from(lanes, rates, tokens) if in_full and written else 0,
             placed.waiting,
-            disk_thread_bytes() if lanes.uses_disk else 0,
+            DISK_THREAD_BYTES if lanes.uses_disk else 0,
         )
 
     def _sized(self, choice: Choice, free: int) -> Choice:
@@ -363,7 +363,7 @@ def estimate_offload(
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
     room = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
-    host = max(host_bytes // 2, host_bytes - disk_thread_bytes()) if disk_bytes else host_bytes
+    host = max(host_bytes // 2, host_bytes - DISK_THREAD_BYTES) if disk_bytes else host_bytes
     machine = Machine(Bounds(room, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)

@@ -19,10 +19,10 @@ from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.limits import (
     ARENA_SHARE,
+    DISK_THREAD_BYTES,
     HOST_SHARE,
     LATER_BYTES,
     default_disk_path,
-    disk_thread_bytes,
     free_disk_bytes,
 )
 from vblackwell.machine.rates import Rates, keep_disk, keep_rates, kept_disk, kept_rates
@@ -104,7 +104,7 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     """What the machine has free, cut to what the settings allow."""
     available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
-        available = max(available // 2, available - disk_thread_bytes())
+        available = max(available // 2, available - DISK_THREAD_BYTES)
     gpu = int(available * ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory)
     host = int(available * HOST_SHARE) if config.host_memory is None else int(config.host_memory)
     if device.type == "cuda":

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -70,7 +70,7 @@ def rates_here() -> dict[str, Any]:
 
     from vblackwell.offload.measure import as_rates, gpu_rates
 
-    return as_rates(gpu_rates(torch.device("cuda", 0))).as_dict()
+    return asdict(as_rates(gpu_rates(torch.device("cuda", 0))))
 
 
 class Pool:

@@ -59,7 +59,7 @@ def predict(
     """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first.
 
     Args:
-        gpu: whose rates step times go by, unless ``measured`` are there (`Rates.as_dict`).
+        gpu: whose rates step times go by, unless ``measured`` are there (``asdict`` of `Rates`).
     """
     if case.card_bytes and not case.batch:
         case = replace(case, batch=chosen_batch(case, capability))

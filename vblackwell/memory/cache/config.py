@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.machine.facts import numa_node_of_cuda, why_no_cuda
+from vblackwell.machine.facts import numa_node_of_pci, pci_of_cuda, why_no_cuda
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
@@ -121,7 +121,7 @@ def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Le
     try:
         for number, item in enumerate(items):
             gpus = [level.device for level in levels if level.device is not None and level.device.type == "cuda"]
-            node = numa_node_of_cuda(gpus[0]) if gpus else None  # of the first above
+            node = numa_node_of_pci(pci_of_cuda(gpus[0])) if gpus else None  # of the first above
             levels.append(item if isinstance(item, Level) else build_level(item, number, numa_node=node))
         if levels[0].device is None:
             raise ConfigurationError(
