@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vblackwell.numerics.formats import E4M3_MAX, NF4_VALUES, Format
 from vblackwell.numerics.packed import tiles
-from vblackwell.numerics.rounding import decode_elements, decode_scales, max_scale, round_elements, round_to_precision
+from vblackwell.numerics.rounding import decode_scales, max_scale, round_elements, round_to_precision
 
 _TILE_ELEMENTS = 1 << 19  # five temporaries of 2 MiB: calls cost as much as arithmetic on smaller ones
 _EXPONENT, _ONE, _HALF = 0x7F800000, 0x3F800000, 0x3F000000  # bits of fp32
@@ -168,7 +168,7 @@ def _round_nf4(w_BE: Tensor, scale_B1: Tensor, form: Format, buffers: _Buffers) 
 
 def _nf4_exactly(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
     codes_BE = round_elements(w_BE.to(torch.float64), scale_B.to(torch.float64), form)
-    return decode_elements(codes_BE, form).to(torch.float32)
+    return torch.tensor(form.values, dtype=torch.float32, device=w_BE.device)[codes_BE.to(torch.int32)]
 
 
 @functools.lru_cache

@@ -79,9 +79,3 @@ def round_elements(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
         return (low + ((high - low) & low & 1)).to(torch.uint8)
     q = torch.round(u).clamp_(-form.max_value, form.max_value)
     return (q + form.zero_code).to(form.codes_dtype)
-
-
-def decode_elements(codes: Tensor, form: Format) -> Tensor:
-    if not form.values:
-        return codes.to(torch.float64)
-    return torch.tensor(form.values, dtype=torch.float64, device=codes.device)[codes.to(torch.int32)]

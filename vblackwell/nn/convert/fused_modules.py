@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
-from vblackwell.nn.linear.one_input import hooked, linears_of_one_input
+from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, on_gpu
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
@@ -217,6 +217,7 @@ def _adapter_forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor
 def _only_adapter(module: Any, x: Tensor) -> str | None:
     """The adapter whose sum with the base is all that the module computes; None where peft's own forward has to run."""
     active = module.active_adapters
+    # Passes over memory count on a GPU; on the CPU peft's expression keeps its bits.
     if not on_gpu(x) or module.disable_adapters or module.merged or len(active) != 1:
         return None
     name = active[0]
@@ -230,11 +231,6 @@ def _only_adapter(module: Any, x: Tensor) -> str | None:
     weights = (parts[0].weight_codes, parts[1].weight, parts[2].weight)
     here = not any("_vb_binding" in weight.__dict__ for weight in weights)
     return name if here and weights[1].dtype == weights[2].dtype == x.dtype else None
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether passes over memory are what counts; on the CPU peft's expression keeps its bits."""
-    return x.is_cuda
 
 
 KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {

@@ -174,19 +174,17 @@ def within_documents(positions_BS: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, as one kernel each way on CUDA."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__(width, eps)
-        self.epsilon = eps
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class AddRMSNorm(RMSNorm):
     """``(norm(x + residual), x + residual)``."""
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return add_rms_norm(x, residual, self.weight, self.epsilon)
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class FeedForward(nn.Module):
@@ -253,7 +251,7 @@ class DecoderLayer(nn.Module):
         if added_BSD is None:
             rows_BSD = normed(x_BSD, norm, *projections)
         else:
-            rows_BSD, x_BSD = add_rms_norm(added_BSD, x_BSD, norm.weight, norm.epsilon)
+            rows_BSD, x_BSD = add_rms_norm(added_BSD, x_BSD, norm.weight, norm.eps)
         attended_BSD = attention(rows_BSD, x_BSD, x_BSD, cache)  # tables are the cache's
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return mlp(normed_BSD), x_BSD

@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         if hooked(norm):
             normed_B1D = norm(x_B1D + added_B1D)
         else:
-            normed_B1D, _ = add_rms_norm(added_B1D, x_B1D, norm.weight, norm.epsilon)
+            normed_B1D, _ = add_rms_norm(added_B1D, x_B1D, norm.weight, norm.eps)
         return self.lm_head(normed_B1D[:, -1])
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
