@@ -56,7 +56,7 @@ def source(tmp_path_factory):
     state = model.state_dict()
     with CommitFolder(parent, "source") as folder:
         specs = [spec_of(*item) for item in state.items()]
-        save_model(folder, CONFIG.to_hf(), specs, state, tokenizer(), max_shard_bytes=60_000)
+        save_model(folder, CONFIG.to_hf(), specs, iter(state.items()), tokenizer(), max_shard_bytes=60_000)
     return parent / "source"
 
 
@@ -173,7 +173,8 @@ def test_rows_that_are_no_multiple_of_the_block_are_kept(tmp_path):
     config = DecoderConfig(32, 40, 64, 1, 2, head_dim=16)
     model = Decoder(config)
     with CommitFolder(tmp_path, "source") as folder:
-        save_model(folder, config.to_hf(), [spec_of(*item) for item in model.state_dict().items()], model.state_dict())
+        specs = [spec_of(*item) for item in model.state_dict().items()]
+        save_model(folder, config.to_hf(), specs, iter(model.state_dict().items()))
     report = quantize_folder(tmp_path / "source", tmp_path / "out", "mxfp4")
     assert {layer.name.split(".")[-1] for layer in report.layers} == {"o_proj", "down_proj"}
     assert "rows of 40 are no multiple of the block of 32" in report.kept["model.layers.0.mlp.up_proj"]

@@ -29,6 +29,7 @@ from vblackwell.data.chat import (
     conversations,
     find_template,
     prepare_chat,
+    write_down,
 )
 from vblackwell.data.corpus import pack_rows
 from vblackwell.data.documents import TextFiles, find_text
@@ -149,7 +150,7 @@ def test_a_message_is_written_as_the_template_says_and_the_end_of_an_answer_foun
     number = tokenizer.token_to_id(end)
     assert find_template(tokenizer, folder).turn_end(tokenizer) == number
     chat = open_chat(folder)
-    assert chat.ends(tokenizer) == {number}
+    assert chat.turn_end(tokenizer) == number
     asked = [{"role": "user", "content": "And one?"}]
     opened = transformers.AutoTokenizer.from_pretrained(folder)
     assert chat.prompt("And one?") == opened.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -284,7 +285,7 @@ def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch
     limits = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)
     found = find_template(tokenizer, folder_of(template))
     with pytest.raises(ConfigurationError, match=rf"^line 1: .* refuses it \(.*{part}"):
-        found.render(Conversation(TURNS, "line 1"))
+        write_down(found, Conversation(TURNS, "line 1"))
     with pytest.raises(ConfigurationError, match=rf"refuses a user's message \(.*{part}"):
         open_chat(folder_of(template)).prompt("hello")
     assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGPROF)) == limits
@@ -295,8 +296,8 @@ def test_a_template_is_rendered_in_any_thread(folder_of, tokenizer):
     """Signals, which bound the time, are the main thread's; memory is bounded in all."""
     found = find_template(tokenizer, folder_of(SPACED))
     with ThreadPoolExecutor(1) as pool:
-        there = pool.submit(found.render, Conversation(TURNS, "line 1")).result()
-    assert there == found.render(Conversation(TURNS, "line 1"))
+        there = pool.submit(write_down, found, Conversation(TURNS, "line 1")).result()
+    assert there == write_down(found, Conversation(TURNS, "line 1"))
 
 
 def test_a_line_that_is_nested_too_deep_is_named(folder_of, tmp_path):

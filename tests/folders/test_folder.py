@@ -88,16 +88,14 @@ def test_one_shard_has_the_plain_name_and_several_an_index(tmp_path):
     assert dict(load_state(tmp_path / "40", names=["b"])).keys() == {"b"}
 
 
-def test_total_is_known_before_and_order_is_kept(tmp_path):
+def test_order_is_kept(tmp_path):
     tensors = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3)}
     with CommitFolder(tmp_path, "x") as folder:
         shards = SafetensorsShards(folder, "model", [spec_of(*item) for item in tensors.items()])
         assert shards.names == ["full", "half"]  # wider elements first: every tensor is aligned
-        total = shards.total_bytes
         with shards:
             for name in shards.names:
                 shards.write(name, tensors[name])
-    assert (tmp_path / "x" / "model.safetensors").stat().st_size == total
     with (
         pytest.raises(AssertionError, match="expected .*full"),
         CommitFolder(tmp_path, "y") as folder,

@@ -18,7 +18,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, con
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, open_tokenizer, render, turn_end
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, open_tokenizer
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
@@ -151,43 +151,26 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = [chr(0xE000 + number) for number in range(64)]  # private use: no text of any language has them
 
 
-@dataclass(frozen=True)
-class ChatTemplate:
-    source: str  # jinja
-    origin: str  # where it is from, for people
-    is_default: bool  # the folder had none
-    special: dict[str, str] = field(default_factory=dict)  # texts of special tokens by the name that templates use
+def marks_answers(template: ChatTemplate) -> bool:
+    return _GENERATION.search(template.source) is not None
 
-    @property
-    def marks_answers(self) -> bool:
-        return _GENERATION.search(self.source) is not None
 
-    def render(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the spans (from, to) of its answers; ConfigurationError where it does not show them."""
-        messages, place = conversation
-        if self.marks_answers:
-            return self._rendered(messages, place, spans=True)
-        text, _ = self._rendered(messages, place)
-        begin, end = [mark for mark in _MARKS if mark not in text][:2]
-        marked, _ = self._rendered([_marked(message, begin, end) for message in messages], place)
-        found = enumerate(re.finditer(f"{begin}.*?{end}", marked, re.DOTALL))
-        spans = [(match.start() - 2 * index, match.end() - 2 * index - 2) for index, match in found]
-        torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
-        if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
-            remedy = "write {% generation %} around what is to be learnt in the template, or change the line"
-            raise ConfigurationError(f"{place}: {self.origin} changes the answers: {remedy}")
-        return text, spans
-
-    def turn_end(self, tokenizer: Tokenizer) -> int | None:
-        """The special token that ends an answer; None if the template writes none, or takes no plain question."""
-        try:
-            return turn_end(tokenizer, lambda asked: self._rendered(asked, "a question")[0])
-        except ConfigurationError:
-            return None
-
-    def _rendered(self, messages: list[Message], place: str, spans: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        refusal = (f"{place}: {self.origin} refuses it", "; change the line or the template")
-        return render(self.source, messages, dict(self.special), refusal, spans=spans)
+def write_down(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and the spans (from, to) of its answers; ConfigurationError where the template does not show them."""
+    messages, place = conversation
+    refusal = (f"{place}: {template.origin} refuses it", "; change the line or the template")
+    if marks_answers(template):
+        return template.write(messages, refusal, spans=True)
+    text, _ = template.write(messages, refusal)
+    begin, end = [mark for mark in _MARKS if mark not in text][:2]
+    marked, _ = template.write([_marked(message, begin, end) for message in messages], refusal)
+    found = enumerate(re.finditer(f"{begin}.*?{end}", marked, re.DOTALL))
+    spans = [(match.start() - 2 * index, match.end() - 2 * index - 2) for index, match in found]
+    torn = any(marked.count(mark) != len(spans) for mark in (begin, end))
+    if not spans or torn or marked.replace(begin, "").replace(end, "") != text:
+        remedy = "write {% generation %} around what is to be learnt in the template, or change the line"
+        raise ConfigurationError(f"{place}: {template.origin} changes the answers: {remedy}")
+    return text, spans
 
 
 def _marked(message: Message, begin: str, end: str) -> Message:
@@ -211,11 +194,11 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
         named: dict[str, Any] = opened.special_tokens_map
         if found is not None:
             special = {name: text for name, text in named.items() if isinstance(text, str)}
-            return ChatTemplate(found, f"the chat template of {path}", False, special)
+            return ChatTemplate(found, f"the chat template of {path}", special)
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}
     special = {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
-    return ChatTemplate(DEFAULT, f"the default chat template ({path} has none)", True, special)
+    return ChatTemplate(DEFAULT, f"the default chat template ({path} has none)", special, is_default=True)
 
 
 FORMAT = 2  # of the cache, and of which conversations are held out; part of every key
@@ -264,10 +247,10 @@ def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatT
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     found = conversations(source, kind)
     while batch := list(islice(found, _BATCH)):
-        rendered = [template.render(conversation) for conversation in batch]
+        rendered = [write_down(template, conversation) for conversation in batch]
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
-            learnt = _learnt(text, spans, encoding, set() if template.marks_answers else special)
+            learnt = _learnt(text, spans, encoding, set() if marks_answers(template) else special)
             if not learnt[1:].any():
                 place = conversation.place
                 raise ConfigurationError(f"{place} has answers without a token: there is nothing to learn; remove it")

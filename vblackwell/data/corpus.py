@@ -281,12 +281,10 @@ class Dataset(Protocol):
 class BatchStream:
     """Batches without end, after ``state`` windows; the last batch of an epoch is filled from the next."""
 
-    def __init__(self, dataset: Dataset, batch_size: int, state: int = 0) -> None:
+    def __init__(self, dataset: Dataset, batch_size: int) -> None:
         if batch_size < 1:
             raise ConfigurationError(f"batch size {batch_size}: give at least 1")
-        if state < 0:
-            raise ConfigurationError(f"data position {state}: it counts windows and cannot be negative")
-        self.dataset, self.batch_size, self.state = dataset, batch_size, state
+        self.dataset, self.batch_size, self.state = dataset, batch_size, 0
 
     @property
     def epoch(self) -> int:

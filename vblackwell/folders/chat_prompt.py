@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,34 +30,54 @@ _MARK = chr(0xE000)  # private use: no template has it
 
 
 @dataclass(frozen=True)
-class Chat:
-    """How a folder's model is talked to; see `open_chat`."""
-
-    folder: Path
-    _special: dict[str, Any]  # texts of special tokens by name
-    _template: str
+class ChatTemplate:
+    source: str  # jinja
+    origin: str  # where it is from, for people
+    special: dict[str, Any]  # texts of special tokens by the name that templates use
+    is_default: bool = False  # the folder had none
 
     def prompt(self, message: str) -> str:
         """The text after which the model answers ``message``; raises ConfigurationError where it is refused."""
-        return self._written([{"role": "user", "content": message}], add_generation_prompt=True)
+        return self._asked([{"role": "user", "content": message}], add_generation_prompt=True)
 
-    def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """The special token that the template writes after an answer, if it writes one."""
-        found = turn_end(tokenizer, self._written)
-        return set() if found is None else {found}
+    def turn_end(self, tokenizer: Tokenizer) -> int | None:
+        """The special token after an answer, white space aside; None if there is none. Raises as `prompt`."""
+        text = self._asked([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
+        numbers = tokenizer.encode(text.rpartition(_MARK)[2].lstrip(), add_special_tokens=False).ids[:1]
+        known = tokenizer.get_added_tokens_decoder()
+        return next((number for number in numbers if number in known and known[number].special), None)
 
-    def _written(self, messages: list[dict[str, str]], **options: Any) -> str:
-        refusal = (f"the chat template of {self.folder} refuses a user's message", ": leave --chat out")
-        return render(self._template, messages, self._special | options, refusal)[0]
+    def _asked(self, messages: list[dict[str, str]], **options: Any) -> str:
+        refusal = (f"{self.origin} refuses a user's message", ": leave --chat out")
+        return self.write(messages, refusal, **options)[0]
+
+    def write(
+        self, messages: list[dict[str, str]], refusal: tuple[str, str], *, spans: bool = False, **options: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of ``messages``, and with ``spans`` from where to where the template says that the model writes.
+        ``refusal`` is what an error says before and after the reason."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names = self.special | options | {"return_assistant_tokens_mask": spans}
+        try:
+            with bounded():
+                (text,), found = render_jinja_template(conversations=[messages], chat_template=self.source, **names)
+            if len(text) > MAX_CHARACTERS:
+                raise ValueError(f"it writes {len(text)} characters")
+        except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigurationError(f"{refusal[0]} ({reason}){refusal[1]}") from error
+        return text, [(int(start), int(end)) for start, end in found[0]] if spans else []
 
 
-def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
+def open_chat(folder: Path, adapter: Path | None = None) -> ChatTemplate:
     """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with. Raises
     ConfigurationError where there is none, or transformers cannot open the tokenizer."""
     opened = open_tokenizer(folder)
     try:
         if adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
-            return Chat(adapter, opened.special_tokens_map, (adapter / CHAT_TEMPLATE).read_text(encoding="utf-8"))
+            brought = (adapter / CHAT_TEMPLATE).read_text(encoding="utf-8")
+            return ChatTemplate(brought, f"the chat template of {adapter}", opened.special_tokens_map)
         template = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
@@ -67,32 +87,7 @@ def open_chat(folder: Path, adapter: Path | None = None) -> Chat:
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on "
             "conversations"
         )
-    return Chat(folder, opened.special_tokens_map, template)
-
-
-def render(
-    template: str,
-    messages: list[dict[str, str]],
-    names: dict[str, Any],
-    refusal: tuple[str, str],
-    *,
-    spans: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """What a template, which may refer to ``names``, writes of ``messages``, and with ``spans`` from where to where it
-    says that the model writes. ``refusal`` is what an error says before and after the reason."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        with bounded():
-            (text,), found = render_jinja_template(
-                conversations=[messages], chat_template=template, return_assistant_tokens_mask=spans, **names
-            )
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"it writes {len(text)} characters")
-    except Exception as error:  # a template raises what Python does: it may divide by zero, or call itself
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"{refusal[0]} ({reason}){refusal[1]}") from error
-    return text, [(int(start), int(end)) for start, end in found[0]] if spans else []
+    return ChatTemplate(template, f"the chat template of {folder}", opened.special_tokens_map)
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -109,14 +104,6 @@ def open_tokenizer(folder: Path) -> Any:
             ) from error
         reason = " ".join(str(error).split())
         raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
-
-
-def turn_end(tokenizer: Tokenizer, write: Callable[[list[dict[str, str]]], str]) -> int | None:
-    """The special token that comes, white space aside, after an answer as ``write`` writes it; None: another one."""
-    text = write([{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}])
-    numbers = tokenizer.encode(text.rpartition(_MARK)[2].lstrip(), add_special_tokens=False).ids[:1]
-    known = tokenizer.get_added_tokens_decoder()
-    return next((number for number in numbers if number in known and known[number].special), None)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def save_model(
     folder: CommitFolder,
     config: dict[str, Any],
     specs: Iterable[TensorSpec],
-    tensors: Iterator[tuple[str, Tensor]] | dict[str, Tensor],
+    tensors: Iterator[tuple[str, Tensor]],
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5 * GiB,
     *,
@@ -48,7 +48,7 @@ def save_model(
     """Writes a Hugging Face folder, with files that ``AutoTokenizer`` opens for ``tokenizer``.
 
     ``config`` is what config.json says, and with ``generation`` generation_config.json; ``specs`` are all tensors,
-    which come by name, or from an iterator in the order of ``SafetensorsShards.names``.
+    which come in the order of ``SafetensorsShards.names``.
     """
     specs = list(specs)
     kinds = {str(spec.dtype).removeprefix("torch.") for spec in specs if spec.dtype.is_floating_point}
@@ -66,9 +66,8 @@ def save_model(
         folder.add("tokenizer.json", tokenizer.to_str(pretty=True).encode())
         folder.add_json("tokenizer_config.json", settings)
     with SafetensorsShards(folder, "model", specs, max_shard_bytes) as shards:
-        for name in shards.names:
-            found, tensor = (name, tensors[name]) if isinstance(tensors, dict) else next(tensors)
-            shards.write(found, tensor)  # which checks the name
+        for _ in shards.names:
+            shards.write(*next(tensors))  # which checks the name
 
 
 def copy_tokenizer(folder: CommitFolder, source: Path) -> None:

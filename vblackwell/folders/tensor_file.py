@@ -91,8 +91,7 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
 
     ``with SafetensorsShards(folder, 'model', specs) as shards: for name in shards.names: shards.write(name, tensor)``
 
-    ``metadata`` are strings to keep in each file; ``names`` is the order in which `write` wants the tensors, and
-    ``total_bytes`` the size of all files together.
+    ``metadata`` are strings to keep in each file; ``names`` is the order in which `write` wants the tensors.
     """
 
     def __init__(
@@ -107,8 +106,6 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
         self._shards = plan_shards(specs, max_shard_bytes)
         self._coming = self._files()
         self.names = [spec.name for shard in self._shards for spec in shard]
-        heads = (len(header(shard, metadata)) for shard in self._shards)
-        self.total_bytes = sum(heads) + sum(spec.size_bytes for shard in self._shards for spec in shard)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

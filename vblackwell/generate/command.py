@@ -133,7 +133,8 @@ def generate_command(
     texts = given
     if chat:
         talk = open_chat(folder, None if places.adapter is None else Path(places.adapter))
-        texts, ends = [talk.prompt(text) for text in given], ends | talk.ends(tokenizer)
+        texts, end = [talk.prompt(text) for text in given], talk.turn_end(tokenizer)
+        ends |= set() if end is None else {end}
     pace = Pace()
     writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
     with ExitStack() as cleanup:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.data.chat import ChatCorpus, ChatDataset, ChatTemplate, chat_kind, prepare_chat
+from vblackwell.data.chat import ChatCorpus, ChatDataset, chat_kind, prepare_chat
 from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines, prepare_data
 from vblackwell.data.documents import find_text
-from vblackwell.errors import InsufficientMemory, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
+from vblackwell.folders.chat_prompt import ChatTemplate
 from vblackwell.machine.device import cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
@@ -68,8 +69,11 @@ class Prepared:
 
     @property
     def turn_end(self) -> int | None:
-        """The token that the model learns to end an answer with; None for plain text."""
-        return None if self.template is None else self.template.turn_end(self.corpus.tokenizer)
+        """The token that the model learns to end an answer with; None for plain text, or where the template writes
+        none, or takes no plain question."""
+        with suppress(ConfigurationError):
+            return None if self.template is None else self.template.turn_end(self.corpus.tokenizer)
+        return None
 
 
 def prepare(

@@ -41,7 +41,8 @@ def tokens(batch=2, length=33, seed=1) -> torch.Tensor:
 def save(model: Decoder, parent, name="model", **options):
     state = model.state_dict()
     with CommitFolder(parent, name) as folder:
-        save_model(folder, model.config.to_hf(), [spec_of(*item) for item in state.items()], state, **options)
+        specs = [spec_of(*item) for item in state.items()]
+        save_model(folder, model.config.to_hf(), specs, iter(state.items()), **options)
     return parent / name
 
 
