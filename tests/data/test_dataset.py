@@ -72,13 +72,12 @@ def test_held_out_tokens_are_the_last_and_never_trained_on(count, seq_length, he
     train = PackedDataset(corpus(count), seq_length)
     validation = PackedDataset(corpus(count), seq_length, "validation")
     assert len(validation) >= 1 and validation.tokens.tolist() == list(range(count - held_out, count))
-    rows = train.windows(np.arange(len(train)))
-    assert rows.max() < count - held_out
-    first = validation.windows(np.arange(len(validation)))
-    assert torch.equal(
-        first, PackedDataset(corpus(count), seq_length, "validation", seed=9).windows(np.arange(len(validation)))
-    )
-    assert first[0].tolist() == list(range(count - held_out, count - held_out + seq_length + 1))
+    assert all(rows.max() < count - held_out for rows in train.batch(np.arange(len(train))))
+    inputs, targets = validation.batch(np.arange(len(validation)))
+    other = PackedDataset(corpus(count), seq_length, "validation", seed=9).batch(np.arange(len(validation)))
+    assert torch.equal(inputs, other[0]) and torch.equal(targets, other[1])
+    first = [*inputs[0].tolist(), int(targets[0, -1])]
+    assert first == list(range(count - held_out, count - held_out + seq_length + 1))
 
 
 def test_evaluation_sees_every_window_once():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from vblackwell.data import documents
-from vblackwell.data.documents import TextFiles, find_text, read_file
+from vblackwell.data.documents import TextFiles, find_text
 from vblackwell.errors import ConfigurationError
 
 
@@ -48,7 +48,7 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path_factory, text, size):
     path.write_bytes(text.encode())
     before, documents.PIECE_BYTES = documents.PIECE_BYTES, size
     try:
-        pieces = list(read_file(path))
+        pieces = list(find_text(path).pieces())
     finally:
         documents.PIECE_BYTES = before
     assert "".join(piece.text for piece in pieces) == text
@@ -59,7 +59,7 @@ def test_pieces_of_a_text_file_are_the_file(tmp_path_factory, text, size):
 def test_a_large_file_is_never_held_whole(tmp_path):
     path = tmp_path / "large.txt"
     path.write_text("a line of text\n" * 300_000)
-    sizes = [len(piece.text) for piece in read_file(path)]
+    sizes = [len(piece.text) for piece in find_text(path).pieces()]
     assert max(sizes) <= documents.PIECE_BYTES and sum(sizes) == path.stat().st_size
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 import vblackwell
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.tools.compare import compare
 
 
@@ -36,7 +37,7 @@ def test_layers_and_modes():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Linear(32, 8))
     packed = copy.deepcopy(model)
-    convert_linears(packed, "^(2|3)$", use_fp4=False)
+    replace_linears(packed, select_linears(packed, "^(2|3)$"), FusedFP4Linear.from_linear)
     for module in packed.modules():
         if hasattr(module, "quantize"):
             module.quantize()

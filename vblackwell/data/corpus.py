@@ -252,20 +252,18 @@ class PackedDataset:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
 
-    def windows(self, positions: np.ndarray) -> Tensor:
-        """The windows (B, S + 1), int64, at ``positions``: p is index p % len(self) of epoch p // len(self)."""
+    def batch(self, positions: np.ndarray) -> Batch:
+        """Inputs and targets, (B, S) int64 each, of the windows at ``positions``: p is index p % len(self) of epoch
+        p // len(self).
+        """
         rows = np.empty((len(positions), self.seq_length + 1), dtype=np.int64)
         epochs, indices = np.divmod(positions, len(self))
         for epoch in np.unique(epochs):
             here = epochs == epoch
             starts = permute(indices[here], len(self), self.seed, int(epoch)) if self.shuffled else indices[here]
             rows[here] = self.tokens[starts[:, None] * self.seq_length + np.arange(self.seq_length + 1)]
-        return torch.from_numpy(rows)
-
-    def batch(self, positions: np.ndarray) -> Batch:
-        """Inputs and targets, (B, S) int64 each, of the windows at ``positions``."""
-        rows = self.windows(positions)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        windows = torch.from_numpy(rows)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class Dataset(Protocol):

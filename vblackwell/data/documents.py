@@ -48,7 +48,10 @@ class TextFiles:
     def pieces(self) -> Iterator[Piece]:
         """Every document's text, in order; ConfigurationError, with the place, where it cannot be read."""
         for path in self.files:
-            yield from read_file(path)
+            suffix = path.suffix.lower()
+            reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
+            with reading(path):
+                yield from reader(path)
 
 
 def find_text(path: Path | None) -> TextFiles:
@@ -72,14 +75,6 @@ def find_text(path: Path | None) -> TextFiles:
     if not files:
         raise ConfigurationError(f"{path}: the folder holds no files of data; give text, jsonl or parquet files")
     return TextFiles(path, tuple(files), str(path), tuple(left_out))
-
-
-def read_file(path: Path) -> Iterator[Piece]:
-    """The documents of one file; a text file is one document."""
-    suffix = path.suffix.lower()
-    reader = _read_lines if suffix in LINES else _read_table if suffix in TABLE else _read_text
-    with reading(path):
-        yield from reader(path)
 
 
 @contextmanager

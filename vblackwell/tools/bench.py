@@ -9,6 +9,7 @@ with a cache; FP4 linears are packed there. Legend: B batch, S sequence, V vocab
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import math
@@ -32,9 +33,10 @@ from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.attention.backends import use_dispatcher
 from vblackwell.nn.convert import training
-from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
@@ -258,7 +260,7 @@ def _infer(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
     model: Any = copy.deepcopy(case.model).to(dtype=rung.dtype or torch.float32)
     attention = _attend(case, rung, model)
     if rung.fp4:
-        convert_linears(model, use_fp4=False)
+        replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     model.to(device).eval()
     for module in model.modules():
         quantize: Any = getattr(module, "quantize", None)
@@ -298,7 +300,8 @@ def _train(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
         if rung.checkpointing:
             training.checkpoint_layers(model)
         if rung.fp4:
-            convert_linears(model)
+            straight_through = functools.partial(FusedFP4Linear.from_linear, use_fp4=True)
+            replace_linears(model, select_linears(model), straight_through)
         needed = bytes_when_resident(model, rung.dtype)
         capacity = needed + needed // 4 + 16 * MiB
         stack = VGPUStack([LevelConfig("cuda:0" if device.type == "cuda" else "arena", capacity)])

@@ -12,7 +12,7 @@ from torch import nn
 from tests.kernels.emulation import random_weight
 from vblackwell.kernels.fp4.norm import fp4_norm_linear
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -111,7 +111,7 @@ def test_a_packed_decoder_decodes_the_same_with_and_without(monkeypatch):
         vocab_size=256, hidden_size=256, intermediate_size=512, num_layers=3, num_heads=4, max_position=64
     )
     model = Decoder(config, device="cuda", dtype=torch.bfloat16).requires_grad_(False).eval()
-    convert_linears(model, use_fp4=False)
+    replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     for layer in model.modules():
         if isinstance(layer, FusedFP4Linear):
             layer.quantize()

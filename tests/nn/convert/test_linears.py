@@ -1,12 +1,20 @@
 """Replacing linears in models: what is taken, what is kept, and that training goes on."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.convert.linears import LARGE_ELEMENTS, convert_linears, find_linears, install_packed, select_linears
+from vblackwell.nn.convert.linears import (
+    LARGE_ELEMENTS,
+    find_linears,
+    install_packed,
+    replace_linears,
+    select_linears,
+)
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 
@@ -38,7 +46,9 @@ def test_heads_tied_weights_and_uncalled_projections_are_kept():
     model, tokens = Tiny(), torch.arange(12).view(2, 6)
     reference = model(tokens)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-    assert convert_linears(model, use_fp4=False) == ["up", "down"]
+    chosen = select_linears(model)
+    assert list(chosen) == ["up", "down"]
+    replace_linears(model, chosen, FusedFP4Linear.from_linear)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
     assert model.again is model.up and isinstance(model.up, FusedFP4Linear)
     assert torch.equal(model(tokens), reference)
@@ -63,7 +73,8 @@ def test_an_optimizer_made_before_still_trains_the_model():
     torch.manual_seed(0)
     model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    convert_linears(model, format="mxfp4")
+    straight_through = partial(FusedFP4Linear.from_linear, format="mxfp4", use_fp4=True)
+    replace_linears(model, select_linears(model), straight_through)
     tokens = torch.randint(20, (8, 6))
     losses = []
     for _ in range(15):

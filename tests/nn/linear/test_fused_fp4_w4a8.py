@@ -3,6 +3,7 @@ what it computes, what it refuses and when, and where the layer may go.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import w4a8
-from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
@@ -121,7 +122,8 @@ def test_other_formats_and_sizes_are_refused_at_once(options):
         FusedFP4Linear(**{"in_features": K, "out_features": N, "w4a8": True, **options})
     model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 40))
     with pytest.raises(ConfigurationError, match="w4a8 takes"):
-        convert_linears(model, format=options["format"], w4a8=True)
+        make = partial(FusedFP4Linear.from_linear, format=options["format"], w4a8=True)
+        replace_linears(model, select_linears(model), make)
     assert all(type(module) is nn.Linear for module in model)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vblackwell.nn.convert.linears import convert_linears
+from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.decoder.block import KVCache, RMSNorm
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -97,7 +97,7 @@ def packed_decoder() -> Decoder:
         vocab_size=50, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_position=40
     )
     model = Decoder(config).bfloat16().requires_grad_(False).eval()
-    convert_linears(model, use_fp4=False)
+    replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     for layer in model.modules():
         if isinstance(layer, FusedFP4Linear):
             layer.quantize()

@@ -50,7 +50,8 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         if isinstance(module, FusedFP4Linear):
             found[name] = "it is a FusedFP4Linear already"
             continue
-        transposed = _is_transposed(module)
+        # transformers' Conv1D, a linear with a transposed weight.
+        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
         if not (isinstance(module, nn.Linear) or transposed):
             continue
         own = f"{name}.weight" if name else "weight"
@@ -62,7 +63,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
             "its name is among those to keep": kept.search(name),
             "it is the model itself, which cannot be replaced in place": not name,
-            "its weight is stored as (inputs, outputs): its rows have no blocks of a product": _is_transposed(module),
+            "its weight is stored as (inputs, outputs): its rows have no blocks of a product": transposed,
             "an adapter's own matrix, which is trained as it is": name and _in_adapter(model, name),
             f"{read}": read,
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
@@ -80,11 +81,6 @@ def head_of(model: nn.Module) -> nn.Module | None:
     """The output head that a model of transformers names."""
     getter: Any = getattr(model, "get_output_embeddings", None)
     return None if getter is None else getter()
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D, a linear with a transposed weight."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
 
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
@@ -134,19 +130,9 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
                 parent._modules[name] = replacements[child]
 
 
-def replace_linears(
-    model: nn.Module, linears: Mapping[str, nn.Linear], make: Callable[[nn.Linear], nn.Module]
-) -> list[str]:
+def replace_linears(model: nn.Module, linears: Mapping[str, nn.Linear], make: Callable[[nn.Linear], nn.Module]) -> None:
     """Put ``make(linear)`` in the place of each; all are made first: where one fails, nothing has changed."""
     replace_modules(model, {linear: make(linear).train(linear.training) for linear in linears.values()})
-    return list(linears)
-
-
-def convert_linears(model: nn.Module, pattern: str = "all", *, use_fp4: bool = True, **options: Any) -> list[str]:
-    """Replaces the selected linears by `FusedFP4Linear` in place, on their own parameters. Returns their names."""
-    options["use_fp4"] = use_fp4
-    linears = select_linears(model, pattern)
-    return replace_linears(model, linears, lambda linear: FusedFP4Linear.from_linear(linear, **options))
 
 
 def store_linears(

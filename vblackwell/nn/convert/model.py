@@ -53,16 +53,13 @@ def convert(
     """
     if in_stack(model):
         raise ConfigurationError(f"{type(model).__name__} is in a stack: convert it first, or release(model)")
-    done = Conversion(model)
+    done = accelerate_causal_lm(model, modules=fused, loss=loss) if fused or loss else Conversion(model)
     try:
-        if fused or loss:
-            made = accelerate_causal_lm(model, modules=fused, loss=loss)
-            done._undo, done.rows = [*made._undo], [*made.rows]
-            known = {row.name for row in done.rows}
-            for name, module in model.named_modules():
-                if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known and fused:
-                    why = f"{type(module).__name__}: torch's own is one kernel already"
-                    done.rows.append(Row("norm", name, None, why))
+        known = {row.name for row in done.rows}
+        for name, module in model.named_modules() if fused else ():
+            if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) and name not in known:
+                why = f"{type(module).__name__}: torch's own is one kernel already"
+                done.rows.append(Row("norm", name, None, why))
         if fp4_layers is not None:
             options = {"format": format, "scale_search": scale_search, "use_fp4": not pack}
             _linears(done, fp4_layers, keep, options, pack, fused)

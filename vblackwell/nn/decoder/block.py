@@ -31,7 +31,6 @@ from vblackwell.nn.linear.one_input import (
     lean_feed_forward,
     linears_of_one_input,
     normed,
-    normed_later,
 )
 
 BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
@@ -220,14 +219,10 @@ class DecoderLayer(nn.Module):
         ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
         ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
         """
-        attention, mlp = self.self_attn, self.mlp
+        attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        if hooked(attention):  # hooks that see its input expect a tensor
-            rows_BSD = self.input_layernorm(x_BSD)
-        else:
-            rows_BSD = normed_later(x_BSD, self.input_layernorm, *projections) if lean else None
-            if rows_BSD is None:
-                rows_BSD = normed(x_BSD, self.input_layernorm, *projections)
+        # Hooks that see attention's input expect a tensor.
+        rows_BSD = norm(x_BSD) if hooked(attention) else normed(x_BSD, norm, *projections, recompute=lean)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         if lean:
             linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)

@@ -56,10 +56,6 @@ class Unnormed:
     def shape(self) -> torch.Size:
         return self.x.shape
 
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
     def linears(self, linears: tuple[Any, ...]) -> list[Tensor]:
         x, norm = self.x, self.norm
         if self.recomputed:
@@ -224,8 +220,12 @@ def _epsilon(norm: nn.RMSNorm, x: Tensor) -> float:
     return norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
 
 
-def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Unnormed:
-    """``norm(x)`` for the linears, or ``x`` and the norm, where each is one kernel with it, and faster on this GPU."""
+def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module, recompute: bool = False) -> Tensor | Unnormed:
+    """``norm(x)`` for the linears, or ``x`` and the norm, where each is one kernel with it, and faster on this GPU; or
+    may be, with ``recompute``, where plain linears compute it with them and once more in backward.
+    """
+    if recompute and _plain(x, norm) and may_fuse(x, *linears):
+        return Unnormed(x, norm, recomputed=True)
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
@@ -252,11 +252,6 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 def on_gpu(x: Tensor) -> bool:
     return x.is_cuda
-
-
-def normed_later(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Unnormed | None:
-    """What stands for ``norm(x)`` before these linears; None where norm and linears must be called as they are."""
-    return Unnormed(x, norm, recomputed=True) if _plain(x, norm) and may_fuse(x, *linears) else None
 
 
 def lean_feed_forward(
