@@ -82,12 +82,11 @@ def test_launchers_are_refused():
 
 
 def test_precision_by_device(monkeypatch):
-    assert choose_precision("auto", False, CPU).compute_dtype is None
-    assert choose_precision("auto", True, CPU).compute_dtype is torch.bfloat16
+    assert choose_precision("auto", False, CPU) is None
+    assert choose_precision("auto", True, CPU) is torch.bfloat16
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    turing = choose_precision("auto", True, cuda)
-    assert turing.compute_dtype is torch.float16 and turing.needs_scaler and turing.name == "float16"
+    assert choose_precision("auto", True, cuda) is torch.float16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert choose_precision("auto", True, cuda).compute_dtype is torch.bfloat16
-    assert choose_precision("fp16", False, cuda).needs_scaler
+    assert choose_precision("auto", True, cuda) is torch.bfloat16
+    assert choose_precision("fp16", False, cuda) is torch.float16

@@ -10,7 +10,6 @@ import torch
 
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.errors import InsufficientMemory
-from vblackwell.machine.device import Precision
 from vblackwell.machine.limits import DISK_THREAD_BYTES
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -231,7 +230,7 @@ def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):
     config = TrainConfig(vgpu_auto=True, seq_length=16, batch_size=2, fast_memory=256 << 10, host_memory=16 * MiB)
     before, weights = torch.get_rng_state(), [p.detach().clone() for p in model.parameters()]
     said: list[str] = []
-    plan = auto.make_training_plan(config, model, Precision(None, False), torch.device("cpu"), said.append)
+    plan = auto.make_training_plan(config, model, None, torch.device("cpu"), said.append)
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
     applied = auto.apply_plan(config, plan)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -70,25 +69,14 @@ def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:
     return {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The compute type (None: the weights' own fp32), and whether small gradients would vanish without loss scaling."""
-
-    compute_dtype: torch.dtype | None
-    needs_scaler: bool
-
-    @property
-    def name(self) -> str:
-        return str(self.compute_dtype or torch.float32).removeprefix("torch.")
-
-
 def has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> Precision:
-    """What ``--precision`` and ``--mixed-precision`` mean on ``device``."""
+def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> torch.dtype | None:
+    """The compute type that ``--precision`` and ``--mixed-precision`` mean on ``device``; None: the weights' own fp32.
+    In float16 small gradients vanish without loss scaling.
+    """
     if precision == "auto":
         precision = ("bf16" if has_bf16(device) else "fp16") if mixed_precision else "fp32"
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return Precision(dtype, needs_scaler=dtype is torch.float16)
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,8 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
             raise ConfigurationError(f"--vocab-size {vocab_size}: give at least 2")
         preset = PRESETS[text]
         longest = (seq_length or min(LONGEST_DEFAULT, preset.max_position)) + _SPARE
-        return Decoder(preset.decoder_config(vocab_size, max(longest, preset.max_position)), seed=seed, device="cpu")
+        shape = replace(preset, vocab_size=vocab_size, max_position=max(longest, preset.max_position))
+        return Decoder(shape, seed=seed, device="cpu")
     if not Path(text).is_dir() and not is_hub_id(text):
         raise ConfigurationError(
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "

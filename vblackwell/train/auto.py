@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.machine.device import Precision
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.machine.limits import (
@@ -41,14 +40,18 @@ MAX_SEQUENCES = 1024  # in one forward
 
 
 def make_training_plan(
-    config: TrainConfig, model: nn.Module, precision: Precision, device: torch.device, say: Callable[[str], None]
+    config: TrainConfig,
+    model: nn.Module,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Plan:
     """The fastest way to run ``config`` here, of a ``model`` as it will be put into a stack, on the CPU or on meta.
     Raises InsufficientMemory: none fits; Untraceable: the model cannot be traced without its bytes.
     """
     has_gpu = device.type == "cuda"
     rates = _rates_of(device, say)
-    undo = not precision.needs_scaler  # a scaled loss means a factor at the step: nothing is updated before it
+    undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
     bounds, disk = bounds_of(config, device), None
     if bounds.disk:
         disk = functools.cache(lambda: _disk_rates(config.disk_path or default_disk_path(), rates, say))
@@ -57,7 +60,7 @@ def make_training_plan(
     spec = ModelSpec(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
-    wide = "fp32" if precision.compute_dtype is None else "bf16"
+    wide = "fp32" if compute_dtype is None else "bf16"
     run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):

@@ -23,7 +23,6 @@ from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
 from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.generate.adapters import adapt, adapted
 from vblackwell.generate.causal_lm import config_json
-from vblackwell.machine.device import Precision
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert import training
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
@@ -112,8 +111,9 @@ def trainable(model: nn.Module) -> TrainableModel:
 
 def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
     preset = find_preset(config.preset)
-    shape = preset.decoder_config(
-        corpus.vocab_size, max(config.seq_length, preset.max_position), eos_token_id=corpus.end_of_text_id
+    longest = max(config.seq_length, preset.max_position)
+    shape = dataclasses.replace(
+        preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id
     )
     changed: dict[str, Any] = dict(config.architecture or {})
     known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
@@ -194,7 +194,7 @@ def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> N
 def choose_attention(
     config: TrainConfig,
     found: TrainableModel,
-    precision: Precision,
+    compute_dtype: torch.dtype | None,
     device: torch.device,
     cleanup: ExitStack,
     packs: bool,
@@ -222,7 +222,7 @@ def choose_attention(
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"
-    wanted = (*found.heads, config.seq_length, precision.compute_dtype or torch.float32, device)
+    wanted = (*found.heads, config.seq_length, compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
         return training.chosen_backend(*wanted)
     name = training.fused_backend(*wanted, deterministic=config.deterministic)

@@ -101,11 +101,12 @@ def prepare(
     fused = fuse(model)
     if fused is not None:
         progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
-    precision = choose_precision(config.precision, config.mixed_precision, device)
+    compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
+    computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     plan = None
     if config.vgpu_auto or config.auto_batch_size:
         try:
-            plan = make_training_plan(config, model, precision, device, progress.say)
+            plan = make_training_plan(config, model, compute_dtype, device, progress.say)
             progress.say("\n".join(plan.lines()))
         except Untraceable as error:
             if config.auto_batch_size:
@@ -117,18 +118,16 @@ def prepare(
     if config.gradient_checkpointing:
         checkpoint_layers(model)
     formats = Formats(config.optimizer_states, config.masters, config.seed)
-    if not supports(formats, [precision.compute_dtype or torch.float32]):
+    if not supports(formats, [compute_dtype or torch.float32]):
         flags = "--masters stochastic" if formats.stochastic else "--optimizer-states 8bit"
-        raise Unsupported(
-            f"{flags} cannot be had with {precision.name} compute: add --precision bf16, or drop the flag"
-        )
-    attention = choose_attention(config, found, precision, device, cleanup, packs)
+        raise Unsupported(f"{flags} cannot be had with {computed_in} compute: add --precision bf16, or drop the flag")
+    attention = choose_attention(config, found, compute_dtype, device, cleanup, packs)
     progress.say(
         f"{config.name}: {sum(param.numel() for param in model.parameters()) / 1e6:.2f} M parameters, "
         f"{config.max_steps} steps of {config.tokens_per_step} tokens at a rate of {config.learning_rate:g}, "
-        f"{precision.name} on {device}, attention: {attention}"
+        f"{computed_in} on {device}, attention: {attention}"
     )
-    state_bytes = bytes_when_resident(model, precision.compute_dtype, formats)
+    state_bytes = bytes_when_resident(model, compute_dtype, formats)
     stack = build_stack(config, device, plan, state_bytes=state_bytes)
     cleanup.callback(stack.close)
     cleanup.callback(_close_engine, model)  # first, and also when what follows fails
@@ -141,7 +140,7 @@ def prepare(
         model,
         stack,
         placement=config.placement,
-        compute_dtype=precision.compute_dtype,
+        compute_dtype=compute_dtype,
         update=config.update_place,
         activations=activations,
         states=formats.states,
@@ -160,7 +159,7 @@ def prepare(
         stream=BatchStream(train, config.batch_size),
         validation=validation,
         schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
-        scaler=LossScaler() if precision.needs_scaler else None,
+        scaler=LossScaler() if compute_dtype is torch.float16 else None,
         device=device,
         loss=training_loss(model),
     )

@@ -28,14 +28,14 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_presets_have_the_parameters_they_state(name):
     for vocab_size, stated in zip((4096, 32000, 50257), PARAMETERS[name], strict=True):
-        shape = find_preset(name).decoder_config(vocab_size)
+        shape = replace(find_preset(name), vocab_size=vocab_size)
         model = Decoder(shape, device="meta")
         assert shape.num_parameters == stated == sum(p.numel() for p in model.parameters())
 
 
 def test_tiny_streams_through_a_third_of_its_training_state():
     """Three weight and two gradient buffers of the largest group, fp32, in a third of 16 bytes a parameter."""
-    shape = find_preset("tiny").decoder_config(4096)
+    shape = replace(find_preset("tiny"), vocab_size=4096)
     largest = max(4096 * shape.hidden_size, shape.parameters_per_layer)
     assert 5 * largest * 4 < 0.75 * shape.num_parameters * 16 / 3
 
@@ -69,7 +69,7 @@ def test_no_buffers_and_default_device():
 
 def test_a_decoder_can_be_traced_on_fake_tensors():
     with FakeTensorMode():
-        shape = replace(find_preset("7b").decoder_config(32000), num_layers=4)
+        shape = replace(find_preset("7b"), vocab_size=32000, num_layers=4)
         model = Decoder(shape, dtype=torch.bfloat16)
         model.gradient_checkpointing = True
         input_ids = torch.zeros(2, 128, dtype=torch.long)

@@ -162,45 +162,20 @@ def not_supported_reasons(config: dict[str, Any]) -> list[str]:
 GPT2_VOCAB_SIZE = 50257
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A decoder's shape without its vocabulary, which is the tokenizer's.
-
-    Widths are multiples of 64 so that every block format divides them.
-    ``7b`` is Llama 2's shape (6.74 G with its 32,000 tokens). ``tiny`` is deep and narrow: its embedding, the
-    largest single group, is under a fifth of the model, so it streams through a third of its training state.
-    """
-
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    max_position: int
-
-    def decoder_config(
-        self, vocab_size: int, max_position: int | None = None, eos_token_id: int | None = None
-    ) -> DecoderConfig:
-        """The decoder for a tokenizer of ``vocab_size`` tokens and sequences of up to ``max_position``."""
-        shape = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_heads)
-        longest = max_position or self.max_position
-        return DecoderConfig(vocab_size, *shape, max_position=longest, eos_token_id=eos_token_id)
-
-
-PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (
-        Preset("tiny", 128, 384, 9, 4, 256),
-        Preset("small", 512, 1536, 12, 8, 1024),
-        Preset("medium", 768, 2048, 12, 12, 1024),
-        Preset("large", 1024, 2752, 24, 16, 1024),
-        Preset("xl", 2048, 5632, 22, 16, 2048),
-        Preset("7b", 4096, 11008, 32, 32, 4096),
-    )
+# Widths are multiples of 64 so that every block format divides them. ``7b`` is Llama 2's shape (6.74 G with its 32,000
+# tokens). ``tiny`` is deep and narrow: its embedding, the largest single group, is under a fifth of the model, so it
+# streams through a third of its training state. A run's vocabulary is its tokenizer's.
+PRESETS: dict[str, DecoderConfig] = {
+    "tiny": DecoderConfig(GPT2_VOCAB_SIZE, 128, 384, 9, 4, max_position=256),
+    "small": DecoderConfig(GPT2_VOCAB_SIZE, 512, 1536, 12, 8, max_position=1024),
+    "medium": DecoderConfig(GPT2_VOCAB_SIZE, 768, 2048, 12, 12, max_position=1024),
+    "large": DecoderConfig(GPT2_VOCAB_SIZE, 1024, 2752, 24, 16, max_position=1024),
+    "xl": DecoderConfig(GPT2_VOCAB_SIZE, 2048, 5632, 22, 16, max_position=2048),
+    "7b": DecoderConfig(GPT2_VOCAB_SIZE, 4096, 11008, 32, 32, max_position=4096),
 }
 
 
-def find_preset(name: str) -> Preset:
+def find_preset(name: str) -> DecoderConfig:
     """The preset called ``name``; ConfigurationError, with the nearest name, if there is none."""
     if name not in PRESETS:
         raise ConfigurationError(f"preset {name!r} is not known: choose {', '.join(PRESETS)}{nearest(name, PRESETS)}")

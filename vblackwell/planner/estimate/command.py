@@ -20,7 +20,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.machine.gpus import NUM_SMS, RUNTIME_BYTES, KnownGPU, context_bytes, find_gpu
 from vblackwell.machine.rates import rates_of
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.nn.decoder.config import GPT2_VOCAB_SIZE, PRESETS
+from vblackwell.nn.decoder.config import PRESETS
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload, minimum_gpu_bytes
@@ -95,7 +95,7 @@ def estimate_command(
     host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
     below = host, parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
     decoders = {
-        name: preset.decoder_config(GPT2_VOCAB_SIZE, max_position=seq_length) for name, preset in PRESETS.items()
+        name: replace(preset, max_position=seq_length or preset.max_position) for name, preset in PRESETS.items()
     }
     spec = find_model(model, decoders, seq_length)
     if spec.note is not None:
