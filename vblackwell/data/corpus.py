@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,9 +102,7 @@ def prepare_data(
     vocab_size = vocab_size_of(tokenizer)
     kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
-    def build(folder: Path) -> None:
-        _pack(source, tokenizer, end, kind, folder, report)
-
+    build = partial(_pack, source, tokenizer, end, kind, report)
     folder = cached("tokens", fingerprint, build, report, "packing again")
     tokens = np.memmap(folder / "tokens.bin", dtype=kind, mode="r")
     return Corpus(tokens, tokenizer, vocab_size, end, fingerprint, source.name)
@@ -154,7 +153,7 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 
 
 def _pack(
-    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], folder: Path, report: Progress
+    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], report: Progress, folder: Path
 ) -> None:
     ends, count, text_bytes = array("q"), 0, 0
     read_order = folder / "read_order.bin"

@@ -203,10 +203,9 @@ def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
     for path in numbered(parent):
         try:
             verify_folder(path)
+            return path, problems
         except CorruptData as error:
             problems.append(error)
-        else:
-            return path, problems
     return None, problems
 
 
@@ -244,8 +243,6 @@ class HashedFile:
 
     def reserve(self, size_bytes: int) -> None:
         """Claims the file's final size on the disk, so that a full disk is met before the first byte is written."""
-        if not size_bytes or not hasattr(os, "posix_fallocate"):
-            return
         try:
             os.posix_fallocate(self._raw.fileno(), 0, size_bytes)
         except OSError as error:

@@ -21,7 +21,7 @@ from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.linear import two_part as optimized_linear
 from vblackwell.nn.linear.one_input import linears_of_one_input
-from vblackwell.nn.linear.rounded import Rounded, rounded_linear, rounded_swiglu_linear
+from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
 from vblackwell.numerics.separation import round_to_parts, training_scales
 from vblackwell.numerics.sqnr import sqnr
@@ -155,7 +155,7 @@ def test_gating_and_the_product_after_it_are_one_node(wanted):
     reached = []
     rounded = Rounded(weight, weight.detach() * 1.5, lambda: reached.append(1))
     with use_backend("swiglu", "triton"):
-        two = rounded_linear(swiglu(gate, up), rounded, None)
+        two = rounded_linears(swiglu(gate, up), [rounded])[0]
     one = rounded_swiglu_linear(gate, up, rounded, wanted)
     assert one.shape == two.shape and (not wanted or torch.equal(one, two))
     dy = torch.randn_like(two)

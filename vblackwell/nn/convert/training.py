@@ -102,8 +102,7 @@ def fused_backend(
         device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
         gradient=True, deterministic=deterministic, gpu=device.index,
     )  # fmt: skip
-    names = ("triton", "cudnn", "flash", "efficient")
-    reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name in names}
+    reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name != "math"}
     if accepted := [name for name, why in reasons.items() if not why]:
         return accepted[0]
     said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())

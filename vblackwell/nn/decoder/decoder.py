@@ -97,7 +97,11 @@ class Decoder(nn.Module):
         with torch.device("meta"):  # so that no layer draws weights which would be drawn again
             self.model = DecoderTrunk(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._allocate(device, dtype)
+        # `to_empty` would do but for fake tensors, whose storage it cannot swap.
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty))
         if device.type != "meta":
             fill = self.initial_weights(seed)
             for name, parameter in self.named_parameters():
@@ -112,13 +116,6 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.backend = backend
-
-    def _allocate(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        # `to_empty` would do but for fake tensors, whose storage it cannot swap.
-        for module in self.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
-                setattr(module, name, nn.Parameter(empty))
 
     def initial_weights(self, seed: int) -> Callable[[str, Tensor], None]:
         """A function that fills a tensor with a parameter's initial value, also for a decoder on the meta device;

@@ -79,7 +79,7 @@ def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tens
     if products is not None:
         return products
     found = rounded_of(x, linears)
-    return [linear(x) for linear in linears] if found is None else rounded_linears(x, found)
+    return [linear(x) for linear in linears] if found is None else list(rounded_linears(x, found))
 
 
 def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | None:

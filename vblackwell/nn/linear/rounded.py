@@ -104,14 +104,11 @@ class _RoundedSwiglu(torch.autograd.Function):
         return dgate, dup, None, None, dweight_DI
 
 
-def rounded_linear(x: Tensor, rounded: Rounded, bias_N: Tensor | None) -> Tensor:
-    """``x value^T + bias``, (..., K) to (..., N), with gradients for all three, but no second ones."""
-    return _RoundedLinears.apply(x, (rounded,), bias_N, rounded.weight)[0]  # type: ignore[index]
-
-
-def rounded_linears(x: Tensor, rounded: Sequence[Rounded]) -> list[Tensor]:
-    """The products of ``x`` with several; as `rounded_linear`, without biases."""
-    return list(_RoundedLinears.apply(x, rounded, None, *(each.weight for each in rounded)))  # type: ignore[arg-type]
+def rounded_linears(x: Tensor, rounded: Sequence[Rounded], bias_N: Tensor | None = None) -> Sequence[Tensor]:
+    """``x value^T + bias`` of each, (..., K) to (..., N), with gradients for all three, but no second ones; one alone
+    may have a bias.
+    """
+    return _RoundedLinears.apply(x, rounded, bias_N, *(each.weight for each in rounded))  # type: ignore[return-value]
 
 
 def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:

@@ -23,7 +23,7 @@ from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
-from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linear
+from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linears
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales
@@ -113,7 +113,7 @@ class _Cache:
         found = self.rounding(weight, x.dtype)
         if not torch.is_grad_enabled():
             return activate(functional.linear(x, found.value, bias), activation)
-        return activate(rounded_linear(x, found, bias), activation)
+        return activate(rounded_linears(x, (found,), bias)[0], activation)
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
         """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
