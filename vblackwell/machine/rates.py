@@ -65,7 +65,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Rates:
-        """The reverse of ``asdict``; ValueError where a rate without a default is missing, or one is no number above 0."""
+        """What ``asdict`` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
         names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:
             value = values.get(name)

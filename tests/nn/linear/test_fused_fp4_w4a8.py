@@ -99,10 +99,10 @@ def test_a_gpu_without_fp8_is_refused_when_packed_or_moved_to(monkeypatch):
     codes = there.weight_codes
     monkeypatch.setattr(w4a8, "capability", lambda device: (8, 6))
     fresh = layer()
-    for use in (fresh.quantize, lambda: FusedFP4Linear(K, N, format="mxfp4").quantize().use_w4a8(), there.half):
+    for use in (fresh.quantize, there.half):
         with pytest.raises(Unsupported, match=r"capability 8.6.*without w4a8"):
             use()
-    assert not fresh.is_quantized and there.weight_codes is codes and not there.use_w4a8(False).w4a8
+    assert not fresh.is_quantized and there.weight_codes is codes
     monkeypatch.setattr(w4a8, "capability", lambda device: (8, 9))
     assert fresh.quantize().is_quantized
 
@@ -127,17 +127,6 @@ def test_other_formats_and_sizes_are_refused_at_once(options):
     assert all(type(module) is nn.Linear for module in model)
 
 
-def test_it_is_switched_on_and_off():
-    plain, x = FusedFP4Linear(K, N, format="mxfp4").quantize(), torch.randn(3, K)
-    exact, state = plain(x), copy.deepcopy(plain.state_dict())
-    assert plain.use_w4a8() is plain and "w4a8=True" in repr(plain)
-    assert not torch.equal(plain(x), exact)
-    assert torch.equal(plain.use_w4a8(False)(x), exact)
-    assert all(torch.equal(plain.state_dict()[name], tensor) for name, tensor in state.items())
-    with pytest.raises(ConfigurationError, match="w4a8 takes"):
-        FusedFP4Linear(K, N).quantize().use_w4a8()
-
-
 def test_states_are_those_of_any_mxfp4_layer():
     fast, x = layer().quantize(), torch.randn(3, K)
     plain = FusedFP4Linear(K, N, format="mxfp4").quantize()
@@ -146,7 +135,7 @@ def test_states_are_those_of_any_mxfp4_layer():
     fresh.load_state_dict(fast.state_dict())
     assert torch.equal(fresh(x), fast(x))
     plain.load_state_dict(fast.state_dict())
-    assert torch.equal(plain.use_w4a8()(x), fast(x))
+    assert torch.equal(FusedFP4Linear.from_packed(plain.packed, plain.bias, w4a8=True)(x), fast(x))
     wide = FusedFP4Linear.from_packed(with_spans(14, 15))
     with pytest.raises(Unsupported, match="a row span 15"):
         layer(bias=False).load_state_dict(wide.state_dict())

@@ -85,18 +85,6 @@ class FusedFP4Linear(PackedLinear):
             self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
         return self
 
-    def use_w4a8(self, enabled: bool = True) -> FusedFP4Linear:
-        """Multiplies on FP8 tensor cores from now on, or no longer; raises as the constructor and ``quantize``."""
-        packed = self.packed
-        if enabled:
-            check_shape(self.form.name, self.out_features, self.in_features, self._name())
-            if packed is not None:
-                check_packed(packed, self._name())
-        self.w4a8 = enabled
-        if packed is not None:
-            self._adopt(packed)
-        return self
-
     def freeze(self) -> FusedFP4Linear:
         """Packs the layer and freezes its bias: a base for adapters, gradients pass to ``x``. Returns the layer."""
         if self.bias is not None:
