@@ -151,15 +151,11 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = [chr(0xE000 + number) for number in range(64)]  # private use: no text of any language has them
 
 
-def marks_answers(template: ChatTemplate) -> bool:
-    return _GENERATION.search(template.source) is not None
-
-
 def write_down(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans (from, to) of its answers; ConfigurationError where the template does not show them."""
     messages, place = conversation
     refusal = (f"{place}: {template.origin} refuses it", "; change the line or the template")
-    if marks_answers(template):
+    if _GENERATION.search(template.source):
         return template.write(messages, refusal, spans=True)
     text, _ = template.write(messages, refusal)
     begin, end = [mark for mark in _MARKS if mark not in text][:2]
@@ -250,7 +246,7 @@ def _encoded(source: TextFiles, kind: str, tokenizer: Tokenizer, template: ChatT
         rendered = [write_down(template, conversation) for conversation in batch]
         encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for conversation, (text, spans), encoding in zip(batch, rendered, encodings, strict=True):
-            learnt = _learnt(text, spans, encoding, set() if marks_answers(template) else special)
+            learnt = _learnt(text, spans, encoding, set() if _GENERATION.search(template.source) else special)
             if not learnt[1:].any():
                 place = conversation.place
                 raise ConfigurationError(f"{place} has answers without a token: there is nothing to learn; remove it")

@@ -32,8 +32,8 @@ from vblackwell.numerics.packed import PackedTensor
 PACKED, SCALE, GLOBAL, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
 FINE = "weight_fine"
 TWO_PARTS = "two_parts"  # in config.json's quantization_config: names of the linears that have the entry
-_KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
-_KINDS |= dict.fromkeys(("int4", "int8"), "pack-quantized")
+KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
+KINDS |= dict.fromkeys(("int4", "int8"), "pack-quantized")
 _FP4 = ("nvfp4", "mxfp4")
 OWN_METHOD = "vblackwell"
 
@@ -43,14 +43,9 @@ def runs_in(form: Format, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if form.name in _FP4 else dtype
 
 
-def opens_in_transformers(form: Format) -> bool:
-    """Whether transformers opens folders in ``form``, with compressed-tensors installed."""
-    return form.name in _KINDS
-
-
 def not_packable_reasons(form: Format, n: int, k: int) -> list[str]:
     """Why a weight (n, k) cannot be stored in ``form``; empty if it can."""
-    if form.name in _KINDS and form.block_size is not None and k % form.block_size:
+    if form.name in KINDS and form.block_size is not None and k % form.block_size:
         return [f"its rows of {k} are no multiple of the block of {form.block_size}"]
     return []
 
@@ -59,7 +54,7 @@ def entry_specs(form: Format, n: int, k: int, *, fine: bool = False) -> dict[str
     """What ``to_entries`` will return for a weight (n, k), and with ``fine`` its second part, by local name."""
     codes, scales = (form.codes_shape(n, k), torch.uint8), form.scales_shape(n, k)
     shape = ((2,), torch.int64)
-    if form.name not in _KINDS:
+    if form.name not in KINDS:
         table = {PACKED: codes, SCALE: (scales, form.scale_dtype), SHAPE: shape}
     elif form.name == "nvfp4":
         table = {GLOBAL: ((1,), torch.float32), PACKED: codes, SCALE: (scales, torch.float8_e4m3fn)}
@@ -126,7 +121,7 @@ def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> se
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:
     """What config.json says of linears in ``form``: ``ignore`` are the others, ``two_parts`` have a fine part."""
-    if form.name not in _KINDS:
+    if form.name not in KINDS:
         return {"quant_method": OWN_METHOD, "format": form.name, "ignore": sorted(ignore)}
     weights: dict[str, Any] = {
         "num_bits": form.bits,
@@ -140,9 +135,9 @@ def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable
         weights |= dict.fromkeys(("scale_dtype", "zp_dtype"), str(entry_specs(form, 1, 1)[SCALE].dtype))
     return {
         "quant_method": "compressed-tensors",
-        "format": _KINDS[form.name],
+        "format": KINDS[form.name],
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": _KINDS[form.name]}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": KINDS[form.name]}},
         "ignore": sorted(ignore),
         **({TWO_PARTS: sorted(two_parts)} if two_parts else {}),
     }

@@ -13,7 +13,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.generate import steps
 from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
+from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
@@ -83,7 +84,7 @@ def generate_batch(
     longest = max(map(len, numbers))
     count = count_allowed(model, longest, max_new_tokens)
     over, open_rows = end_tokens(model) | set(ends), [*range(len(numbers))]
-    with writing(model), steps.level0_for(model, len(numbers), longest + count) as (cache, chunk):
+    with evaluating(model), steps.level0_for(model, len(numbers), longest + count) as (cache, chunk):
         for tokens in columns(model, numbers, count, sampling, seed, prefill_chunk or chunk, cache):
             open_rows = [row for row in open_rows if tokens[row] not in over]
             if not open_rows:
@@ -92,18 +93,6 @@ def generate_batch(
             for row in open_rows:
                 texts[row].add(tokens[row])
     return [text.finish() for text in texts]
-
-
-@contextmanager
-def writing(model: nn.Module) -> Iterator[None]:
-    """Inside, all of the model is in eval mode; each module gets its own mode back, which need not be the model's."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def check_chunk(prefill_chunk: int | None) -> None:

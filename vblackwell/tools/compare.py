@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.generate.generate import writing
+from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
 from vblackwell.tools.cost import Measured, measure
 
@@ -61,7 +61,7 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
         return apart
     costs = []
     for model, device in zip((model_a, model_b), devices, strict=True):
-        with writing(model):
+        with evaluating(model):
             costs.append(measure(partial(_call, model, x), device, repeats, holder=model))
     return dataclasses.replace(apart, a=costs[0], b=costs[1])
 
@@ -92,7 +92,7 @@ def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
             seen[name] = tensor.detach().clone()
 
     with ExitStack() as stack:
-        stack.enter_context(writing(model))
+        stack.enter_context(evaluating(model))
         for name, module in model.named_modules() if per_layer else ():
             if name:
                 stack.callback(module.register_forward_hook(partial(record, name)).remove)

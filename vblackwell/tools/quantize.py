@@ -256,7 +256,7 @@ def _planned(
         left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
         why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
         two_parts = set(assignment.names("two-part"))
-    if compressed_tensors.opens_in_transformers(form):
+    if form.name in compressed_tensors.KINDS:  # transformers opens such folders
         _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
         chosen = [name for name, reason in why.items() if reason is None]
         reason = "transformers reads its weight when it opens a packed folder"

@@ -157,7 +157,7 @@ def assign_precision(
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in measured.shapes}
 
     def tried(chosen: dict[str, str]) -> Assignment:
-        with torch.no_grad(), _weights_in(linears, chosen), _evaluating(model):
+        with torch.no_grad(), _weights_in(linears, chosen), evaluating(model):
             after = _mean_loss([_log_probabilities(model, inputs) for inputs, _ in batches], batches)
         return Assignment(chosen, measured.shapes, {"loss": measured.loss, "loss_after": after, "budget": budget})
 
@@ -180,7 +180,7 @@ def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all"
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
     linears = select_linears(model, pattern, keep)
     divergence: dict[str, dict[str, float]] = {name: {} for name in linears}
-    with _evaluating(model):
+    with evaluating(model):
         before = [_log_probabilities(model, inputs) for inputs, _ in batches]
         loss = _mean_loss(before, batches)
         if not math.isfinite(loss):
@@ -216,8 +216,8 @@ def choose(measured: Sensitivity, allowed: float, *, max_bits: float | None = No
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing is dropped, or a divergence would be that of two draws; modes are put back afterwards."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all of the model is in eval mode; each module gets its own mode back, which need not be the model's."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -8,7 +8,7 @@ Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -49,13 +49,9 @@ def fuse(model: nn.Module) -> Conversion | None:
     """Run a causal model of transformers on fused operators, its loss in chunks; None of a `Decoder`, which is."""
     if isinstance(model, Decoder):
         return None
-    parameters = _parameters_of(model).values()
+    parameters = inspect.signature(type(model).forward).parameters.values()
     takes_shifted = any(each.kind is each.VAR_KEYWORD or each.name == "shift_labels" for each in parameters)
     return accelerate_causal_lm(model, loss=takes_shifted)
-
-
-def _parameters_of(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(type(model).forward).parameters
 
 
 def _next_token_loss(
@@ -67,7 +63,7 @@ def _next_token_loss(
     given: dict[str, Any] = {} if positions_BS is None else {"position_ids": positions_BS}
     if has_fused_loss(model):
         given |= {"labels": targets_BS, "shift_labels": targets_BS}  # the first asks for a loss, the second counts
-        if not model.training and "output_router_logits" in _parameters_of(model):
+        if not model.training and "output_router_logits" in inspect.signature(type(model).forward).parameters:
             given["output_router_logits"] = False
         return model(input_ids=input_ids_BS, use_cache=False, **given).loss
     logits_BSV = model(input_ids=input_ids_BS, use_cache=False, **given).logits

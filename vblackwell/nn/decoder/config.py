@@ -78,14 +78,11 @@ class DecoderConfig:
         return self.head_dim
 
     @property
-    def parameters_per_layer(self) -> int:
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-
-    @property
     def num_parameters(self) -> int:
         """Parameters of the decoder, embedding and head included."""
-        return 2 * self.vocab_size * self.hidden_size + self.num_layers * self.parameters_per_layer + self.hidden_size
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        return 2 * self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` of a ``LlamaForCausalLM`` with the same weights and mathematics."""

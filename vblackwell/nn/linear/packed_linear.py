@@ -106,13 +106,8 @@ def unplace(placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: t
     return PackedTensor(form, shape, dtype, codes, scales, tensor_scale, fine)
 
 
-def to_state(packed: PackedTensor) -> dict[str, Tensor]:
-    meta = torch.frombuffer(bytearray(json.dumps(packed.coarse.meta()).encode()), dtype=torch.uint8)
-    return {_ENTRIES[name]: tensor for name, tensor in packed.tensors().items()} | {META: meta}
-
-
 def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
-    """The packed weight that ``to_state`` wrote under ``prefix``; CorruptData where entries lack or do not fit."""
+    """The packed weight that a state dict has under ``prefix``; CorruptData where entries lack or do not fit."""
     missing = [name for name in STATE_NAMES if prefix + name not in entries]
     if missing:
         raise CorruptData(f"packed weight {prefix}weight lacks {', '.join(missing)}: the file is incomplete")
@@ -229,7 +224,9 @@ class PackedLinear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (packed := self.packed) is not None:
-            destination.update({prefix + name: tensor for name, tensor in to_state(packed).items()})
+            destination.update({prefix + _ENTRIES[name]: tensor for name, tensor in packed.tensors().items()})
+            meta = bytearray(json.dumps(packed.coarse.meta()).encode())
+            destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,

@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
-from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
@@ -101,19 +100,19 @@ class _Cache:
     packings: int = 0
     drift: Tensor | None = field(default=None, repr=False)
 
-    def product(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None, activation: str = "none") -> Tensor:
+    def product(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         if not self.settings.trains(weight):
             parts: PlacedWeight = self._packed(weight, name)  # pyright: ignore[reportAttributeAccessIssue]
-            return parts.linear(x, bias, activation, *self.shape)
+            return parts.linear(x, bias, "none", *self.shape)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not computes_at_once():
             rounded = self._traced(weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-            return activate(functional.linear(x, rounded, bias), activation)
+            return functional.linear(x, rounded, bias)
         found = self.rounding(weight, x.dtype)
         if not torch.is_grad_enabled():
-            return activate(functional.linear(x, found.value, bias), activation)
-        return activate(rounded_linears(x, (found,), bias)[0], activation)
+            return functional.linear(x, found.value, bias)
+        return rounded_linears(x, (found,), bias)[0]
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
         """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
@@ -205,11 +204,8 @@ class VirtualBlackwellAdapter:
         while len(self._caches) > self.max_weights:
             self._caches.popitem(last=False)
 
-    def compress(
-        self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None, activation: str = "none"
-    ) -> Tensor:
-        """``activation(x W^T + bias)``, (..., K) to (..., N) in the type of ``x`` or of autocast, with ``weight`` (N,
-        K) rounded.
+    def compress(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
+        """``x W^T + bias``, (..., K) to (..., N) in the type of ``x`` or of autocast, with ``weight`` (N, K) rounded.
 
         Raises:
             ConfigurationError: another shape than was registered, or inf or NaN when packing.
@@ -221,7 +217,7 @@ class VirtualBlackwellAdapter:
         if cache.shape != tuple(weight.shape):
             found = f"was registered with shape {cache.shape}, not {tuple(weight.shape)}"
             raise ConfigurationError(f"{name!r} {found}: register it again under its new shape")
-        return cache.product(weight, x, name, bias, activation)
+        return cache.product(weight, x, name, bias)
 
     def forget(self, name: str | None = None) -> None:
         """Drop the caches of one weight, or of all; UnknownKey if nothing is registered under ``name``."""
