@@ -39,7 +39,10 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
     """Every module of ``model`` that is a linear: why it is not replaced, or None if it may be. ``pattern`` is 'all',
     'large' or a regular expression searched for in names, ``keep`` one for names that stay.
     """
-    wanted, kept = _compiled(pattern), _compiled(keep)
+    try:
+        wanted, kept = re.compile(pattern), re.compile(keep)
+    except re.error as error:
+        raise ConfigurationError(f"{error.pattern!r} is no regular expression: {error}") from error
     owners: dict[int, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -113,13 +116,6 @@ def nothing_selected(model: nn.Module, pattern: str, found: Mapping[str, str | N
     left = [f"{names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
     said = ", ".join(left) or "it has none"
     return ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__}: {said}")
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigurationError(f"{pattern!r} is no regular expression: {error}") from error
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -63,9 +63,6 @@ class KVCache:
         values[:, :, self.length : end] = v_BKSH
         return keys[:, :, :end], values[:, :, :end]
 
-    def advance(self, num_positions: int) -> None:
-        self.length += num_positions
-
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that has stored some, all positions (B, K, max_length, H) each."""
         return self._layers[layer]

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
             else:
                 x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
         if cache is not None:
-            cache.advance(length)
+            cache.length += length
         return self.model.norm(x_BSD)
 
     def next_logits(self, input_ids_B1: Tensor, cache: SteadyCache) -> Tensor:
