@@ -58,7 +58,7 @@ class ChatTemplate:
         ``refusal`` is what an error says before and after the reason."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names = self.special | options | {"return_assistant_tokens_mask": spans}
+        names: dict[str, Any] = self.special | options | {"return_assistant_tokens_mask": spans}
         try:
             with bounded():
                 (text,), found = render_jinja_template(conversations=[messages], chat_template=self.source, **names)

@@ -72,7 +72,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
             "it has hooks, which would be lost": hooked(module),
             f"smaller than {LARGE_ELEMENTS} elements": pattern == "large"
-            and plain
+            and type(module) is nn.Linear
             and module.weight.numel() < LARGE_ELEMENTS,
             f"its name does not match {pattern!r}": pattern not in ("all", "large") and not wanted.search(name),
         }

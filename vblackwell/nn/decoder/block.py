@@ -170,7 +170,7 @@ def within_documents(positions_BS: Tensor) -> Tensor:
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, as one kernel each way on CUDA."""
 
-    eps: float
+    eps: float  # type: ignore[assignment]  # never None here
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
