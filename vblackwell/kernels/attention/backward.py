@@ -155,7 +155,6 @@ def _walk_queries(
 ):  # fmt: skip
     """Everything transposed, keys in lines: so the products' left operands come from registers."""
     PLAIN: tl.constexpr = not SOFTCAP and not ALIBI
-    LATE: tl.constexpr = MASK != 0 and EDGES
     col = (col0 + tl.arange(0, COLUMNS))[:, None]
     LISTED_TILES: tl.constexpr = MASK != 0 and EDGES
     tile = 0
@@ -184,7 +183,7 @@ def _walk_queries(
             first_sum = tl.load(start_ptr + line, line < q_len, other=float("-inf"))
         else:
             lse = tl.load(lse_ptr + line, line < q_len, other=float("inf"))
-        if not LATE:
+        if not LISTED_TILES:
             delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
         q_tile = load_tile(q, start, stride_q, batch, head, q_len, ROWS, H, D, True, TMA)
         if PLAIN:
@@ -202,7 +201,7 @@ def _walk_queries(
         )  # fmt: skip
         p = tl.exp2(x * (scale * LOG2E)) if PLAIN else tl.exp2(x - lse[None, :])
         dout_tile = load_tile(dout, start, stride_g, batch, head, q_len, ROWS, H, D, True, TMA)
-        if LATE:
+        if LISTED_TILES:
             delta = tl.load(delta_ptr + line, line < q_len, other=0.0)
         if DROPOUT:
             keep = kept(seed_ptr, dropout_head, row, col, dropout)
