@@ -226,10 +226,8 @@ def test_round_source_is_the_oracle(dtype, k):
     scales.block[4, 0], scales.block[5, 1] = 0x7F, 3  # NaN, a subnormal scale
     out = torch.full((6, k), 7.0, dtype=dtype)
     macros = two_part_round.macros(dtype, dtype)
-    whole = two_part_round.aligned(w_NK, out)
-    assert whole == (k % 16 == 0)
     grid = -(-6 * -(-k // 16) // two_part_round.THREADS)
-    args = [w_NK, scales.block, scales.tensor, out, 6, k, w_NK.stride(0), int(whole), grid]
+    args = [w_NK, scales.block, scales.tensor, out, 6, k, w_NK.stride(0), int(k % 16 == 0), grid]
     emulation._call(two_part_round.FILES, macros, ROUND_MAIN, args)
     expected = separation.round_to_parts(w_NK, scales, dtype)
     assert bool(expected.isnan().any()) and torch.equal(out.nan_to_num(nan=99.0), expected.nan_to_num(nan=99.0))
@@ -255,7 +253,7 @@ def test_renewal_source_is_the_oracle(factor, k):
     found = separation.Scales(torch.full((12, -(-k // 16)), 77, dtype=torch.uint8), torch.tensor(torch.nan))
     drift = torch.tensor(torch.nan)
     old = (None, None) if kept is None else (kept.block, kept.tensor)
-    whole = int(two_part_round.aligned(w_NK))
+    whole = int(k % 16 == 0)
     args = [
         w_NK,
         *old,

@@ -40,12 +40,6 @@ def _stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def aligned(w_NK: Tensor, out: Tensor | None = None) -> bool:
-    """Whether blocks of 16 columns are whole, and begin at multiples of 16 bytes (in both)."""
-    unaligned = w_NK.data_ptr() | (w_NK.stride(0) * w_NK.itemsize) | (0 if out is None else out.data_ptr())
-    return w_NK.shape[1] % 16 == 0 and unaligned % 16 == 0
-
-
 @functools.lru_cache(4096)  # a step rounds hundreds of weights
 def _rounding(
     n: int, k: int, stride: int, source: torch.dtype, target: torch.dtype, device: torch.device
@@ -100,8 +94,9 @@ def run_renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> t
     amax, old = scratch.data_ptr(), (0, 0) if kept is None else (kept.block.data_ptr(), kept.tensor.data_ptr())
     partials, stream = amax + 4 * total, _stream(device)
     measure = _launcher("two_part_measure", w_NK.dtype, w_NK.dtype, 10, device)
-    words = (n, k, w_NK.stride(0), int(aligned(w_NK)), ctas)
-    measure((ctas, 1, 1), (w_NK.data_ptr(), *old, amax, partials, *words), stream)
+    source, stride = w_NK.data_ptr(), w_NK.stride(0)
+    whole = k % 16 == 0 and (source | stride * w_NK.itemsize) % 16 == 0  # blocks of 16 columns, and 16 bytes apart
+    measure((ctas, 1, 1), (source, *old, amax, partials, n, k, stride, int(whole), ctas), stream)
     at = (amax, partials, *old, found.block.data_ptr(), found.tensor.data_ptr(), drift.data_ptr())
     renew = _launcher("two_part_renew", w_NK.dtype, w_NK.dtype, 10, device)
     renew((-(-total // (4 * THREADS)), 1, 1), (*at, total, ctas, float_bits(threshold)), stream)
