@@ -1,8 +1,8 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
-Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned and whole pages,
-through a buffer of the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that
-is wanted in part is read and checked whole. Nothing is synced: the file dies with the process.
+Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
+the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted in part is
+read and checked whole. Nothing is synced: the file dies with the process.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, check = extent.offset + index * self._piece_bytes, extent.handle[index]
         length = max(out.nbytes, check[0] if check else 0)
-        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == length % PAGE == 0
+        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
         memory = out if straight else self._scratch()
         self._fetch(offset, memory.data_ptr(), length, check)
         if not straight:
@@ -237,7 +237,7 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, old = extent.offset + index * self._piece_bytes, extent.handle[index]
         length, memory = max(src.nbytes, old[0] if old else 0), src
-        if src.is_cuda or src.data_ptr() % PAGE or length % PAGE or length > src.nbytes:
+        if src.is_cuda or src.data_ptr() % PAGE or length > src.nbytes:
             memory = self._scratch()
             if length > src.nbytes:  # the front of a piece: its rest stays, and stays checked
                 self._fetch(offset, memory.data_ptr(), length, old)
@@ -245,12 +245,28 @@ class DiskLevel(Level):
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
         self._file.check_writable()  # what a poisoned file refuses changes nothing
         extent.handle[index] = LOST
-        self._file.write(offset, memory_at(memory.data_ptr(), align_up(length, PAGE)))
+        for address, size, tail in self._parts(memory.data_ptr(), length):
+            if tail:
+                ctypes.memmove(address, memory.data_ptr() + length - tail, tail)
+            self._file.write(offset, memory_at(address, size))
+            offset += size
         extent.handle[index] = (length, digest)
 
+    def _parts(self, address: int, length: int) -> list[tuple[int, int, int]]:
+        """What the file moves of ``length`` bytes at ``address``: (address, size, bytes of the tail). A tail that is no
+        whole page goes through a page of the thread where direct I/O wants whole ones."""
+        tail = length % PAGE if self._file.direct else 0
+        parts = [(address, length - tail, 0)] if length > tail else []
+        return parts + ([(self._scratch().data_ptr() + self._piece_bytes, PAGE, tail)] if tail else [])
+
     def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
-        """Read a piece, in whole pages, to the address ``memory``, and verify it; raises CorruptData."""
-        self._file.read(start, memory_at(memory, align_up(length, PAGE)))
+        """Read a piece to the address ``memory``, and verify it; raises CorruptData."""
+        offset = start
+        for address, size, tail in self._parts(memory, length):
+            self._file.read(offset, memory_at(address, size))
+            if tail:
+                ctypes.memmove(memory + length - tail, address, tail)
+            offset += size
         if check is None:
             return
         if check is LOST:
@@ -282,9 +298,9 @@ class DiskLevel(Level):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
-        """This thread's own memory, for a piece."""
+        """This thread's own memory: a piece, and a page for the tail after it."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(self._piece_bytes, pin=self._pin)
+            self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
         return self._local.memory
 
     def close(self) -> None:
