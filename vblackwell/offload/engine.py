@@ -395,7 +395,7 @@ class Offload:
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0)
+        refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         # Updates after the backward that have no rollback: gradients of groups on level 0 never leave it.
         final = optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
@@ -425,7 +425,7 @@ class Offload:
         """Whether gradients need a range even where every update follows its backward at once."""
         if group in self._slice_rows:
             return True
-        if self.level0 is not None and group in self.level0:
+        if self.level0 is not None and group in self.level0.groups:
             return group in self.level0.deferred
         return (group, "master") not in self.storage
 
@@ -439,7 +439,7 @@ class Offload:
             self.step_control.scale_stored()
             self.worker.drain()
             self.step_control.drain()
-            self.gradients.sweep()
+            self.gradients.leaving.sweep()
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
@@ -451,7 +451,7 @@ class Offload:
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": formats_summary(self.groups),
-            "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0],
+            "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0.groups],
             "activations": None if self.activations is None else self.activations.summary(),
             "undo_bytes": self.host_updates.undo_peak_bytes + (self.level0.shadows.num_bytes if self.level0 else 0),
         }

@@ -52,7 +52,7 @@ class DeviceUpdates(Mover):
         self, shared: Shared, found: StreamedPlacement, weights: WeightStreamer, gradients: GradientCollector
     ) -> None:
         super().__init__(shared)
-        self._on_level0 = set(found.on_level0)
+        self.groups = set(found.on_level0)
         self._sliced = found.slice_rows.keys()  # never whole on level 0
         self._weights = weights
         self._gradients = gradients
@@ -71,9 +71,6 @@ class DeviceUpdates(Mover):
         self._expecting = False
         self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
         self._newest: LaneEnd | None = None
-
-    def __contains__(self, group: Group) -> bool:
-        return group in self._on_level0
 
     def expect_backward(self) -> None:
         """A gradient is on its way: bring up states in the order in which the last backward needed them."""
@@ -252,7 +249,7 @@ class DeviceUpdates(Mover):
         self._lane.expect(())  # the caller is about to change what was brought up
         self._expecting = False
         self._lane.drain()
-        for group in self._on_level0:
+        for group in self.groups:
             self.wait(group)
         self.sweep()
 
@@ -280,7 +277,9 @@ class StepControl(Mover):
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
-        self._places = {group: level0 if level0 is not None and group in level0 else host for group in self._groups}
+        self._places = {
+            group: level0 if level0 is not None and group in level0.groups else host for group in self._groups
+        }
         room = shared.room
         room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
@@ -299,7 +298,7 @@ class StepControl(Mover):
 
     def begin_forward(self) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
-        self.gradients.sweep()
+        self.gradients.leaving.sweep()
         self.roll_back()
         if torch.is_grad_enabled():
             self._forwards += 1

@@ -144,11 +144,6 @@ class Boundary:
         self._departed = departed
         self._identity = StorageWeakRef(tensor.untyped_storage())  # so that no other storage gets this one's address
 
-    def flat(self) -> Tensor:
-        assert self.resident is not None
-        length = self.span_bytes // self.resident.element_size()
-        return self.resident.as_strided((length,), (1,), self.resident.storage_offset())
-
     def view(self, flat: Tensor) -> Tensor:
         """The tensor over ``flat``, uint8, which has the span after ``lead_bytes``."""
         start = (flat.storage_offset() + self.lead_bytes) // self.dtype.itemsize
@@ -309,9 +304,11 @@ class ActivationStore:
         return boundary
 
     def _send(self, boundary: Boundary) -> None:
+        assert boundary.resident is not None
+        length, start = boundary.span_bytes // boundary.dtype.itemsize, boundary.resident.storage_offset()
         buffer = self._buffers.take(boundary.span_bytes)
         try:
-            boundary.sent = self._stack.write(buffer, boundary.flat())
+            boundary.sent = self._stack.write(buffer, boundary.resident.as_strided((length,), (1,), start))
         except BaseException:
             self._buffers.give(buffer)
             raise

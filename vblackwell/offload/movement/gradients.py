@@ -78,7 +78,7 @@ class GradientCollector(Mover):
         self._before_leaving = before_leaving
         self._arrived = arrived
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
-        self._leaving = InFlightQueue()  # level-0 buffers
+        self.leaving = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
         self._sums = SumLoop()
         self._wide = torch.empty(0)  # the worker's
@@ -119,7 +119,12 @@ class GradientCollector(Mover):
             self._leave(buffer, early=True)
             buffer = None
         if buffer is None:
-            buffer = self._filling[slot.group] = self._open(slot.group)
+            self._wait_for_place()
+            with torch.inference_mode(False):
+                group, what = slot.group, f"{slot.group.name}/gradient"
+                reservation = self._room.reserve(what, group.num_bytes, self.end_oldest, self._room.free_weights)
+                buffer = GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
+            self._filling[group] = buffer
         with torch.no_grad():
             slot.view(buffer.bytes).copy_(gradient)
         buffer.slots[slot] = None
@@ -132,15 +137,8 @@ class GradientCollector(Mover):
             self._leave(buffer)
 
     def _wait_for_place(self) -> None:
-        while len(self._leaving) >= MAX_LEAVING:
+        while len(self.leaving) >= MAX_LEAVING:
             self.end_oldest()
-
-    def _open(self, group: Group) -> GradientBuffer:
-        self._wait_for_place()
-        with torch.inference_mode(False):
-            what = f"{group.name}/gradient"
-            reservation = self._room.reserve(what, group.num_bytes, self.end_oldest, self._room.free_weights)
-            return GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
 
     def _leave(self, buffer: GradientBuffer, *, early: bool = False) -> None:
         """Send what fills on its way; ``early``: before it is known whether more comes, so that no update follows."""
@@ -176,7 +174,7 @@ class GradientCollector(Mover):
             self._arrived(group)
 
     def _free_after(self, ends: Iterable[Transfer | Outcome], reservation: Reservation) -> None:
-        self._leaving.add(tuple(ends), lambda: self._storage.give(reservation))
+        self.leaving.add(tuple(ends), lambda: self._storage.give(reservation))
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
         """What leaves is added to the sum in host memory by the worker, after ``readers`` have read that."""
@@ -203,16 +201,13 @@ class GradientCollector(Mover):
 
     def end_oldest(self) -> bool:
         """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none."""
-        if not self._leaving:
+        if not self.leaving:
             # What has waited longest for the rest of its gradients leaves without it: there may be none, as for
             # experts that got no token, and what comes is added.
             waiting = next((buffer for buffer in self._filling.values() if not buffer.leaving), None)
             if waiting is not None:
                 self._leave(waiting, early=True)
-        return self._leaving.free_oldest(current_stream(self._stack.level0_device))
-
-    def sweep(self) -> None:
-        self._leaving.sweep()
+        return self.leaving.free_oldest(current_stream(self._stack.level0_device))
 
     def _reserve_range(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
@@ -227,7 +222,7 @@ class GradientCollector(Mover):
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: its range holds the sum so far."""
         self._summing.sweep()
-        free_some = self._leaving.free_oldest, self._summing.free_oldest, self._room.free_spare
+        free_some = self.leaving.free_oldest, self._summing.free_oldest, self._room.free_spare
         return reserve(lambda: self._storage.take_host("incoming", num_bytes), *free_some)
 
     def wait_idle(self, group: Group) -> None:
