@@ -187,9 +187,8 @@ def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the chat template of {path} cannot be read ({reason}): repair it") from error
-        named: dict[str, Any] = opened.special_tokens_map
         if found is not None:
-            special = {name: text for name, text in named.items() if isinstance(text, str)}
+            special = {name: text for name, text in opened.special_tokens_map.items() if isinstance(text, str)}
             return ChatTemplate(found, f"the chat template of {path}", special)
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}

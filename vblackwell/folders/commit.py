@@ -111,7 +111,6 @@ class CommitFolder:
             file.write(data)
 
     def add_json(self, name: str, value: Any) -> None:
-        """Writes ``value`` as JSON that people can read."""
         self.add(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _commit(self) -> None:

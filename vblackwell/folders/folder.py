@@ -217,7 +217,6 @@ def find_config(model: str) -> Path:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether ``model`` has the form of a hub id, ``owner/name``."""
     return _ID.fullmatch(model) is not None
 
 

@@ -186,7 +186,6 @@ class StoredTensor(TensorSpec):
         return True
 
     def load(self) -> Tensor:
-        """A new tensor of the file's type and values."""
         out = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(out)
         return out

@@ -295,9 +295,7 @@ class OptimizedTransformerBlock(nn.Module):
         return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
 
     def quantize(self) -> OptimizedTransformerBlock:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the block. Raises
-        ConfigurationError where a weight has inf or NaN.
-        """
+        """As `FlashAttention.quantize`, of all projections; returns the block."""
         for module in (self.attention, self.up_proj, self.down_proj):
             if isinstance(module, (FlashAttention, FusedFP4Linear)):
                 module.quantize()
