@@ -196,7 +196,8 @@ def test_reading_a_step_late_changes_no_token():
     assert all(one == written[0] for one in written) and len(written[0]) == 12
     step, given = reads_nothing()
     tokens = draws(step, prompt, 12, sampling, 9, 1)
-    assert next(tokens) == written[0][0] and len(given) == 2  # one more was begun, no other
+    assert next(tokens) == written[0][0] and len(given) == 1  # the first comes at once
+    assert next(tokens) == written[0][1] and len(given) == 3  # one more was begun, no other
 
 
 def test_a_request_draws_the_same_alone_and_among_others():
@@ -211,11 +212,11 @@ def test_a_request_draws_the_same_alone_and_among_others():
 def test_logits_that_are_not_finite_are_named_and_never_embedded():
     def step(tokens_BS):
         assert tokens_BS.min() >= 0
-        return torch.full((1, 5), float("nan"))
+        return torch.full((1, 5), 0.0 if tokens_BS.shape[1] > 1 else float("nan"))
 
     for ahead in (0, 1):
         with pytest.raises(CorruptData, match="not finite"):
-            list(draws(step, torch.tensor([[1]]), 3, Sampling(), 0, ahead))
+            list(draws(step, torch.tensor([[1, 1]]), 4, Sampling(), 0, ahead))
     assert Arrival(torch.tensor([3, 4])).numbers() == [3, 4]
 
 

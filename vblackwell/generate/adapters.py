@@ -27,15 +27,7 @@ from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, StoredTensor, TensorFile, TensorSpec
 from vblackwell.nn.convert.linears import HEAD, store_linears
-from vblackwell.nn.convert.lora import (
-    Lora,
-    adapter_targets,
-    add_adapters,
-    base_name,
-    file_name,
-    fill_adapter,
-    is_adapter,
-)
+from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.linear.stored_fp4 import stored_part
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
@@ -59,15 +51,14 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What was done to a model: peft's ``config``; ``packed`` linears of the base, and ``around`` which an adapter may
-    go, with the reason where that is not so; ``base``: fingerprint of its weights.
+    """What was done to a model: peft's ``config``; ``packed`` linears of the base, with the reason where that is not
+    so; ``base``: fingerprint of its weights.
     """
 
     lora: Lora
     config: dict[str, Any]
     packed: dict[str, str | None]
     base: str
-    around: dict[str, str | None]
 
 
 _adapted: weakref.WeakKeyDictionary[nn.Module, Adapted] = weakref.WeakKeyDictionary()
@@ -91,14 +82,12 @@ def adapt(
     installed.
     """
     model.requires_grad_(False)
-    around, config = {}, {}
-    if lora is not None:
-        around, config = adapter_targets(model), add_adapters(model, lora, name or str(folder))
+    config = {} if lora is None else add_adapters(model, lora, name or str(folder))
     tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
     if lora is None:
         return _Filling(model, weights, seed, device, None)
-    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder), around)
+    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
     fitting = None
     if values is not None:
         fitting = _fitting(model, values, folder)  # what has other shapes is told by those

@@ -4,7 +4,8 @@ twice."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ class PublishedTensors:
     default the masters' (fp32), else the parameters'."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
         self._model, self._dtype = model, dtype
         params, self._values = whole_tensors(model)
         self._buffers = [
@@ -151,12 +154,13 @@ class PublishedTensors:
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
         ]
+        self._revert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = partial(revert_weight_conversion, model)
         shapes = [
             (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
             for name, tensor in [*params, *self._buffers]
         ]
-        parts = [part for name, shape in shapes for part in self._cut(name, shape).items()]
-        whole = _revert(model, dict(shapes))
+        parts = [part for name, shape in shapes for part in self._revert({name: shape}).items()]
+        whole = self._revert(dict(shapes))
         if {name: tensor.shape for name, tensor in whole.items()} != {name: tensor.shape for name, tensor in parts}:
             raise Unsupported(
                 f"{type(model).__name__}: its published tensors join several parameters, which cannot be written one "
@@ -170,12 +174,9 @@ class PublishedTensors:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values, a parameter's at a time."""
         for name, value in self._values():
-            yield from self._cut(name, self._cast(value)).items()
+            yield from self._revert({name: self._cast(value)}).items()
         for name, buffer in self._buffers:
-            yield from self._cut(name, self._cast(buffer.detach().cpu())).items()
-
-    def _cut(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return _revert(self._model, {name: tensor})
+            yield from self._revert({name: self._cast(buffer.detach().cpu())}).items()
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
@@ -187,9 +188,3 @@ class PublishedTensors:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, tensors)

@@ -25,7 +25,7 @@ from vblackwell.folders.folder import (
     read_tokenizer,
     tensor_files,
 )
-from vblackwell.generate.generate import Pace, check_chunk, generate, generate_batch
+from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.sampling import Sampling
 from vblackwell.memory.cache.config import GPU_SHARE
@@ -81,7 +81,6 @@ class Places:
 
     @property
     def packing(self) -> dict[str, Any]:
-        """For those who open a model."""
         return {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
 
 
@@ -136,7 +135,12 @@ def generate_command(
         texts, end = [talk.prompt(text) for text in given], talk.turn_end(tokenizer)
         ends |= set() if end is None else {end}
     pace = Pace()
-    writing: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
+    pieces = [] if chat else texts[:1]
+
+    def show(text: str) -> None:
+        print("".join(pieces) + text, end="", flush=True)
+        pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
+
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
         if alone and places.use_fp4 and places.stay_on(folder, device):
@@ -148,23 +152,15 @@ def generate_command(
         else:
             assignment = None if places.assignment is None else Assignment.load(places.assignment)
             opened = open_resident(folder, device, assignment=assignment)
-        if alone:
-            pieces = [] if chat else [texts[0]]
-
-            def show(text: str) -> None:
-                print("".join(pieces) + text, end="", flush=True)
-                pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
-
-            generate(
-                opened, tokenizer, texts[0], max_new_tokens, temperature, top_k, top_p, seed, on_token=show,
-                min_p=min_p, prefill_chunk=prefill_chunk, **writing,
-            )  # fmt: skip
-            print("".join(pieces))
-        for start in () if alone else range(0, len(texts), batch_size):
+        for start in range(0, len(texts), batch_size):
             part = slice(start, start + batch_size)
             new = generate_batch(
-                opened, tokenizer, texts[part], max_new_tokens, sampling, seed, prefill_chunk, **writing
-            )
+                opened, tokenizer, texts[part], max_new_tokens, sampling, seed, prefill_chunk, ends=ends,
+                special_tokens=not chat, pace=pace, on_token=show if alone else None,
+            )  # fmt: skip
+            if alone:
+                print("".join(pieces))
+                continue
             for text, written in zip(given[part], new, strict=True):
                 print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
         if sys.stderr.isatty():

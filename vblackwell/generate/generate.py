@@ -111,20 +111,19 @@ def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
 
 
 def draws(
-    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int, *,
-    first_at_once: bool = False,
-) -> Iterator[list[int]]:  # fmt: skip
+    step: Callable[[Tensor], Tensor], prompt_BS: Tensor, count: int, sampling: Sampling, seed: int, ahead: int
+) -> Iterator[list[int]]:
     """``count`` tokens of every row after the prompts (B, S); CorruptData where logits are not finite.
 
     ``step`` maps tokens (B, S) that follow what it has seen to the logits (B, V) after the last. So many steps
-    ``ahead`` are begun before a token is handed out; none after the first if it comes at once.
+    ``ahead`` are begun before a token is handed out, but for the first, which comes at once.
     """
     arriving, tokens_BS = deque[Arrival](), prompt_BS
     for position in range(count):
         token_B = sample(step(tokens_BS), sampling, seed, position)
         tokens_BS = token_B.clamp(min=0)[:, None]  # the host learns of a -1 later, and no embedding must meet it before
         arriving.append(Arrival(token_B))
-        if len(arriving) > ahead or (first_at_once and position == 0):
+        if len(arriving) > ahead or position == 0:
             yield arriving.popleft().numbers()
     for arrival in arriving:
         yield arrival.numbers()
@@ -145,7 +144,7 @@ def columns(
     else:
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in numbers]
         step = stepper(model, longest + count, chunk, cache, torch.tensor(mask, device=device) if masked else None)
-    yield from draws(step, prompt_BS, count, sampling, seed, int(device.type == "cuda"), first_at_once=True)
+    yield from draws(step, prompt_BS, count, sampling, seed, int(device.type == "cuda"))
 
 
 def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -218,28 +217,25 @@ def stepper(
     if steps.keeps_own_state(model):
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
-    graph: steps.DecodeGraph | None = None
-    streamed: Callable[[Tensor], Tensor] | None = None
+    captured: Callable[[Tensor], Tensor] | None = None  # a token's step in CUDA graphs, once the prompt is read
     asked = isinstance(model, Decoder) or cache is None or mask_BS is not None  # whether `streamed_step` was
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     seen = 0  # positions
 
     @torch.no_grad()
     def step(input_ids_BS: Tensor) -> Tensor:
-        nonlocal graph, streamed, asked, mask_BS, seen
+        nonlocal captured, asked, mask_BS, seen
         rows, length = input_ids_BS.shape
-        assert graph is None or length == 1, "the host's count of positions ends where the graph begins"
-        if isinstance(model, Decoder) and length == 1 and known.length:
-            if graph is None and known.max_length - known.length >= steps.MIN_STEPS and steps.may_capture(model):
-                graph = steps.DecodeGraph(model, known, rows)
-            if graph is not None:
-                return graph.step(input_ids_BS)
-        if length == 1 and not asked and known.get_seq_length():
+        if isinstance(model, Decoder) and length == 1 and known.length and captured is None:
+            if known.max_length - known.length >= steps.MIN_STEPS and steps.may_capture(model):
+                captured = steps.DecodeGraph(model, known, rows).step
+        elif length == 1 and not asked and known.get_seq_length():
             from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
 
-            asked, streamed = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
-        if streamed is not None:
-            return streamed(input_ids_BS)
+            asked, captured = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
+        if captured is not None:
+            assert length == 1, "the host's count of positions ends where the graph begins"
+            return captured(input_ids_BS)
         if mask_BS is not None and seen:
             mask_BS = torch.cat((mask_BS, torch.ones_like(input_ids_BS)), 1)
         before, seen = seen, seen + length

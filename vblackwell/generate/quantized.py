@@ -83,8 +83,15 @@ def load_quantized(folder: Path, device: torch.device | str = "cpu", dtype: torc
             install_packed(model, linear, _packed_of(waiting.pop(linear), tables.form, stored, linear))
     for linear, entries in waiting.items():
         from_entries(entries, tables.form, stored, linear)  # raises: an entry is missing
-    if elsewhere:
-        _convert(model, folder, elsewhere, dtype)
+    if elsewhere:  # what transformers makes of them, in RAM; FolderMismatch where they are not the model's
+        with FolderWeights(model, folder, elsewhere) as weights:
+            targets, tensors = model.state_dict(), {}
+            for name in weights.names:
+                empty = torch.empty(targets[name].shape, dtype=weights.dtype_of(name))
+                tensors[name] = _cast(model, name, empty, dtype)
+                weights(name, tensors[name])
+        for name, tensor in tensors.items():
+            _assign(model, name, tensor)
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()
@@ -153,17 +160,6 @@ def _packed_of(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, 
     except CorruptData as error:
         raise CorruptData(f"{linear}.{FINE}: {error}") from error
     return packed
-
-
-def _convert(model: nn.Module, folder: Path, names: set[str], dtype: torch.dtype | None) -> None:
-    """Fills what transformers makes of the tensors ``names``, in RAM; FolderMismatch where they are not the model's."""
-    with FolderWeights(model, folder, names) as weights:
-        targets, tensors = model.state_dict(), {}
-        for name in weights.names:
-            tensors[name] = _cast(model, name, torch.empty(targets[name].shape, dtype=weights.dtype_of(name)), dtype)
-            weights(name, tensors[name])
-    for name, tensor in tensors.items():
-        _assign(model, name, tensor)
 
 
 def _cast(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
