@@ -10,6 +10,7 @@ import json
 import threading
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -165,9 +166,10 @@ def test_lanes_are_named_by_what_they_do():
 
 
 def traced_names(path: Path, device: torch.device, work) -> list[str]:
-    from vblackwell.train.profile import tracing
+    from vblackwell.train import profile
 
-    with tracing(path, device, lambda text: None, skipped_steps=0, traced_steps=2) as step:
+    shorter = mock.patch.multiple(profile, SKIPPED_STEPS=0, TRACED_STEPS=2)
+    with shorter, profile.tracing(path, device, lambda text: None) as step:
         for _ in range(3):
             with step():
                 work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -24,7 +25,7 @@ from vblackwell.train.config import TrainConfig
 def test_a_checkpoint_of_other_settings_is_not_gone_on_from(now, part, tmp_path):
     """Whatever became of settings.json: trainer.json is hashed, and holds what the run was computed with."""
     began = {"learning_rate": 0.1, "max_steps": 400, "warmup_steps": 20}
-    written = json.loads(json.dumps(TrainConfig(**began).to_dict()))
+    written = json.loads(json.dumps(asdict(TrainConfig(**began))))
     config = TrainConfig(**(began | now))
     if part is None:
         refuse_other_run(config, tmp_path, written)

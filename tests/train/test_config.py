@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from vblackwell.errors import ConfigurationError
@@ -28,7 +30,7 @@ def test_values_out_of_range(values, said):
 
 
 def test_a_resumed_run_computes_as_it_began():
-    stored = TrainConfig(learning_rate=0.1).to_dict()
+    stored = asdict(TrainConfig(learning_rate=0.1))
     refuse_changes(TrainConfig(learning_rate=0.1, fast_memory="1GiB", max_steps=9, profile=True), stored)
     with pytest.raises(ConfigurationError, match="--learning-rate is 0.2, the run was started with 0.1"):
         refuse_changes(TrainConfig(learning_rate=0.2), stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -30,7 +31,7 @@ def test_flags_beat_the_file_beat_the_resumed_run_beat_the_recipe(tmp_path):
     config = resolve({"config": str(file), "batch_size": "5"})
     assert (config.preset, config.max_steps, config.epochs) == ("small", 7, None)  # the recipe's epochs gave way
     assert (config.batch_size, config.learning_rate, config.beta1) == (5, 1e-3, 0.1)
-    (tmp_path / "settings.json").write_text(json.dumps(config.to_dict()))
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(config)))
     resumed = resolve({"out": str(tmp_path), "resume": True, "epochs": "2", "fast_memory": "1MiB"})
     assert (resumed.preset, resumed.batch_size, resumed.max_steps, resumed.epochs) == ("small", 5, None, 2.0)
     assert resumed.fast_memory == MiB

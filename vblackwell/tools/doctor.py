@@ -26,14 +26,8 @@ WINDOWS_MOUNT = "/mnt/"
 
 
 def doctor(as_json: bool, disk_path: str) -> int:
-    """Run ``vb doctor``; progress goes to standard error. Raises ConfigurationError: ``disk_path`` does not exist."""
-    found = examine(disk_path)
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
-    return 0
-
-
-def examine(disk_path: str) -> dict[str, Any]:
-    """Facts, rates and advice as plain values; takes about ten seconds."""
+    """Run ``vb doctor``, in about ten seconds; progress goes to standard error. Raises ConfigurationError:
+    ``disk_path`` does not exist."""
     memory, disk, gpus = facts.memory_facts(), facts.disk_facts(Path(disk_path)), facts.list_gpus()
     reason = facts.why_no_cuda(gpus)
     if reason is None:
@@ -53,7 +47,7 @@ def examine(disk_path: str) -> dict[str, Any]:
     keep_disk(disk_path, rates["disk_gbps"])  # plans go by it, and by the GPU's
     if "gpu" in rates:
         keep_rates(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))
-    return {
+    found = {
         "software": {
             "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
             "system": platform.platform(), "wsl": facts.is_wsl(),
@@ -66,6 +60,8 @@ def examine(disk_path: str) -> dict[str, Any]:
         "rates": rates,
         "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl()),
     }  # fmt: skip
+    print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
+    return 0
 
 
 def advice(

@@ -123,7 +123,11 @@ def quantize_folder(
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
             written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
-            _copy_others(source, folder)
+            for path in sorted(source.iterdir()):  # tokenizer, generation settings and whatever else is there
+                left = path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES)
+                if path.is_file() and not left:
+                    with path.open("rb") as file, folder.open(path.name) as copy:
+                        shutil.copyfileobj(file, copy, _COPY_BYTES)
             with SafetensorsShards(folder, "model", report.specs) as shards:
                 for name in shards.names:
                     shards.write(name, packer.tensor(name))
@@ -173,7 +177,18 @@ def quantize_command(
         _check_target(Path(model), Path(out))  # as packing will
         text = None if calibration is None else Path(calibration)
         chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=kept, device=device)
-        _keep_chosen(chosen, f"{out.rstrip('/')}.assignment.json")
+        rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
+        coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
+        if not coarse and not both:
+            raise ConfigurationError(
+                "no linear may be packed within the budget: allow more, or give other --calibration"
+            )
+        path = f"{out.rstrip('/')}.assignment.json"
+        print(
+            f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
+            f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
+        )
+        chosen.save(path)
     elif calibration is not None:
         raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
@@ -196,18 +211,6 @@ def quantize_command(
         print(f"all other tensors {old} -> {new}, in which compressed-tensors decodes {format}")
     print(f"model {format_bytes(report.bytes_before)} -> {format_bytes(report.bytes_after)} in {out}")
     return 0
-
-
-def _keep_chosen(chosen: Assignment, path: str) -> None:
-    rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
-    coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
-    if not coarse and not both:
-        raise ConfigurationError("no linear may be packed within the budget: allow more, or give other --calibration")
-    print(
-        f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
-        f"calibration loss {chosen.measured['loss']:.4f}, {rise:+.3f} % with them; kept as {path}"
-    )
-    chosen.save(path)
 
 
 def calibrate(
@@ -402,12 +405,3 @@ def _check_target(source: Path, target: Path) -> None:
     ours = committed and read_config(target).get("quantization_config")  # else it may be the model of a run
     if target.exists() and not ours and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"--out {target} exists and was not written by this command: choose another folder")
-
-
-def _copy_others(source: Path, folder: CommitFolder) -> None:
-    """Tokenizer, generation settings and whatever else lies next to the weights."""
-    for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES):
-            continue
-        with path.open("rb") as file, folder.open(path.name) as copy:
-            shutil.copyfileobj(file, copy, _COPY_BYTES)

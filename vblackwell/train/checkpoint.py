@@ -254,7 +254,7 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
         "state": dataclasses.asdict(state),
         "max_steps": prepared.config.max_steps,
         "schedule": dataclasses.asdict(prepared.parts.schedule),
-        "config": prepared.config.to_dict(),
+        "config": dataclasses.asdict(prepared.config),
         "fingerprint": prepared.corpus.fingerprint,
         "base": None if made is None else made.base,
         "plan": None if engine is None else engine.summary(),

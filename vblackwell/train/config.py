@@ -222,10 +222,6 @@ class TrainConfig:
         """Tokens that one optimizer step learns from."""
         return self.batch_size * self.accumulation_steps * self.seq_length
 
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as plain JSON values, for the run folder and the checkpoint."""
-        return dataclasses.asdict(self)
-
 
 PLACES = ("auto", "level0", "home")  # of updates
 _COUNTS = {
@@ -414,9 +410,12 @@ _KINDS = {
 
 
 def convert(field: str, value: Any) -> Any:
-    """``value`` as the type of ``field``; text is read as the command line means it."""
-    wanted = _type_of(field)
-    if wanted is None or (value is None and wanted is not bool):
+    """``value`` as the type of ``field``; text is read as the command line means it. Sizes and choices stay as they
+    are: they are checked where the config is made."""
+    hint = get_type_hints(TrainConfig)[field]
+    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    wanted, *more = [get_origin(option) or option for option in options if option is not type(None)]
+    if more or wanted not in _KINDS or (value is None and wanted is not bool):
         return value
     if isinstance(value, str):
         found = _read(wanted, value)
@@ -445,11 +444,3 @@ def _read(wanted: type, text: str) -> Any:
     except Exception:  # its own, and what Python raises at a date or a number that is none
         return None
     return found if isinstance(found, dict) and all(map(_is_plain, (*found, *found.values()))) else None
-
-
-def _type_of(field: str) -> type | None:
-    """bool, int, float, str or dict; None for sizes and choices, which are checked where the config is made."""
-    hint = get_type_hints(TrainConfig)[field]
-    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = [get_origin(option) or option for option in options if option is not type(None)]
-    return plain[0] if len(plain) == 1 and plain[0] in _KINDS else None

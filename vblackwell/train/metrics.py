@@ -58,14 +58,9 @@ def finite_or_none(value: float | None) -> float | None:
 
 
 def level_labels(stats: dict[str, Any]) -> list[str]:
-    """A unique name for each level: its device, numbered where two levels share one."""
+    """A unique name for each level of `VGPUStack.get_stats`: its device, numbered where two levels share one."""
     devices = [level["device"] for level in stats["levels"]]
     return [name if devices.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(devices)]
-
-
-def level_bytes(stats: dict[str, Any]) -> dict[str, int]:
-    """Bytes held now by level label, of what `VGPUStack.get_stats` returned."""
-    return dict(zip(level_labels(stats), [level["used_bytes"] for level in stats["levels"]], strict=True))
 
 
 def link_bytes(stats: dict[str, Any], before: dict[str, Any]) -> dict[str, int]:

@@ -50,7 +50,25 @@ class TrainableModel:
 
 def preset_model(config: TrainConfig, corpus: Corpus) -> TrainableModel:
     """The preset's model in fp32, drawn from the run's seed as the stack loads it."""
-    model = Decoder(_preset_shape(config, corpus), device="meta", dtype=torch.float32)
+    preset = find_preset(config.preset)
+    longest = max(config.seq_length, preset.max_position)
+    shape = dataclasses.replace(
+        preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id
+    )
+    changed: dict[str, Any] = dict(config.architecture or {})
+    known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
+    for name, value in changed.items():
+        if name not in known:
+            raise ConfigurationError(
+                f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
+            )
+        wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
+            kind = "a number" if wanted is float else "a whole number"
+            raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
+    if "num_heads" in changed or "hidden_size" in changed:
+        changed = {"head_dim": None, "num_kv_heads": None} | changed
+    model = Decoder(dataclasses.replace(shape, **changed), device="meta", dtype=torch.float32)
     return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
 
 
@@ -107,28 +125,6 @@ def trainable(model: nn.Module) -> TrainableModel:
     text = made.config.get_text_config()
     names = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
     return TrainableModel(model, config_json(model) | names, heads)
-
-
-def _preset_shape(config: TrainConfig, corpus: Corpus) -> DecoderConfig:
-    preset = find_preset(config.preset)
-    longest = max(config.seq_length, preset.max_position)
-    shape = dataclasses.replace(
-        preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id
-    )
-    changed: dict[str, Any] = dict(config.architecture or {})
-    known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
-    for name, value in changed.items():
-        if name not in known:
-            raise ConfigurationError(
-                f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
-            )
-        wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
-            kind = "a number" if wanted is float else "a whole number"
-            raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
-    if "num_heads" in changed or "hidden_size" in changed:
-        changed = {"head_dim": None, "num_kv_heads": None} | changed
-    return dataclasses.replace(shape, **changed)
 
 
 # -- as the flags say --------------------------------------------------------------------------------------------------

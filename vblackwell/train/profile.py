@@ -22,12 +22,7 @@ TRACED_STEPS = 3
 
 @contextmanager
 def tracing(
-    path: Path,
-    device: torch.device,
-    say: Callable[[str], None],
-    *,
-    skipped_steps: int = SKIPPED_STEPS,
-    traced_steps: int = TRACED_STEPS,
+    path: Path, device: torch.device, say: Callable[[str], None]
 ) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Inside, the yielded function gives a context for each step. After the skipped ones, one in which the profiler
     warms up and the traced ones, the trace is at ``path``.
@@ -47,16 +42,14 @@ def tracing(
         name_lanes(trace, threads)
         path.write_text(json.dumps(trace))
         written = True
-        say(f"trace of {traced_steps} steps: {path}")
+        say(f"trace of {TRACED_STEPS} steps: {path}")
 
-    schedule = torch.profiler.schedule(wait=skipped_steps, warmup=1, active=traced_steps, repeat=1)
-    everything = _ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
         activities=activities,
-        schedule=schedule,
+        schedule=torch.profiler.schedule(wait=SKIPPED_STEPS, warmup=1, active=TRACED_STEPS, repeat=1),
         on_trace_ready=write,
         acc_events=True,  # there is one cycle; without this torch warns that others would be lost
-        experimental_config=everything,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
     ) as profiler:
 
         @contextmanager
@@ -67,7 +60,7 @@ def tracing(
         yield step
     if not written:
         say(
-            f"--profile: the run was shorter than the {skipped_steps + 1 + traced_steps} steps that a trace needs; "
+            f"--profile: the run was shorter than the {SKIPPED_STEPS + 1 + TRACED_STEPS} steps that a trace needs; "
             "none was written"
         )
 
@@ -100,17 +93,16 @@ def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
         most = computing.setdefault(lane[0], lane)
         if uses[lane]["kernels"] > uses[most]["kernels"]:
             computing[lane[0]] = lane
-    return {lane: _role(use, computing[lane[0]] == lane) for lane, use in uses.items()}
-
-
-def _role(use: Mapping[str, float], computing: bool) -> str:
-    kernels, updates = use["kernels"], use["updates"]
-    copies = {role: spent for role, spent in use.items() if role not in ("kernels", "updates")}
-    if computing and kernels:
-        return "compute"
-    if sum(copies.values()) > kernels:
-        return max(copies, key=lambda role: copies[role])
-    return "updates" if updates > kernels / 2 else "kernels" if kernels else "idle"
+    roles: dict[Lane, str] = {}
+    for lane, use in uses.items():
+        kernels, updates = use.pop("kernels", 0.0), use.pop("updates", 0.0)  # the rest are copies
+        if computing[lane[0]] == lane and kernels:
+            roles[lane] = "compute"
+        elif sum(use.values()) > kernels:
+            roles[lane] = max(use, key=lambda role: use[role])
+        else:
+            roles[lane] = "updates" if updates > kernels / 2 else "kernels" if kernels else "idle"
+    return roles
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:

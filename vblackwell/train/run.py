@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
         settled = {name: getattr(prepared.config, name) for name in planned}
-        write_settings(folder, replace(config, **settled).to_dict())
+        write_settings(folder, asdict(replace(config, **settled)))
     return _to_the_end(prepared, folder, progress, stop, cleanup)
 
 

@@ -159,7 +159,7 @@ def read_stored_config(folder: Path) -> dict[str, Any] | None:
     return stored
 
 
-def default_out(name: str, parent: Path = Path("runs")) -> Path:
+def default_out(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist yet."""
-    names = (parent / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    names = (Path("runs", name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     return next(path for path in names if not path.exists())

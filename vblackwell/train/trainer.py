@@ -26,7 +26,7 @@ from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBErro
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.metrics import StepRecord, finite_or_none, level_bytes, link_bytes
+from vblackwell.train.metrics import StepRecord, finite_or_none, level_labels, link_bytes
 from vblackwell.train.progress import Progress, StopRequest
 
 
@@ -246,7 +246,8 @@ class Trainer:
         return late
 
     def _note_held(self, stats: dict[str, Any]) -> None:
-        self._held = {label: max(size, self._held.get(label, 0)) for label, size in level_bytes(stats).items()}
+        for label, level in zip(level_labels(stats), stats["levels"], strict=True):
+            self._held[label] = max(level["used_bytes"], self._held.get(label, 0))
 
     def _begin_again_smaller(self, start: TrainerState) -> None:
         """Undo the begun step, and halve what a forward takes."""
