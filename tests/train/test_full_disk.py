@@ -18,6 +18,7 @@ from vblackwell.train import checkpoint, metrics, prepare
 from vblackwell.train.checkpoint import METADATA_BYTES, bytes_to_come, refuse_full_disk
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.prepare import build_stack
+from vblackwell.train.runfolder import RunFolder
 from vblackwell.train.trainer import TrainerState
 from vblackwell.units import MiB
 
@@ -56,6 +57,7 @@ def test_a_run_at_its_last_step_needs_room_for_the_final_model_alone(free, tmp_p
     leftover = tmp_path / "checkpoints/step-00000200.tmp"
     leftover.mkdir()
     free(WEIGHTS + METADATA_BYTES)
+    RunFolder(tmp_path, resume=True).release()
     refuse_full_disk(tmp_path, nn.Linear(PARAMETERS, 1, bias=False), TrainConfig(max_steps=100))
     assert not leftover.exists(), "what a killed run left there takes room, too"
 

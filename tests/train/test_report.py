@@ -21,7 +21,7 @@ def test_report_says_what_was_counted():
     }
     formats = {"states": "8bit", "masters": "exact"}
     summary = {"placement": "streamed", "groups": 5, "bytes_by_level": {}, "formats": formats}
-    report = make_report(stats, summary, run={"seconds": 4.0}, gpu_peak_bytes=None, process_peak_bytes=GiB)
+    report = make_report(stats, summary, {"seconds": 4.0, "gpu_peak_bytes": None, "process_peak_bytes": GiB})
     assert report["ssd_written_bytes"] == 5 * MiB and report["stalled_share"] == 0.25
     assert [entry["hit_rate"] for entry in report["levels"]] == [0.75, None]
     text = "\n".join(report_lines(report))

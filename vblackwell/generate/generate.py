@@ -13,7 +13,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.generate import steps
-from vblackwell.generate.sampling import Arrival, Sampling, check_seed, sample
+from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
@@ -31,6 +31,9 @@ from vblackwell.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+# Not cuDNN's attention, which plans anew, for about a second, for every length of a prompt: more than it gains up to some
+# ten thousand positions.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
 
 
@@ -71,7 +74,8 @@ def generate_batch(
     ``special_tokens``: False where prompts have those that begin a text; ``pace`` counts the tokens. Raises
     ConfigurationError: prompt and new tokens exceed the model's limit; or a value out of range.
     """
-    check_seed(seed)
+    if not -(1 << 63) <= seed < 1 << 63:  # what the draws are keyed by
+        raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
     check_chunk(prefill_chunk)
     check_kind(model)
     steps.check_one_pass(model, prefill_chunk)
@@ -99,15 +103,6 @@ def check_chunk(prefill_chunk: int | None) -> None:
     """Raises ConfigurationError for a chunk that reads nothing."""
     if prefill_chunk is not None and prefill_chunk < 1:
         raise ConfigurationError(f"prefill chunk {prefill_chunk}: give at least 1 token, better thousands")
-
-
-def attending(input_ids_BS: Tensor) -> AbstractContextManager[object]:
-    """Inside, a pass on CUDA does without cuDNN's attention, which plans anew, for about a second, for every length of
-    a prompt: more than it gains up to some ten thousand positions.
-    """
-    if not input_ids_BS.is_cuda:
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def draws(
@@ -252,7 +247,7 @@ def stepper(
             if takes_positions:
                 counted_BS = options["attention_mask"].cumsum(1) - 1
                 options["position_ids"] = counted_BS.clamp(min=0)[:, -input_ids_BS.shape[1] :]
-        with attending(input_ids_BS):
+        with sdpa_kernel(_ATTENTION) if input_ids_BS.is_cuda else nullcontext():
             if isinstance(model, Decoder):
                 hidden_BSD = model.hidden(input_ids_BS, known)
                 return model.lm_head(hidden_BSD[:, -1])  # a prompt's other logits would only cost memory

@@ -38,12 +38,6 @@ class Sampling:
                 raise ConfigurationError(f"{name} {getattr(self, name)}: {advice}")
 
 
-def check_seed(seed: int) -> None:
-    """Raises ConfigurationError for a seed that is no 64-bit number, which is what the draws are keyed by."""
-    if not -(1 << 63) <= seed < 1 << 63:
-        raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
-
-
 def sample(logits_BV: Tensor, sampling: Sampling, seeds_B: Tensor | int, positions_B: Tensor | int) -> Tensor:
     """The next tokens (B,) int64 on the device, which is not waited for, after ``positions_B`` draws of each request;
     -1 for a row without a token to draw. -inf in ``logits_BV`` is never drawn."""

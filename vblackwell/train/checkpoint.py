@@ -62,8 +62,6 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
     """
     model, made = prepared.parts.model, adapted(prepared.parts.model)
-    if parent.is_dir():
-        commit.clean_leftovers(parent)
     found, problems = commit.newest_verified(parent)
     for problem in problems:
         say(f"passed over a damaged checkpoint: {problem}")
@@ -146,8 +144,6 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
     """Raises DiskError unless the disk has the space that the rest of the run in ``out`` will take."""
     assert config.max_steps is not None
     parent, every, keep = out / CHECKPOINTS, config.checkpoint_every, config.keep_checkpoints
-    commit.clean_leftovers(parent)
-    commit.clean_leftovers(out, FINAL)
     found = commit.newest_complete(parent)
     step = commit.step_of(found[0]) if found else 0
     due = config.max_steps // every - step // every if every else 0
@@ -272,9 +268,6 @@ def _arithmetic(prepared: Prepared) -> dict[str, Any]:
         "--gradient-checkpointing": config.gradient_checkpointing,
         "--deterministic": config.deterministic,
     }
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _open_states(folder: Path, prefix: str, opened: ExitStack) -> Callable[[str], ParameterState]:

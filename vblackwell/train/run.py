@@ -155,13 +155,10 @@ def _to_the_end(
     engine = offload_of(parts.model)
     assert engine is not None
     speed = steps * config.tokens_per_step / max(seconds, 1e-9)
-    report = make_report(
-        parts.stack.get_stats(),
-        engine.summary(),
-        run={"steps": steps, "seconds": seconds, "tokens_per_second": speed, **losses},
-        gpu_peak_bytes=peak_gpu_bytes(parts.device),
-        process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    )
+    run: dict[str, Any] = {"steps": steps, "seconds": seconds, "tokens_per_second": speed, **losses}
+    run["gpu_peak_bytes"] = peak_gpu_bytes(parts.device)
+    run["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report = make_report(parts.stack.get_stats(), engine.summary(), run)
     if prepared.plan is not None:
         report["plan"] = compare(prepared.plan, report, speeds)
     folder.write_json(REPORT, report)
@@ -198,15 +195,8 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def make_report(
-    stats: dict[str, Any],
-    summary: dict[str, Any],
-    *,
-    run: dict[str, Any],
-    gpu_peak_bytes: dict[str, int] | None,
-    process_peak_bytes: int,
-) -> dict[str, Any]:
-    """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and what the loop knows."""
+def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and what the ``run`` knows."""
     levels = []
     for label, level in zip(level_labels(stats), stats["levels"], strict=True):
         asked = level["hits"] + level["misses"]
@@ -223,8 +213,6 @@ def make_report(
         "stall_seconds": stats["stall_seconds"],
         "stalled_share": stats["stall_seconds"] / max(run["seconds"], 1e-9),
         "ssd_written_bytes": sum(link["bytes"] for link in stats["links"] if link["destination"].startswith("ssd")),
-        "gpu_peak_bytes": gpu_peak_bytes,
-        "process_peak_bytes": process_peak_bytes,
     }
 
 

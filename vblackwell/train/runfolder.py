@@ -50,7 +50,7 @@ class RunFolder:
                 )
             for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
                 _fresh(path / name).unlink(missing_ok=True)
-            clean_leftovers(path, FINAL)
+            clean_leftovers(path, FINAL)  # which take room, too; nobody else writes here while it is locked
             clean_leftovers(self.checkpoints)
 
     @property
