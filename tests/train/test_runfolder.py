@@ -12,7 +12,7 @@ import pytest
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config, write_settings
+from vblackwell.train.runfolder import SETTINGS, RunFolder, read_stored_config
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -22,7 +22,7 @@ def test_of_two_runs_on_one_new_folder_one_is_refused(resume, tmp_path):
     first.create()
     with pytest.raises(ConfigurationError, match="in use by process"):
         second.create()
-    write_settings(first, {"seed": 1})
+    first.write_settings({"seed": 1})
     first.release()
     with pytest.raises(ConfigurationError, match="has come to hold a run"):
         second.create()
@@ -41,7 +41,7 @@ def test_every_flipped_digit_of_the_settings_is_found(tmp_path):
         "max_steps": 200,
         "data": "naïve.txt",
     }
-    write_settings(folder, stored)
+    folder.write_settings(stored)
     folder.release()
     path = tmp_path / SETTINGS
     text = path.read_text(encoding="utf-8")

@@ -77,9 +77,9 @@ def adapt(
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
     fills it then: ``weights`` its own parameters, by the names that they have now, from ``folder``. ``name``: path or
     hub id of the base; ``fp4``: format that its linears (fp4_layers, but not keep) are packed to on ``device``, one at
-    a time, on a GPU as the fused kernels want it; the adapters begin with the folder ``values``, or what ``seed`` draws.
-    Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is not
-    installed.
+    a time, on a GPU as the fused kernels want it; the adapters begin with the folder ``values``, or what ``seed``
+    draws. Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is
+    not installed.
     """
     model.requires_grad_(False)
     config = {} if lora is None else add_adapters(model, lora, name or str(folder))

@@ -31,8 +31,8 @@ from vblackwell.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Not cuDNN's attention, which plans anew, for about a second, for every length of a prompt: more than it gains up to some
-# ten thousand positions.
+# Not cuDNN's attention, which plans anew, for about a second, for every length of a prompt: more than it gains up to
+# some ten thousand positions.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
 

@@ -153,7 +153,6 @@ class PackedWeights(FolderWeights):
 
 
 def _packed_of(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, linear: str) -> PackedTensor:
-    """The packed weight that a linear's entries stand for."""
     packed = replace(from_entries(entries, form, dtype, linear), fine=entries.get(FINE))
     try:
         packed.check()

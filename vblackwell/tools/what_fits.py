@@ -63,7 +63,6 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
 
 
 def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
-    """For people."""
     bounds = place.bounds
     rows = [what_fits.HEADS, *map(what_fits.row_of, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

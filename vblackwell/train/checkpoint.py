@@ -171,9 +171,6 @@ def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int
     return max(most * checkpoint, (left - held) * checkpoint + final)
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def _weight_bytes(model: nn.Module) -> int:
     """Bytes of the final model."""
     return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])

@@ -219,7 +219,6 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step learns from."""
         return self.batch_size * self.accumulation_steps * self.seq_length
 
 

@@ -37,7 +37,6 @@ class Progress:
         self._total_steps = total_steps
 
     def step(self, record: StepRecord) -> None:
-        """A step is done."""
         left, now = self._time_left(record), time.monotonic()
         notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
         if notable or now - self._last_line >= PLAIN_SECONDS:

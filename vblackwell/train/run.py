@@ -30,15 +30,7 @@ from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.prepare import Prepared, inspect_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
-from vblackwell.train.runfolder import (
-    ADAPTER,
-    REPORT,
-    TRACE,
-    RunFolder,
-    default_out,
-    read_stored_config,
-    write_settings,
-)
+from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.trainer import Trainer
 from vblackwell.units import format_bytes, format_seconds
 
@@ -90,7 +82,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
         settled = {name: getattr(prepared.config, name) for name in planned}
-        write_settings(folder, asdict(replace(config, **settled)))
+        folder.write_settings(asdict(replace(config, **settled)))
     return _to_the_end(prepared, folder, progress, stop, cleanup)
 
 

@@ -87,6 +87,10 @@ class RunFolder:
         except OSError as error:
             raise DiskError(f"writing {path} failed: {error.strerror}; make room, or choose another --out") from error
 
+    def write_settings(self, settings: dict[str, Any]) -> None:
+        """Keep what the run is started with, and a hash of it."""
+        self.write_json(SETTINGS, settings | {_HASH: _hash_of(settings)})
+
     def release(self) -> None:
         """Let others use the folder. Idempotent."""
         if self._lock is not None:
@@ -124,11 +128,6 @@ def _refuse_misplaced(folder: Path) -> None:
 def _fresh(path: Path) -> Path:
     """Where what becomes ``path`` is written first."""
     return path.with_name(path.name + ".tmp")
-
-
-def write_settings(folder: RunFolder, settings: dict[str, Any]) -> None:
-    """Keep what the run is started with, and a hash of it."""
-    folder.write_json(SETTINGS, settings | {_HASH: _hash_of(settings)})
 
 
 def _hash_of(settings: dict[str, Any]) -> str:

@@ -420,7 +420,6 @@ class LossScaler:
     finite_steps: int = 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Record how the step went."""
         self.finite_steps = 0 if overflowed else self.finite_steps + 1
         if overflowed:
             self.scale = max(MIN_SCALE, self.scale / 2)
