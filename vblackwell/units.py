@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Sequence
 
 from vblackwell.errors import ConfigurationError
 
@@ -51,6 +52,13 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows of equal length as lines of aligned text; the columns ``right`` to the right, the others to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [[f"{text:{'>' if at in right else '<'}{widths[at]}}" for at, text in enumerate(row)] for row in rows]
+    return ["  ".join(row).rstrip() for row in table]
 
 
 def align_up(num_bytes: int, alignment: int) -> int:

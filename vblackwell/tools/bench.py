@@ -14,7 +14,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,36 +42,16 @@ from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
 from vblackwell.tools.compare import difference
 from vblackwell.tools.cost import Measured, measure, time_of
-from vblackwell.units import MiB, format_bytes
+from vblackwell.units import MiB, columns, format_bytes
 
+LADDER = ("fp32", "bf16", "fp4", "flash", "checkpointing")  # each with what those before it have
+_FLAGS = ("--mixed-precision", "--use-fp4", "--use-flash-attn", "--gradient-checkpointing")  # of vb train, for the same
 PHASES = ("training", "inference")
 LONGEST_DEFAULT = 512
 WARM_UP = 2  # steps, and tokens, that are not timed
 NEW_TOKENS = 8  # decoded one by one; their median counts
 _SPARE = 2 * NEW_TOKENS  # positions for decoding
 _ZIPF = 1.1  # exponent of the tokens' frequencies, about that of words
-
-
-@dataclass(frozen=True)
-class Rung:
-    """What is switched on. ``dtype``: of compute weights, None for fp32; ``flags``: of ``vb train``, for the same."""
-
-    name: str
-    flags: str
-    dtype: torch.dtype | None = torch.bfloat16
-    fp4: bool = False
-    flash: bool = False
-    checkpointing: bool = False
-
-
-_FLAGS = ("--mixed-precision", "--use-fp4", "--use-flash-attn", "--gradient-checkpointing")
-LADDER = (
-    Rung("fp32", "", None),
-    Rung("bf16", _FLAGS[0]),
-    Rung("fp4", " ".join(_FLAGS[:2]), fp4=True),
-    Rung("flash", " ".join(_FLAGS[:3]), fp4=True, flash=True),
-    Rung("checkpointing", " ".join(_FLAGS), fp4=True, flash=True, checkpointing=True),
-)
 
 
 def bench_command(
@@ -93,8 +73,7 @@ def bench_command(
     model's limit leaves; ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises
     VBError: no such model, values out of range, a file that cannot be written; nothing was measured.
     """
-    chosen = tuple(rung for rung in LADDER if rung.name in _names(rungs, "--rungs", [each.name for each in LADDER]))
-    wanted = tuple(_names(phases, "--phases", list(PHASES)))
+    chosen, wanted = _names(rungs, "--rungs", LADDER), _names(phases, "--phases", PHASES)
     if steps <= WARM_UP:
         raise ConfigurationError(f"--steps {steps}: give at least {WARM_UP + 1}, the first two are not timed")
     if not 0 < learning_rate < math.inf:
@@ -131,8 +110,8 @@ def bench_command(
     return 0
 
 
-def _names(text: str, flag: str, known: list[str]) -> list[str]:
-    names = known if text == "all" else [name.strip() for name in text.split(",")]
+def _names(text: str, flag: str, known: tuple[str, ...]) -> list[str]:
+    names = list(known) if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
             raise ConfigurationError(
@@ -205,7 +184,7 @@ class Case:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
 
-def climb(case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def climb(case: Case, rungs: Sequence[str], phases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each rung's measurements as JSON values, or the reason why there are none; standard error has what begins."""
     if case.device.type == "cuda":  # what the first products and their backward allocate for good counts for no rung
         leaf = torch.ones(16, 16, device=case.device, requires_grad=True)
@@ -213,11 +192,13 @@ def climb(case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...]) -> Itera
     first: dict[str, Any] = {}  # logits and loss of the first rung that ran
     for number, rung in enumerate(rungs, 1):
         refused: dict[str, str] = {}
-        row = {"name": rung.name, "flags": rung.flags, "attention": "", "training": None, "inference": None}
-        row["refused"] = refused
+        flags = " ".join(_FLAGS[: LADDER.index(rung)])
+        row = {"name": rung, "flags": flags, "attention": "", "training": None, "inference": None, "refused": refused}
         for phase, measured in (("inference", _infer), ("training", _train)):
-            if phase in phases and not (phase == "inference" and rung.checkpointing):  # which changes nothing there
-                print(f"{number}/{len(rungs)} {rung.name}: {phase}", file=sys.stderr, flush=True)
+            if phase in phases and not (
+                phase == "inference" and rung == "checkpointing"
+            ):  # which changes nothing there
+                print(f"{number}/{len(rungs)} {rung}: {phase}", file=sys.stderr, flush=True)
                 try:
                     row |= measured(case, rung, first)
                 except VBError as error:
@@ -230,14 +211,23 @@ def climb(case: Case, rungs: tuple[Rung, ...], phases: tuple[str, ...]) -> Itera
         yield row
 
 
-def _attend(case: Case, rung: Rung, model: nn.Module) -> str:
+def _has(rung: str, what: str) -> bool:
+    return LADDER.index(rung) >= LADDER.index(what)
+
+
+def _dtype(rung: str) -> torch.dtype:
+    """Of compute weights."""
+    return torch.bfloat16 if _has(rung, "bf16") else torch.float32
+
+
+def _attend(case: Case, rung: str, model: nn.Module) -> str:
     """Chooses the attention that the rung asks for; its name."""
     length = case.tokens_NBS.shape[2] - 1
-    wanted = (*training.attention_heads(model), length, rung.dtype or torch.float32, case.device)
-    if rung.dtype is not None and not has_bf16(case.device):
+    wanted = (*training.attention_heads(model), length, _dtype(rung), case.device)
+    if _has(rung, "bf16") and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
     made: Any = model
-    if not rung.flash:
+    if not _has(rung, "flash"):
         kind = "sdpa" if isinstance(model, Decoder) else str(made.config._attn_implementation)
         return training.chosen_backend(*wanted) if kind == "sdpa" else kind
     name = training.fused_backend(*wanted)
@@ -256,16 +246,16 @@ def _values(found: Measured, resting_bytes: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _infer(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
+def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     device, before = case.device, case.allocated_bytes()
-    model: Any = copy.deepcopy(case.model).to(dtype=rung.dtype or torch.float32)
+    model: Any = copy.deepcopy(case.model).to(dtype=_dtype(rung))
     attention = _attend(case, rung, model)
-    if rung.fp4:
+    if _has(rung, "fp4"):
         replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     model.to(device).eval()
     for module in model.modules():
         quantize: Any = getattr(module, "quantize", None)
-        if rung.fp4 and quantize is not None:
+        if _has(rung, "fp4") and quantize is not None:
             quantize()
     tokens_BS = case.tokens_NBS[0, :, :-1].to(device)
     ours = isinstance(model, Decoder)
@@ -293,21 +283,22 @@ def _infer(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
     return {"attention": attention, "inference": values}
 
 
-def _train(case: Case, rung: Rung, first: dict[str, Any]) -> dict[str, Any]:
+def _train(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as cleanup:
         device, before = case.device, case.allocated_bytes()
         model = copy.deepcopy(case.model).train()
         attention = _attend(case, rung, model)
-        if rung.checkpointing:
+        if rung == "checkpointing":
             training.checkpoint_layers(model)
-        if rung.fp4:
+        if _has(rung, "fp4"):
             straight_through = functools.partial(FusedFP4Linear.from_linear, use_fp4=True)
             replace_linears(model, select_linears(model), straight_through)
-        needed = bytes_when_resident(model, rung.dtype)
+        dtype = _dtype(rung) if _has(rung, "bf16") else None
+        needed = bytes_when_resident(model, dtype)
         capacity = needed + needed // 4 + 16 * MiB
         stack = VGPUStack([LevelConfig("cuda:0" if device.type == "cuda" else "arena", capacity)])
         cleanup.callback(stack.close)
-        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=rung.dtype)
+        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=dtype)
         engine = offload_of(model)
         assert engine is not None
         cleanup.callback(engine.close)
@@ -372,9 +363,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     for phase, header in _HEADERS.items():
         cells = [_cells(row, phase) for row in rows if row[phase] is not None]
         if cells:
-            table = [header, *cells]
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            lines += ["", f"{phase}:", *("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in table)]
+            lines += ["", f"{phase}:", *(f"  {line}" for line in columns([header, *cells]))]
     lines += [
         "",
         f"change: from {rows[0]['name']}; rms change: of the logits, relative. Memory: weights and all else held at "

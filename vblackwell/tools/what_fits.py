@@ -20,7 +20,7 @@ from vblackwell.planner.estimate.command import some_bytes
 from vblackwell.planner.estimate.result import STREAMED_ERROR
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
-from vblackwell.units import format_bytes, parse_bytes
+from vblackwell.units import columns, format_bytes, parse_bytes
 
 
 def what_fits_command(gpu: str | None, host_memory: str | None, disk_memory: str | None, as_json: bool) -> int:
@@ -64,17 +64,13 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
 
 def lines(name: str, place: Machine, found: Sequence[what_fits.Fit]) -> list[str]:
     bounds = place.bounds
-    rows = [what_fits.HEADS, *map(what_fits.row_of, found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(f"{text:{'>' if 2 <= at <= 6 else '<'}{widths[at]}}" for at, text in enumerate(row)) for row in rows
-    ]
+    table = columns([what_fits.HEADS, *map(what_fits.row_of, found)], right=range(2, 7))
     left_out = [task for task in what_fits.TASKS if not any(fit.task == task for fit in found)]
     return [
         f"{name}: {format_bytes(bounds.gpu)} of level 0, {format_bytes(bounds.host)} of RAM, "
         f"{format_bytes(bounds.disk)} of disk for a run",
         "",
-        *(f"  {line.rstrip()}" for line in table),
+        *(f"  {line}" for line in table),
         *(f"  no known model for: {task}" for task in left_out),
         "",
         *(f"  assumes {text}" for text in assumptions(place)),

@@ -32,7 +32,7 @@ from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.trainer import Trainer
-from vblackwell.units import format_bytes, format_seconds
+from vblackwell.units import columns, format_bytes, format_seconds
 
 
 def train(config: TrainConfig) -> int:
@@ -246,8 +246,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         links.append((name, format_bytes(link["bytes"]), format_seconds(link["seconds"])))
     formats, peak = report["formats"], report["gpu_peak_bytes"]
     lines = [
-        *_columns(levels),
-        *(["", *_columns(links)] if report["links"] else []),
+        *columns(levels, right=range(1, 6)),
+        *(["", *columns(links, right=(1, 2))] if report["links"] else []),
         "",
         f"placement: {report['placement']}, {report['groups']} layer groups",
         f"AdamW: {formats['states']} states, {formats['masters']} masters",
@@ -270,10 +270,6 @@ def _plan_lines(found: dict[str, Any]) -> list[str]:
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
     clipped = found["clipped_tokens_per_second"]
-    return _columns(rows) + ([] if clipped is None else [f"predicted while steps clip: {clipped:,.0f} tokens/s"])
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as aligned text: the first column to the left, numbers to the right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+    return columns(rows, right=(1, 2, 3)) + (
+        [] if clipped is None else [f"predicted while steps clip: {clipped:,.0f} tokens/s"]
+    )
