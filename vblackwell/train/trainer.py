@@ -197,7 +197,7 @@ class Trainer:
             parts.optimizer.zero_grad()
             self.restore(start)
             return None
-        loss = sum(late.read() for late in losses)
+        loss = sum(read() for read in losses)
         skipped = not self._update(loss)
         self.step += 1
         self._skipped += skipped
@@ -216,7 +216,7 @@ class Trainer:
             skipped=skipped,
         )
 
-    def _forward_and_backward(self) -> list[LateScalar] | None:
+    def _forward_and_backward(self) -> list[Callable[[], float]] | None:
         """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half might
         fit.
         """
@@ -224,7 +224,7 @@ class Trainer:
         scale = 1.0 if parts.scaler is None else parts.scaler.scale
         parts.optimizer.loss_scale = scale
         parts.model.train()
-        self._held, losses = {}, list[LateScalar]()
+        self._held, losses = {}, list[Callable[[], float]]()
         try:
             while len(losses) < count and not self._stop.wanted:
                 losses.append(self._one_micro_batch(count, scale))
@@ -236,11 +236,11 @@ class Trainer:
                 raise
         return None  # the error is gone here, and with it what its frames held
 
-    def _one_micro_batch(self, count: int, scale: float) -> LateScalar:
+    def _one_micro_batch(self, count: int, scale: float) -> Callable[[], float]:
         parts = self.parts
-        sent = [Sent(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
-        loss = self._loss(*(tokens.arrived() for tokens in sent))
-        late = LateScalar(loss.detach() / count)  # on its way before backward fills the queues
+        sent = [send(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
+        loss = self._loss(*(arrived() for arrived in sent))
+        late = send_back(loss.detach() / count)  # on its way before backward fills the queues
         self._note_held(parts.stack.get_stats())  # level 0 is empty at the end
         (loss * (scale / count)).backward()
         return late
@@ -333,51 +333,48 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Sent:
-    """A tensor on its way to ``device`` from now on, past everything else that is being copied; on a CPU it is there.
+def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Sends ``tensor`` to ``device``, past everything else that is being copied; on a CPU it is there. What is returned
+    gives it, for what the current stream queues from then on.
 
     A copy that the computing stream waits for holds up all after it, and where weights are streamed the copy engines
     always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts when the host asks.
     """
+    if device.type != "cuda":
+        return lambda: tensor
+    pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+    with torch.cuda.stream(_side_stream(device)):
+        sent = pinned.to(device, non_blocking=True)
+        event = _side_stream(device).record_event()
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
-        self._tensor = tensor
-        self._event: Any = None
-        if device.type == "cuda":
-            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            with torch.cuda.stream(_side_stream(device)):
-                self._tensor = pinned.to(device, non_blocking=True)
-                self._event = _side_stream(device).record_event()
+    def arrived() -> torch.Tensor:
+        stream = torch.cuda.current_stream(sent.device)
+        stream.wait_event(event)
+        sent.record_stream(stream)
+        return sent
 
-    def arrived(self) -> torch.Tensor:
-        """The tensor, for what the current stream queues from now on."""
-        if self._event is not None:
-            stream = torch.cuda.current_stream(self._tensor.device)
-            stream.wait_event(self._event)
-            self._tensor.record_stream(stream)
-        return self._tensor
+    return arrived
 
 
-class LateScalar:
-    """A one-element tensor on its way to the host from now on, on the stream of `Sent`."""
+def send_back(value: torch.Tensor) -> Callable[[], float]:
+    """Sends a one-element tensor to the host, on the stream of `send`. What is returned reads it: that waits for what
+    computes it, and for nothing that was queued after that.
+    """
+    value = value.detach()
+    if not value.is_cuda:
+        return lambda: float(value)
+    stream = _side_stream(value.device)
+    stream.wait_stream(torch.cuda.current_stream(value.device))
+    with torch.cuda.stream(stream):
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        value.record_stream(stream)
+        event = stream.record_event()
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value = value.detach()
-        self._event: Any = None
-        if value.is_cuda:
-            stream = _side_stream(value.device)
-            stream.wait_stream(torch.cuda.current_stream(value.device))
-            with torch.cuda.stream(stream):
-                host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                self._value = host.copy_(self._value, non_blocking=True)
-                value.detach().record_stream(stream)
-                self._event = stream.record_event()
+    def read() -> float:
+        event.synchronize()
+        return float(host)
 
-    def read(self) -> float:
-        """The number; waits for what computes it, and for nothing that was queued after that."""
-        if self._event is not None:
-            self._event.synchronize()
-        return float(self._value)
+    return read
 
 
 # -- learning rate and loss scale --------------------------------------------------------------------------------------

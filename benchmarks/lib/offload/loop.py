@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vblackwell.train.trainer import Sent
+from vblackwell.train.trainer import send
 
 
 class Feed:
@@ -22,12 +22,12 @@ class Feed:
         self._device = device
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        coming = Sent(self._batches[0], self._device)
+        coming = send(self._batches[0], self._device)
         for number in range(len(self._batches)):
             sent = coming
             if number + 1 < len(self._batches):
-                coming = Sent(self._batches[number + 1], self._device)
-            yield sent.arrived()
+                coming = send(self._batches[number + 1], self._device)
+            yield sent()
 
 
 class Clock:

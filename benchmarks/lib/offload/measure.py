@@ -29,7 +29,7 @@ from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
-from vblackwell.train.trainer import LateScalar
+from vblackwell.train.trainer import send_back
 
 
 def builder_of(system: str) -> Callable[[Case, torch.device], System]:
@@ -84,9 +84,9 @@ class Run:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.gpu_used = 0
 
-    def step(self, ids_BS: torch.Tensor, number: int) -> LateScalar:
+    def step(self, ids_BS: torch.Tensor, number: int) -> Callable[[], float]:
         """One step on tokens that are on the device; its loss, on the way to the host."""
-        loss = LateScalar(self.system.step(ids_BS, self.case.rate_at(number)))
+        loss = send_back(self.system.step(ids_BS, self.case.rate_at(number)))
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             self.gpu_used = max(self.gpu_used, total - free)
@@ -138,11 +138,11 @@ def train(run: Run) -> Result:
     run.forget_peaks()
     links: dict[str, tuple[int, float]] = {}
     stalls, begun, clock = 0.0, 0.0, Clock(run.device)
-    waiting: list[tuple[LateScalar, Any]] = []
+    waiting: list[tuple[Callable[[], float], Any]] = []
 
     def read_oldest() -> None:
-        late, norm = waiting.pop(0)
-        loss = late.read()
+        read, norm = waiting.pop(0)
+        loss = read()
         norm = None if norm is None else float(norm)
         result.losses.append(loss)
         if norm is not None:
