@@ -322,8 +322,8 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for; ConfigurationError
     for an unknown preset, file or key, or a value out of range.
     """
-    file_values = _with_auto_batch(_named(flags.get("config")))
-    flags = _with_auto_batch({name: value for name, value in flags.items() if name != "config"})
+    file_values = _named(flags.get("config"))
+    flags = {name: value for name, value in flags.items() if name != "config"}
     explicit, stored = file_values | flags, dict[str, Any]()
     if explicit.get("out") and convert("resume", explicit.get("resume", False)):
         found = read_stored_config(Path(str(explicit["out"]))) or {}  # nothing if the run never got that far
@@ -339,17 +339,12 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         recipe = {"learning_rate": 2e-4 if explicit.get("lora") is not None else 2e-5}
     values: dict[str, Any] = {}
     for layer in (recipe, stored, file_values, flags):
+        if layer.get("batch_size") == "auto":  # the switch that it stands for
+            layer = {name: value for name, value in layer.items() if name != "batch_size"} | {"auto_batch_size": True}
         if any(layer.get(name) is not None for name in EXCLUSIVE):
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer
     return TrainConfig(**{name: convert(name, value) for name, value in values.items()})
-
-
-def _with_auto_batch(values: dict[str, Any]) -> dict[str, Any]:
-    """``batch_size: auto`` as the switch that it stands for."""
-    if values.get("batch_size") != "auto":
-        return values
-    return {name: value for name, value in values.items() if name != "batch_size"} | {"auto_batch_size": True}
 
 
 def _named(config: str | None) -> dict[str, Any]:
