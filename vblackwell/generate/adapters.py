@@ -25,7 +25,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
-from vblackwell.folders.tensor_file import SafetensorsShards, StoredTensor, TensorFile, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
 from vblackwell.nn.convert.linears import HEAD, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.linear.stored_fp4 import stored_part
@@ -85,14 +85,13 @@ def adapt(
     config = {} if lora is None else add_adapters(model, lora, name or str(folder))
     tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
     packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
-    if lora is None:
-        return _Filling(model, weights, seed, device, None)
-    _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
     fitting = None
-    if values is not None:
-        fitting = _fitting(model, values, folder)  # what has other shapes is told by those
-        check_base(values, folder, name or str(folder))
-    return _Filling(model, weights, seed, device, fitting)
+    if lora is not None:
+        _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
+        if values is not None:
+            fitting = _fitting(model, values, folder)  # what has other shapes is told by those
+            check_base(values, folder, name or str(folder))
+    return _filling(model, weights, seed, device, fitting)
 
 
 def read_lora(folder: Path) -> Lora:
@@ -128,38 +127,36 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
     return {wanted[name][0]: value for name, value in held.items()}
 
 
-class _Filling:
+def _filling(
+    model: nn.Module, weights: Initialize, seed: int, device: torch.device, values: dict[str, Tensor] | None
+) -> Initialize:
     """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
+    held, ready = weakref.ref(model), dict[str, Tensor]()
 
-    def __init__(
-        self, model: nn.Module, weights: Initialize, seed: int, device: torch.device, values: dict[str, Tensor] | None
-    ) -> None:
-        self._model, self._values = weakref.ref(model), values
-        self._weights, self._seed, self._device = weights, seed, device
-        self._ready: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, out: Tensor) -> None:
-        model = self._model()
+    def fill(name: str, out: Tensor) -> None:
+        model = held()
         assert model is not None
         if is_adapter(name):
-            if self._values is None:
-                fill_adapter(name, out, self._seed)
+            if values is None:
+                fill_adapter(name, out, seed)
             else:
-                out.copy_(self._values[name])
+                out.copy_(values[name])
             return
         stored = stored_part(model, name)
         if stored is None:
-            self._weights(base_name(name), out)
+            weights(base_name(name), out)
             return
         linear, owner, _ = stored
-        if name not in self._ready:  # the first of three parts
+        if name not in ready:  # the first of three parts
             weight_name = base_name(f"{owner}.weight")
-            shape, pinned = (linear.out_features, linear.in_features), self._device.type == "cuda"
-            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=pinned)
-            self._weights(weight_name, weight_NK)
-            parts = linear.bytes_of(weight_NK.to(self._device), weight_name)
-            self._ready |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
-        out.copy_(self._ready.pop(name))
+            shape = (linear.out_features, linear.in_features)
+            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=device.type == "cuda")
+            weights(weight_name, weight_NK)
+            parts = linear.bytes_of(weight_NK.to(device), weight_name)
+            ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
+        out.copy_(ready.pop(name))
+
+    return fill
 
 
 def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[[], Iterator[tuple[str, Tensor]]]]:
@@ -265,19 +262,18 @@ def fingerprint(folder: Path) -> str:
         stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
         for name in sorted(stored):
             tensor = stored[name]
-            if not re.search(_OPTIONAL, name.removesuffix(".weight")):
-                digest.update(f"{name} {tensor.shape} ".encode())
-                count = tensor.size_bytes // tensor.dtype.itemsize
-                for start in (0, max(0, count - _NUMBERS)):
-                    digest.update(_numbers(tensor, start, min(_NUMBERS, count - start)))
+            if re.search(_OPTIONAL, name.removesuffix(".weight")):
+                continue
+            digest.update(f"{name} {tensor.shape} ".encode())
+            itemsize = tensor.dtype.itemsize
+            count = tensor.size_bytes // itemsize
+            for start in (0, max(0, count - _NUMBERS)):
+                held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
+                into = memoryview(held.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+                tensor.file.read(into, tensor.begin + start * itemsize)
+                rounded = held.bfloat16() if held.is_floating_point() else held
+                digest.update(rounded.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _numbers(tensor: StoredTensor, start: int, count: int) -> bytes:
-    held = torch.empty(count, dtype=tensor.dtype)
-    into = memoryview(held.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-    tensor.file.read(into, tensor.begin + start * tensor.dtype.itemsize)
-    return (held.bfloat16() if held.is_floating_point() else held).view(torch.uint8).numpy().tobytes()
 
 
 def check_base(adapter: Path, base: Path, base_name: str) -> None:

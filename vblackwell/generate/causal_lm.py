@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,9 @@ class PublishedTensors:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values, a parameter's at a time."""
-        for name, value in self._values():
-            yield from self._revert({name: self._cast(value)}).items()
-        for name, buffer in self._buffers:
-            yield from self._revert({name: self._cast(buffer.detach().cpu())}).items()
+        for name, value in chain(self._values(), ((name, buffer.detach().cpu()) for name, buffer in self._buffers)):
+            cast = self._dtype is not None and value.is_floating_point()
+            yield from self._revert({name: value.to(self._dtype) if cast else value}).items()
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
@@ -185,6 +185,3 @@ class PublishedTensors:
             return self._dtype or torch.float32
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and offload_of(self._model) is not None
         return self._dtype or (torch.float32 if trained else tensor.dtype)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor

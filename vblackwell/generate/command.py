@@ -146,7 +146,7 @@ def generate_command(
         if alone and places.use_fp4 and places.stay_on(folder, device):
             opened = open_resident(folder, device, **places.packing)
         elif places.streams or not alone:
-            rows = 1 if alone else min(batch_size, len(texts))
+            rows = min(batch_size, len(texts))
             longest = max(len(tokenizer.encode(text).ids) for text in texts) + max_new_tokens
             opened = places.open(folder, device, rows, longest, cleanup)
         else:

@@ -107,30 +107,28 @@ class PackedWeights(FolderWeights):
     """
 
     def __init__(self, model: nn.Module, folder: Path, device: torch.device | str = "cpu") -> None:
-        self._packed, self._device = PackedTables(folder), torch.device(device)
-        tiled = self._device.type == "cuda" and self._packed.form.name in ("nvfp4", "mxfp4")
-        for name in sorted(self._packed.linears):
-            self._store(model, name, tiled)
-        super().__init__(model, folder, self._packed.specs.keys() - self._packed.entries)
-
-    def _store(self, model: nn.Module, name: str, tiled: bool) -> None:
-        form = self._packed.form
-        linear: Any = linear_of(model, name)
-        wanted = entry_specs(form, linear.out_features, linear.in_features)
-        lost = sorted(kind for kind in self._packed.kinds_of(name) if f"{name}.{kind}" not in self._packed.specs)
-        if lost:
-            raise CorruptData(f"{name} lacks its entry {lost[0]!r}: the folder is incomplete")
-        found = self._packed.specs[f"{name}.{PACKED}"].shape
-        if found != wanted[PACKED].shape:
-            raise ConfigurationError(
-                f"{name} is {linear}, its packed weight {found} instead of {wanted[PACKED].shape}: the file belongs to "
-                "another model"
-            )
-        fine, dtype = name in self._packed.fine, linear.weight.dtype
-        stored = StoredFP4Linear(
-            linear.in_features, linear.out_features, linear.bias, form, tiled=tiled, fine=fine, dtype=dtype
-        )
-        replace_modules(model, {linear: stored.train(linear.training)})
+        self._packed = tables = PackedTables(folder)
+        self._device = torch.device(device)
+        form = tables.form
+        tiled = self._device.type == "cuda" and form.name in ("nvfp4", "mxfp4")
+        for name in sorted(tables.linears):
+            linear: Any = linear_of(model, name)
+            lost = sorted(kind for kind in tables.kinds_of(name) if f"{name}.{kind}" not in tables.specs)
+            if lost:
+                raise CorruptData(f"{name} lacks its entry {lost[0]!r}: the folder is incomplete")
+            wanted = entry_specs(form, linear.out_features, linear.in_features)[PACKED].shape
+            found = tables.specs[f"{name}.{PACKED}"].shape
+            if found != wanted:
+                raise ConfigurationError(
+                    f"{name} is {linear}, its packed weight {found} instead of {wanted}: the file belongs to another "
+                    "model"
+                )
+            stored = StoredFP4Linear(
+                linear.in_features, linear.out_features, linear.bias, form, tiled=tiled, fine=name in tables.fine,
+                dtype=linear.weight.dtype,
+            )  # fmt: skip
+            replace_modules(model, {linear: stored.train(linear.training)})
+        super().__init__(model, folder, tables.specs.keys() - tables.entries)
 
     def __call__(self, name: str, out: Tensor) -> None:
         """As `FolderWeights`; a part of a packed linear gets its bytes. Raises CorruptData where a linear's entries do

@@ -41,7 +41,12 @@ class StackedCache(Cache):
         count = shape.layers - on_level0
         streamed = {(2 * place + 1) * shape.layers // (2 * count): place for place in range(count)}  # evenly spread
         try:
-            ram = self._ram() if streamed else 0
+            devices = [level.device and level.device.type for level in stack.levels]
+            if streamed and "cpu" not in devices[1:]:
+                raise ConfigurationError(
+                    "keys and values outgrow level 0, and the stack has no level in RAM: add one (host_memory)"
+                )
+            ram = devices.index("cpu", 1) if streamed else 0
             made = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
             places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, count))]
         except BaseException:
@@ -80,14 +85,6 @@ class StackedCache(Cache):
         """Whether some layers live in RAM."""
         made: list[Any] = self.layers
         return any(layer.order is not None for layer in made)
-
-    def _ram(self) -> int:
-        for number, level in enumerate(self._stack.levels):
-            if number and level.device is not None and level.device.type == "cpu":
-                return number
-        raise ConfigurationError(
-            "keys and values outgrow level 0, and the stack has no level in RAM: add one (host_memory)"
-        )
 
     def _reserve(self, what: str, level: int) -> Tensor:
         reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", self.shape.layer_bytes, level)

@@ -98,35 +98,32 @@ class StreamedStep:
         self._stretches: list[_Stretch] = []
         self._held = engine.weights.hold()
         try:
-            self._prepare(model, engine, cache, rows)
+            config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held
+            self._cycle = _in_order([group for group in engine.groups if group not in held])
+            self._slot_of = _places(self._cycle)
+            largest = max((group.num_bytes for group in self._cycle), default=0)
+            for number in range(min(WEIGHT_PLACES, len(self._cycle))):
+                self._taken.append(engine.storage.take(f"place {number}", largest, 0))
+            self._places = [reservation.view() for reservation in self._taken]
+            twin = Decoder(config, device="meta")
+            for group in engine.groups:
+                _fill(twin, model, group, engine.weights.buffer(group) if group in held else self._place_of(group))
+            length, self._max_length = cache.get_seq_length(), cache.shape.positions
+            self._left = self._max_length - length
+            filled: Any = SimpleNamespace(length=length, max_length=self._max_length, tensors=cache.tensors)
+            self._steady = SteadyCache(filled, config)
+            self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
+            self._value: Any = self._ids_B1
+            self._stretches = self._cut(twin)
+            self._bring()
+            if self._cuda:
+                self._capture()
         except BaseException:
             if self._cuda:
                 torch.cuda.synchronize(self._device)  # what was tried may still read the places
             self._close()
             raise
         cache.at_close.callback(self._close)
-
-    def _prepare(self, model: Any, engine: Offload, cache: StackedCache, rows: int) -> None:
-        config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held
-        self._cycle = _in_order([group for group in engine.groups if group not in held])
-        self._slot_of = _places(self._cycle)
-        largest = max((group.num_bytes for group in self._cycle), default=0)
-        for number in range(min(WEIGHT_PLACES, len(self._cycle))):
-            self._taken.append(engine.storage.take(f"place {number}", largest, 0))
-        self._places = [reservation.view() for reservation in self._taken]
-        twin = Decoder(config, device="meta")
-        for group in engine.groups:
-            _fill(twin, model, group, engine.weights.buffer(group) if group in held else self._place_of(group))
-        length, self._max_length = cache.get_seq_length(), cache.shape.positions
-        self._left = self._max_length - length
-        filled: Any = SimpleNamespace(length=length, max_length=self._max_length, tensors=cache.tensors)
-        self._steady = SteadyCache(filled, config)
-        self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
-        self._value: Any = self._ids_B1
-        self._stretches = self._cut(twin)
-        self._bring()
-        if self._cuda:
-            self._capture()
 
     def _cut(self, twin: Decoder) -> list[_Stretch]:
         """The model's stages, in one stretch as far as nothing passes."""

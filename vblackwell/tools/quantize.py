@@ -340,18 +340,14 @@ class _Packer:
         self._waiting = {
             f"{name}.{compressed_tensors.GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()
         }
-        self._owner = {
-            f"{name}.{entry}": name
-            for name, shape in report.packed.items()
-            for entry in compressed_tensors.entry_specs(form, *shape, fine=name in report.two_parts)
-        }
 
     def tensor(self, name: str) -> Tensor:
-        if name not in self._waiting and name in self._owner:
-            self._pack(self._owner[name])
-        if name in self._waiting:
-            return self._waiting.pop(name)
-        return self._read(self._report.sources[name], self._dtypes[name])
+        source = self._report.sources.get(name)
+        if source is not None:
+            return self._read(source, self._dtypes[name])
+        if name not in self._waiting:
+            self._pack(name.rpartition(".")[0])
+        return self._waiting.pop(name)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
