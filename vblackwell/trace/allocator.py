@@ -22,7 +22,7 @@ from vblackwell.units import GiB, MiB, align_up, format_bytes
 
 MIN_BLOCK, SMALL_SIZE, MIN_LARGE = 512, MiB, 10 * MiB
 SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MiB, 20 * MiB, 2 * MiB
-_SPAN = 1 << 60  # addresses of an expandable segment: more than any GPU has
+_SPAN = 5 << 58  # addresses of an expandable segment: more than any GPU has, and whole pages of both sizes
 _POOL_GAP = 16 * GiB
 
 
@@ -37,6 +37,10 @@ class Block:
     allocated: bool = False
     previous: Block | None = None
     next: Block | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.mapped and not self.allocated
 
 
 def round_size(num_bytes: int) -> int:
@@ -124,17 +128,13 @@ class CachingAllocator:
 
     def _join(self, block: Block) -> Block:
         """``block``, which is in no list, with its free neighbours, which leave theirs."""
-        if block.previous and self._is_free(block.previous):
+        if block.previous and block.previous.is_free:
             self._take(block.previous)
             block = self._absorb(block.previous, block)
-        if block.next and self._is_free(block.next):
+        if block.next and block.next.is_free:
             self._take(block.next)
             self._absorb(block, block.next)
         return block
-
-    @staticmethod
-    def _is_free(block: Block) -> bool:
-        return block.mapped and not block.allocated
 
     @staticmethod
     def _absorb(left: Block, right: Block) -> Block:
@@ -184,7 +184,7 @@ class CachingAllocator:
         block: Block | None = self._ranges[small]
         while block:
             if not block.mapped:
-                first = block.previous if block.previous and self._is_free(block.previous) else block
+                first = block.previous if block.previous and block.previous.is_free else block
                 run, each = 0, first
                 while each and not each.allocated and run < size:
                     run, each = run + each.size, each.next
@@ -194,7 +194,6 @@ class CachingAllocator:
         raise AssertionError("an expandable segment has room for everything")
 
     def _flush(self) -> None:
-        """Give back what is entirely free."""
         self.flushes += 1
         blocks = [block for free in self._free.values() for _, _, block in free]
         self._free = {True: [], False: []}
@@ -209,9 +208,8 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """Unmap the whole pages of a free block, which is in no list; what is left of it stays."""
         page = SMALL_SEGMENT if block.small else LARGE_SEGMENT
-        base = _SPAN * (2 - block.small)
-        first = align_up(block.address - base, page) + base
-        last = (block.address + block.size - base) // page * page + base
+        first = align_up(block.address, page)
+        last = (block.address + block.size) // page * page
         if last <= first:
             self._put(block)
             return

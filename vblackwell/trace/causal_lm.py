@@ -90,13 +90,11 @@ class GroupedOnMeta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(S, N)."""
         ctx.save_for_backward(rows, weights)
         return rows.new_empty(rows.shape[0], weights.shape[2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of the rows and of the weights."""
         rows, weights = ctx.saved_tensors
         return torch.empty_like(rows), torch.empty_like(weights)
 

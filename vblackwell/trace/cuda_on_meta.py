@@ -67,23 +67,20 @@ class CudaOnMeta(TorchFunctionMode):
     def __init__(self, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.autocast = autocast
-        self.items_are_one = False
-        self.item_read: Callable[[], None] = lambda: None  # called where such an item is asked for
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._caches_casts = False
+        self.item_read: Callable[[], None] | None = None  # told where an item is asked for, which is 1 then
+        self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @contextmanager
     def cached_casts(self) -> Iterator[None]:
         """Weights that autocast casts inside are cast once, as in its region, and forgotten at the end."""
-        self._caches_casts = True
+        self._casts = {}
         yield
-        self._caches_casts = False
-        self._casts.clear()
+        self._casts = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
             return _ANSWERS[func](args[0], func)
-        if func is Tensor.item and self.items_are_one and args[0].is_meta:
+        if func is Tensor.item and self.item_read is not None and args[0].is_meta:
             self.item_read()
             return 1.0
         kwargs = kwargs or {}
@@ -128,7 +125,7 @@ class CudaOnMeta(TorchFunctionMode):
             return type(value)(self._as(each, wanted) for each in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (wanted, torch.float64):
             return value
-        if not (value.is_leaf and value.requires_grad and self._caches_casts) or wanted == torch.float32:
+        if not (value.is_leaf and value.requires_grad) or self._casts is None or wanted == torch.float32:
             return value.to(wanted)
         if id(value) not in self._casts:
             self._casts[id(value)] = (value, value.to(wanted))
@@ -277,14 +274,12 @@ def attention(
     With a mask, or in fp32: memory-efficient, which pads a mask's rows to 16 bytes. Grouped queries in fp32, heads over
     256 or of odd widths, a mask whose rows are not dense: the unfused one.
     """
-    half = query.dtype in (torch.bfloat16, torch.float16)
     head = query.shape[-1]
     saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
     if query.dim() != 4 or head > MAX_FLASH_HEAD or value.shape[-1] != head or head % 4:
         return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if half and attn_mask is None:
-        pad = -head % 8
-        if pad:
+    if _is_half(query) and attn_mask is None:
+        if pad := -head % 8:
             query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
         scale = head**-0.5 if scale is None else scale
         out = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -349,7 +344,7 @@ def cuda_on_meta(
     """
     check_torch()
     with _ONE_AT_A_TIME, ExitStack() as stack:
-        mode, has_bf16 = CudaOnMeta(autocast), capability >= (8, 0)
+        mode, has_bf16, optimizer = CudaOnMeta(autocast), capability >= (8, 0), torch.optim.Optimizer
         call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
         # Our kernels' dispatcher remembers the capability: not across the borders of a trace.
         dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
@@ -378,7 +373,7 @@ def cuda_on_meta(
             (torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "current_device", lambda: 0),
-            *((torch.optim.Optimizer, name, lambda self: None) for name in _CAPTURE_CHECKS),
+            *((optimizer, name, lambda self: None) for name in _CAPTURE_CHECKS if hasattr(optimizer, name)),
             # Tensors without bytes draw no random numbers, so there is no state to come back to.
             (checkpoint, "get_device_states", lambda *args: ([], [])),
             (torch.version, "cuda", torch.version.cuda or "13.0"),
@@ -387,8 +382,7 @@ def cuda_on_meta(
         ]
         with mode, warnings.catch_warnings():
             for owner, name, answer in answers:
-                if owner is not torch.optim.Optimizer or hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, answer))
+                stack.enter_context(mock.patch.object(owner, name, answer))
             stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_saved))
             forget()
             stack.callback(forget)

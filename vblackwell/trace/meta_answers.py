@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-META = torch.device("meta")
+from vblackwell.trace.cuda_on_meta import META
+
 _PLAIN_ARGUMENTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _Recipe = Callable[[Any], Any]
 
@@ -49,7 +50,8 @@ class MetaAnswers(TorchDispatchMode):
         if func.namespace != "aten":
             return func(*args, **kwargs)
         name = func.__name__.partition(".")[0]
-        if name.startswith("_foreach") and name.endswith("_") and _without_bytes(args):
+        in_place = name.startswith("_foreach") and name.endswith("_")
+        if in_place and all(each.is_meta for each in tree_leaves(args) if isinstance(each, Tensor)):
             return None  # values alone change, and scalars differ from step to step
         try:
             key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
@@ -63,12 +65,6 @@ class MetaAnswers(TorchDispatchMode):
             out = func(*args, **kwargs) if known.recipe is None else known.recipe(args)
         self.known = known
         return out
-
-
-def _without_bytes(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_meta
-    return all(map(_without_bytes, value)) if isinstance(value, (list, tuple)) else True
 
 
 def _key(value: Any) -> Any:
@@ -85,7 +81,6 @@ def _key(value: Any) -> Any:
 
 
 def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Recipe | None:
-    """How to answer again; None where it must be asked."""
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
     if any(written):  # nothing happens to a tensor without bytes, and the first argument comes back

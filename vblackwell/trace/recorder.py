@@ -28,16 +28,18 @@ from vblackwell.trace.workspace import (
 )
 
 KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
-NO_FACTS = (0, (), False, False, False)
+NO_FACTS = (0, (), False, False)
 # References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it.
 ENGINE_ALONE = (2, 4)
 
 
-def _facts(name: str, args: Any, num_sms: int) -> tuple[int, tuple[int, ...], bool, bool, bool]:
-    """Of a call: bytes of its workspace and after each output; if the former is late, has a mask, calls cuBLAS."""
+def _facts(name: str, args: Any, found: list[Tensor], num_sms: int) -> tuple[int, tuple[int, ...], bool, bool]:
+    """Of a call: bytes of its workspace, and after each output ``found``; whether it has a mask, and calls cuBLAS."""
     base = name.partition(".")[0]
-    workspace, after = workspace_bytes(base, args, num_sms), bytes_after_each_output(base, args)
-    return workspace, after, base in TAKEN_AFTER_OUTPUTS, base == "native_dropout", base in CUBLAS
+    workspace, after = workspace_bytes(base, args, num_sms), bytes_after_each_output(base, args, found[0].numel())
+    if base in TAKEN_AFTER_OUTPUTS:
+        workspace, after = 0, (*[0] * (len(found) - 1), workspace)
+    return workspace, after, base == "native_dropout", base in CUBLAS
 
 
 class Recorder(TorchDispatchMode):
@@ -47,7 +49,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.capability, self.num_sms, self.counts_work = capability, num_sms, counts_work
         self.log = StorageLog()
-        self.born_in: list[str] = []
+        self.first: dict[str, int] = {}  # number of the first storage that a phase of this step may make
         self.category: dict[int, str] = {}
         self.marks: list[tuple[int, int, str]] = []
         self.work: list[Work] = []
@@ -63,16 +65,17 @@ class Recorder(TorchDispatchMode):
 
     def enter_phase(self, phase: str) -> None:
         self.phase = phase
+        self.first[phase] = len(self.log.sizes)
         self.marks.append((len(self.log.events), self.step, phase))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
             name, found = func.__name__, _on_meta_among(out)
-            workspace, after_outputs, is_late, has_mask, is_product = (
-                self._noted("facts", lambda: _facts(name, args, self.num_sms)) if found else NO_FACTS
+            workspace, after_outputs, has_mask, is_product = (
+                self._noted("facts", lambda: _facts(name, args, found, self.num_sms)) if found else NO_FACTS
             )
-            taken = self._birth(workspace) if workspace and not is_late else None
+            taken = self._birth(workspace) if workspace else None
             if self.counts_work:
                 self._note_work(func, args, kwargs, out, found)
             if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
@@ -83,7 +86,6 @@ class Recorder(TorchDispatchMode):
                     self.log.free(self._birth(after_outputs[number]))
             if is_product:
                 self._cublas_workspace(name)
-            taken = self._birth(workspace) if workspace and is_late else taken
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
             return out
@@ -112,7 +114,6 @@ class Recorder(TorchDispatchMode):
         self.work.append(work)
 
     def called(self, module: nn.Module) -> None:
-        """Note a call of ``module``."""
         if self.counts_work:
             self.work.append(Work(self.phase, kind="host", issues=module_issues(module)))
 
@@ -124,15 +125,12 @@ class Recorder(TorchDispatchMode):
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Note the storage of ``tensor``, if it is new, and what it is for, if that is known."""
         index = self.log.see(tensor)
-        if index == len(self.born_in):
-            self.born_in.append(self.phase)
         if category and self.category.get(index) not in KEPT:
             self.category[index] = category
 
     def _birth(self, num_bytes: int) -> int:
         """Of a workspace."""
         index = self.log.add(num_bytes)
-        self.born_in.append(self.phase)
         self.category[index] = "workspace"
         return index
 

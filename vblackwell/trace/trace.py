@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,6 @@ def trace_training(
     recorder = Recorder(capability, num_sms)
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
-            masquerade.item_read = recorder.read
             _see_weights(recorder, model)
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
             with recorder.answers:
@@ -216,30 +216,30 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
 def _run_step(
     recorder: Recorder, masquerade: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
 ) -> None:
+    first = recorder.first
+    first.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
     with masquerade.cached_casts():
         value = loss(model, batch)
     for index in recorder.log.alive():
-        kind = {"forward": "activations", "loss": "logits_and_loss"}.get(recorder.born_in[index])
-        if kind:
+        if index >= first["forward"]:
+            kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
             recorder.category.setdefault(index, kind)
     recorder.enter_phase("loss_backward")
-    born = len(recorder.born_in)
     value.backward()
     _see(recorder, (parameter.grad for parameter in model.parameters()), "gradients")
-    for index in range(born, len(recorder.born_in)):
-        if recorder.born_in[index] == "loss_backward":
-            recorder.category.setdefault(index, "logits_and_loss")
+    for index in range(first["loss_backward"], first.get("backward", len(recorder.log.sizes))):
+        recorder.category.setdefault(index, "logits_and_loss")
     del value
     recorder.enter_phase("optimizer")
     if optimizer is None:
         model.zero_grad(set_to_none=True)
         return
     # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
-    masquerade.items_are_one = True
+    masquerade.item_read = recorder.read
     optimizer.step()
-    masquerade.items_are_one = False
+    masquerade.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)
 
@@ -247,8 +247,7 @@ def _run_step(
 # -- the head ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _watching(head: nn.Module | None, recorder: Recorder) -> Iterator[None]:
+def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextManager[Any]:
     """From the call of ``head`` on, the forward makes logits and loss, until backward has passed it again."""
 
     def reached(module: nn.Module, inputs: Sequence[Any]) -> None:
@@ -266,30 +265,20 @@ def _watching(head: nn.Module | None, recorder: Recorder) -> Iterator[None]:
         if recorder.phase == "loss_backward":
             recorder.enter_phase("backward")
 
-    handle = None if head is None else head.register_forward_pre_hook(reached)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
+    return nullcontext() if head is None else head.register_forward_pre_hook(reached)
 
 
 def weighted_calls(model: nn.Module, forward: Callable[[], Any]) -> list[tuple[str, tuple[Any, ...]]]:
     """(name, inputs) of every call of a module with parameters, in the order of ``forward``, without gradients."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, inputs, name=name: calls.append((name, inputs)))
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    ]
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # Reentrant checkpointing says it; no gradient is wanted here.
-            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), warnings.catch_warnings():
+        for name, module in model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                note = partial(lambda name, module, inputs: calls.append((name, inputs)), name)
+                hooks.enter_context(module.register_forward_pre_hook(note))
+        # Reentrant checkpointing says it; no gradient is wanted here.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        forward()
     return calls
 
 

@@ -6,7 +6,6 @@ operators, which are known by name, after vblackwell/kernels; operators that are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +33,13 @@ def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) ->
     return _FORMULAS[name](*args) if name in _FORMULAS else 0
 
 
-def bytes_after_each_output(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order."""
-    formulas = {"convolution": _convolution, "convolution_backward": _convolution_backward}
-    return formulas[name](*args) if name in formulas else ()
+def bytes_after_each_output(name: str, args: tuple[Any, ...], num_out: int) -> tuple[int, ...]:
+    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order; ``num_out``:
+    elements of the first.
+    """
+    if name == "convolution":
+        return _convolution(num_out, *args)
+    return _convolution_backward(*args) if name == "convolution_backward" else ()
 
 
 def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
@@ -60,24 +62,17 @@ TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, outer: Any,
-    groups: int
+    num_out: int, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    outer: Any, groups: int
 ) -> tuple[int, ...]:  # fmt: skip
     """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights
     that cover an area. All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19).
     Grouped and transposed ones: not known.
     """
-    area = x.shape[2:]
-    if not _copies(x, weight, transposed, groups):
+    is_free = _is_plain_product(weight, stride, padding) and x.shape[2:].numel() % 4 == 0
+    if is_free or not _copies(x, weight, transposed, groups):
         return ()
-    if _is_plain_product(weight, stride, padding) and area.numel() % 4 == 0:
-        return ()
-    given = (list(each) * (len(area) // len(each)) for each in (padding, dilation, stride))
-    sizes = [
-        (size + 2 * pad - spread * (window - 1) - 1) // step + 1
-        for size, window, pad, spread, step in zip(area, weight.shape[2:], *given, strict=True)
-    ]
-    return (_channels_last(x, weight, x.shape[0] * weight.shape[0] * math.prod(sizes)),)
+    return (_channels_last(x, weight, num_out),)
 
 
 PARTS = 1 << 20  # values
