@@ -5,7 +5,6 @@ its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +22,6 @@ UNITS = ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
 
 
 def page_of(estimated: Estimated) -> str:
-    """The page's HTML."""
     memory, size = estimated.memory, estimated.gpu_bytes
     values, peak = memory.as_dict(), memory.peak_p50
     cards = [("", "expected peak", format_bytes(peak)), ("", "plan for (P99)", format_bytes(memory.peak_p99))]
@@ -94,23 +92,13 @@ def _plan(estimated: Estimated) -> str:
 # -- memory over the step ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Moments of a trace's last step; of every stretch of it the one at which most is allocated: bytes of each of
-    `CATEGORIES`, and what the allocator holds. ``phases``: (name, from, to) as shares of the step's allocations.
+Phase = tuple[str, float, float]  # its name, from and to, as shares of the step's allocations
+
+
+def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> tuple[dict[str, list[int]], list[Phase]]:
+    """The last step of ``trace`` at ``moments`` moments, or as many as it has events: of every stretch of it the one at
+    which most is allocated, as bytes of each of `CATEGORIES` and of what the allocator holds beyond; and its phases.
     """
-
-    bytes_by_category: dict[str, tuple[int, ...]]
-    reserved: tuple[int, ...]
-    phases: tuple[tuple[str, float, float], ...]
-
-    def allocated(self, moment: int) -> int:
-        """All categories together."""
-        return sum(values[moment] for values in self.bytes_by_category.values())
-
-
-def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Timeline:
-    """The last step of ``trace`` at ``moments`` moments, or as many as it has events."""
     last = max((step for _, step, _ in trace.marks), default=0)
     begin = min((index for index, step, _ in trace.marks if step == last), default=0)
     # What is freed after the last phase is the end of the run, not of a step.
@@ -120,7 +108,7 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Time
     allocator = CachingAllocator(None, expandable)
     blocks: dict[int, Block | None] = {}
     live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    best: list[tuple[int, dict[str, int], int]] = [(-1, live, 0)] * count
+    best: list[tuple[int, dict[str, int]]] = [(-1, live | {"fragmentation": 0})] * count
     for position, event in enumerate(trace.events[:end]):
         index = event if event >= 0 else ~event
         if event >= 0:
@@ -131,25 +119,22 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> Time
         if position >= begin:
             place, total = (position - begin) * count // length, sum(live.values())
             if total > best[place][0]:
-                best[place] = (total, dict(live), allocator.reserved)
+                best[place] = (total, live | {"fragmentation": max(0, allocator.reserved - total)})
     marks = [(index, phase) for index, of, phase in trace.marks if of == last and phase != "setup" and index < end]
-    phases: list[tuple[str, float, float]] = []
+    phases: list[Phase] = []
     for (index, phase), until in zip(marks, [*(index for index, _ in marks[1:]), end], strict=True):
         name, start = phase.replace("loss_backward", "loss"), (index - begin) / length
         if phases and phases[-1][0] == name:
             start = phases.pop()[1]
         phases.append((name, start, (until - begin) / length))
-    categories = {category: tuple(found[category] for _, found, _ in best) for category in CATEGORIES}
-    return Timeline(categories, tuple(reserved for _, _, reserved in best), tuple(phases))
+    return {name: [found[name] for _, found in best] for name in (*CATEGORIES, "fragmentation")}, phases
 
 
 def _drawing(estimated: Estimated) -> dict[str, str]:
     """Stacked areas, with the context below and what the allocator holds beyond above; the card's size as a line."""
-    found = timeline(estimated.trace, expandable=estimated.run.expandable)
-    moments, limit = range(len(found.reserved)), estimated.gpu_bytes
-    layers: dict[str, Sequence[int]] = {"context": [estimated.memory.context for _ in moments]}
-    layers |= found.bytes_by_category
-    layers["fragmentation"] = [max(0, found.reserved[i] - found.allocated(i)) for i in moments]
+    layers, spans = timeline(estimated.trace, expandable=estimated.run.expandable)
+    moments, limit = range(len(layers["weights"])), estimated.gpu_bytes
+    layers["context"] = [estimated.memory.context for _ in moments]
     top = max(sum(layers[name][i] for name in ORDER) for i in moments)
     scale = max(top * 1.05, limit * 1.02 if limit is not None and limit <= 2 * top else 0)
 
@@ -167,7 +152,7 @@ def _drawing(estimated: Estimated) -> dict[str, str]:
             points = " ".join(outline(above) + outline(below)[::-1])
             areas += f'<polygon class="c-{name}" points="{points}"><title>{SHOWN[name]}</title></polygon>'
         below = above
-    starts = [start * WIDTH for _, start, _ in found.phases[1:]]
+    starts = [start * WIDTH for _, start, _ in spans[1:]]
     lines = [f'<line class="phase" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>' for x in starts]
     heights = [("grid", "span", tick, _short(tick)) for tick in _ticks(scale)]
     heights += [("limit", "em", limit, f"{_short(limit)} GPU")] if limit is not None and limit <= scale else []
@@ -176,7 +161,7 @@ def _drawing(estimated: Estimated) -> dict[str, str]:
     phases = (
         f'<span style="left:{100 * start:.2f}%;width:{100 * (stop - start):.2f}%" title="{name}">'
         f"{name if stop - start > 0.09 else ''}</span>"
-        for name, start, stop in found.phases
+        for name, start, stop in spans
     )
     return {"areas": areas, "lines": "".join(lines), "notes": "".join(notes), "phases": "".join(phases)}
 
