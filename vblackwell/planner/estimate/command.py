@@ -182,7 +182,6 @@ NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters in a
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 RECOMPUTING = "--gradient-checkpointing"
 FUSED = "vb.accelerate_causal_lm(model)"
-FUSED_STACK = f"an offload stack, {FUSED}"
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,7 @@ class _Ways:
             if run.precision == "fp32" and (precision == "autocast" or not traced):
                 narrow = replace(run, precision=precision)
                 traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)
-        lacks_a_stack = stack is not None and stack.refused is not None
-        yield from (way for way in traced if lacks_a_stack or not way.change.startswith(FUSED_STACK))
+        yield from traced
         if self.batch_size > 1:
             smaller = self.batch_size // 2
             change = f"batches of {smaller}, gradients of {-(-self.batch_size // smaller)} added up"
@@ -262,16 +260,20 @@ class _Ways:
             )
 
     def _on_fused_operators(self, run: Run) -> Iterator[Way]:
-        """A model of transformers without the logits of a batch, and a stack under it, recomputing only if it must."""
+        """A model of transformers without the logits of a batch; where no stack holds it as it is, a stack under that,
+        recomputing only if it must.
+        """
         if run.spec.loss is not language_loss:
             return  # ours runs on them in any case
         run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
-        trace = self._trace_of(run)
+        trace, stack = self._trace_of(run), self.estimated.stack
         yield from self.plain(FUSED, run, trace)
-        stacked = list(self._streamed(f"{FUSED_STACK} (vb train --vgpu-auto)", run, trace))
-        if trace is not None and not stacked and not run.checkpointing and self.estimated.gpu_bytes is not None:
-            run = replace(run, checkpointing=True)
-            stacked += self._streamed(f"{FUSED_STACK}, {RECOMPUTING} (vb train --vgpu-auto)", run, self._trace_of(run))
+        if trace is None or stack is None or stack.refused is None:
+            return
+        stacked = list(self._streamed(f"an offload stack, {FUSED} (vb train --vgpu-auto)", run, trace))
+        if not stacked and not run.checkpointing:
+            run, change = replace(run, checkpointing=True), f"an offload stack, {FUSED}, {RECOMPUTING}"
+            stacked = self._streamed(f"{change} (vb train --vgpu-auto)", run, self._trace_of(run))
         yield from stacked
 
     def _trace_of(self, run: Run, batch_size: int | None = None) -> Trace | None:
