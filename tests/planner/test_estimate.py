@@ -11,9 +11,9 @@ from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.memory_estimate import (
     OPTIMIZERS,
     Batches,
+    Run,
     estimate_trace,
     fits,
-    optimizer_named,
     peak_of,
 )
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
@@ -39,7 +39,7 @@ def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torc
     model = build_causal_lm({"model_type": kind} | SMALL[kind], kind)
     with plain_batches():
         return trace_training(
-            model, language_batch(500, batch, 32), language_loss, optimizer_named(optimizer), autocast=autocast
+            model, language_batch(500, batch, 32), language_loss, OPTIMIZERS[optimizer], autocast=autocast
         )
 
 
@@ -63,7 +63,7 @@ def test_published_parameter_counts(name, parameters):
 def test_llama_7b_has_107_8_gb_of_state():
     model = build_causal_lm(KNOWN_MODELS["llama-7b"], "llama-7b")
     with plain_batches():
-        trace = trace_training(model, language_batch(32000, 1, 128), language_loss, optimizer_named("adamw-for-loop"))
+        trace = trace_training(model, language_batch(32000, 1, 128), language_loss, OPTIMIZERS["adamw-for-loop"])
     estimate = estimate_trace(trace)
     assert estimate.parameters == 6_738_415_616
     buffers = 2 * 64 * 4  # transformers keeps the rotary frequencies twice
@@ -162,7 +162,7 @@ def test_bad_configurations_say_what_is_wrong():
     with pytest.raises(ConfigurationError, match="does not describe a causal model"):
         build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"num_attention_heads": "four"}, "config.json")
     with pytest.raises(ConfigurationError, match="'adamv' is none of .* did you mean 'adamw'"):
-        optimizer_named("adamv")
+        Run(of_config(KNOWN_MODELS["gpt2"], "gpt2", 8), 8, "adamv")
 
 
 def test_gpus_by_name():
@@ -176,6 +176,6 @@ def test_gpus_by_name():
 
 def test_a_plain_module_needs_no_transformers():
     trace = trace_training(
-        nn.Linear(256, 256), lambda: torch.zeros(8, 256, device="cuda"), lambda m, b: m(b).sum(), optimizer_named("sgd")
+        nn.Linear(256, 256), lambda: torch.zeros(8, 256, device="cuda"), lambda m, b: m(b).sum(), OPTIMIZERS["sgd"]
     )
     assert estimate_trace(trace).weights == 4 * (256 * 256 + 256)

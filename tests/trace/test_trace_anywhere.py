@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.planner.test_estimate import trace_of
-from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run, optimizer_named
+from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
 from vblackwell.trace.trace import Trace, trace_training
@@ -83,7 +83,7 @@ def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
         return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
 
     return trace_training(
-        model, lambda: torch.zeros(4, 8, device="cuda"), loss, optimizer_named(optimizer),
+        model, lambda: torch.zeros(4, 8, device="cuda"), loss, OPTIMIZERS[optimizer],
         autocast=torch.bfloat16 if autocast else None
     )  # fmt: skip
 

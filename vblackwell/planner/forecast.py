@@ -371,7 +371,7 @@ def estimate_offload(
         ((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates is not None else (one.update,)
     )
     try:
-        plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, machine.bounds)
+        plan = forecast.plan(space)
     except InsufficientMemory:
         step = forecast.step_bytes(one, own)
         lacking = str(forecast.predict(one)).removeprefix("is refused: ")

@@ -39,17 +39,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def optimizer_named(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """A maker of torch's optimizer of that name. Raises ConfigurationError where there is none."""
-    _check("optimizer", name, OPTIMIZERS)
-    return OPTIMIZERS[name]
-
-
-def _check(what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
-
-
 @dataclass(frozen=True)
 class Run:
     """A model and how it is trained: ``optimizer`` of `OPTIMIZERS`, ``precision`` of `PRECISIONS`, on which GPU."""
@@ -64,8 +53,9 @@ class Run:
     num_sms: int = NUM_SMS
 
     def __post_init__(self) -> None:
-        _check("precision", self.precision, PRECISIONS)
-        _check("optimizer", self.optimizer, OPTIMIZERS)
+        for what, name, known in (("precision", self.precision, PRECISIONS), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if name not in known:
+                raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
 
     def model(self) -> nn.Module:
         """The module on meta."""
@@ -101,7 +91,7 @@ class Run:
                 model,
                 batch,
                 self.spec.loss,
-                optimizer_named(self.optimizer) if with_optimizer else None,
+                OPTIMIZERS[self.optimizer] if with_optimizer else None,
                 autocast=torch.bfloat16 if self.precision == "autocast" else None,
                 capability=self.capability,
                 num_sms=self.num_sms,
@@ -267,7 +257,6 @@ class ModelConfig:
         check_batch(self.batch_size, self.seq_length)
 
     def decoder(self) -> DecoderConfig:
-        """The shape alone."""
         return DecoderConfig(
             self.vocab_size,
             self.hidden_size,

@@ -80,7 +80,6 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
 
 
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
-    """Our decoder of that shape."""
     return ModelSpec(
         name,
         lambda dtype: Decoder(config, device="meta", dtype=dtype).train(),

@@ -134,7 +134,6 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The lane that works most."""
         return max(self.busy, key=lambda lane: self.busy[lane], default="gpu")
 
 
@@ -165,7 +164,6 @@ class Plan:
     rates: str = ""
 
     def lines(self) -> list[str]:
-        """For people."""
         best = self.prediction
         found = [f"plan: {self.choice}", f"  {_numbers(best)}", f"  within {self.bounds}; rates: {self.rates}"]
         if best.clipped_seconds is not None:
@@ -188,7 +186,6 @@ class Plan:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values."""
         return {
             "choice": asdict(self.choice), "predicted": asdict(self.prediction), "bounds": asdict(self.bounds),
             "rates": self.rates,

@@ -32,7 +32,7 @@ from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
-from vblackwell.planner.placement import Space, make_plan
+from vblackwell.planner.placement import Space
 from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
 from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
@@ -129,7 +129,7 @@ class WhatFits:
         for batch, activations in itertools.product(BATCHES, ("level0", "host")):  # checkpoints in RAM if they must
             space = Space((batch,), (True,), placements, UPDATES, (activations,))
             try:
-                plan = make_plan(space.choices(), forecast.least_seconds, forecast.predict, place.bounds)
+                plan = forecast.plan(space)
             except InsufficientMemory:
                 continue
             found, resident = plan.prediction, plan.choice.placement == "resident"

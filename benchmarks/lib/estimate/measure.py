@@ -17,7 +17,7 @@ import torch
 from benchmarks.lib.estimate.cases import Case
 from benchmarks.lib.estimate.models import Built, build, materialise
 from vblackwell.offload.measure import issue_seconds
-from vblackwell.planner.memory_estimate import optimizer_named
+from vblackwell.planner.memory_estimate import OPTIMIZERS
 from vblackwell.units import GiB, MiB
 
 TIMED_STEPS, WARM_STEPS = 7, 3
@@ -59,7 +59,7 @@ class Training:
             self._through_stack(case, built.model)
         else:
             self.model = materialise(built.model, device)
-            self.optimizer: Any = optimizer_named(case.optimizer)(self.model.parameters())
+            self.optimizer: Any = OPTIMIZERS[case.optimizer](self.model.parameters())
             self.finish = lambda: None
 
     def _through_stack(self, case: Case, model: torch.nn.Module) -> None:

@@ -13,7 +13,7 @@ from benchmarks.lib.estimate.models import build
 from vblackwell.machine.gpus import RUNTIME_BYTES, context_bytes, find_gpu
 from vblackwell.machine.rates import Rates, rates_of
 from vblackwell.planner.forecast import PLENTY, STREAMED_P99, estimate_offload
-from vblackwell.planner.memory_estimate import P99_BYTES, Batches, Run, estimate_trace, fits, optimizer_named
+from vblackwell.planner.memory_estimate import OPTIMIZERS, P99_BYTES, Batches, Run, estimate_trace, fits
 from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.causal_lm import plain_batches
@@ -30,7 +30,7 @@ def trace_case(case: Case, capability: tuple[int, int]) -> Trace:
     autocast = torch.bfloat16 if case.precision == "autocast" else None
     with plain_batches():
         return trace_training(
-            built.model, built.batch("cuda"), built.loss, optimizer_named(case.optimizer), autocast=autocast,
+            built.model, built.batch("cuda"), built.loss, OPTIMIZERS[case.optimizer], autocast=autocast,
             capability=capability
         )  # fmt: skip
 

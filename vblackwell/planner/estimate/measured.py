@@ -18,7 +18,7 @@ from torch import nn
 
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.machine.facts import list_gpus, memory_facts, why_no_cuda
-from vblackwell.planner.memory_estimate import Run, optimizer_named
+from vblackwell.planner.memory_estimate import OPTIMIZERS, Run
 from vblackwell.trace.recorder import StorageLog, StoragesWithBytes
 from vblackwell.trace.trace import Trace, Untraceable, brief
 from vblackwell.units import format_bytes
@@ -83,7 +83,7 @@ def _train(
 ) -> tuple[nn.Module, float]:
     model = run.prepared(model.to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
     record.see_weights(model)
-    optimizer = optimizer_named(run.optimizer)(model.parameters())
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     seconds = 0.0
     for step in range(STEPS):
         began = time.perf_counter()

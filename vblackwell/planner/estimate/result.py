@@ -110,7 +110,6 @@ class Estimated:
         return found
 
     def report(self) -> dict[str, Any]:
-        """JSON values."""
         values, stack = self.memory.as_dict(), self.stack
         plan: dict[str, Any] = {"largest_batch_size": self.largest}
         if stack is not None and stack.refused:
@@ -158,7 +157,6 @@ class Estimated:
         return lines
 
     def table(self) -> str:
-        """For people."""
         values, state = self.memory.as_dict(), self.memory.state_bytes
         shown = SHOWN | {"peak_p50": "peak (P50)", "peak_p99": "plan for (P99)"}
         lines = [self.title(), "", "  of the peak:"]

@@ -60,7 +60,6 @@ class ParallelPlan:
         ]  # fmt: skip
 
     def lines(self) -> list[str]:
-        """For people."""
         found = [
             f"  on {self.num_gpus} such GPUs ({self.topology}; {self.link}):",
             f"    {'':<10}{'tokens/s':>10}{'efficiency':>12}{'waiting':>9}{'sent a GPU':>12}{'one holds':>11}",
