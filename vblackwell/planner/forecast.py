@@ -92,16 +92,17 @@ class Forecast:
         self.traces = {} if traces is None else traces
         self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(self._find_groups)
+        self._groups = functools.cache(
+            lambda checkpointing, states: find_groups(self.model(checkpointing), None, None, Formats(states, masters))[
+                0
+            ]
+        )
 
     def _model(self, checkpointing: bool) -> nn.Module:
         model = replace(self.run, checkpointing=checkpointing).model()
         if self._fused:
             fuse(model)
         return model
-
-    def _find_groups(self, checkpointing: bool, states: str) -> list[Group]:
-        return find_groups(self.model(checkpointing), None, None, Formats(states, self._masters))[0]
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""

@@ -94,10 +94,6 @@ class CudaOnMeta(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func in _DROPOUT:
             return dropout(*args, **kwargs)
-        if func is Tensor.cuda:
-            return args[0].to(META)
-        if func is Tensor.pin_memory:
-            return args[0]
         if func is torch.device:  # a name makes nothing yet; checkpointing looks for the module of that name
             return func(*args, **kwargs)
         if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
@@ -152,6 +148,8 @@ _ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
     Tensor.is_cuda.__get__: lambda tensor, getter: _is_on_meta(tensor),  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.is_meta.__get__: lambda tensor, getter: False,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.get_device: lambda tensor, getter: 0 if _is_on_meta(tensor) else -1,
+    Tensor.cuda: lambda tensor, getter: tensor.to(META),
+    Tensor.pin_memory: lambda tensor, getter: tensor,
 }
 
 

@@ -120,7 +120,7 @@ def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link
     net = _Net(num_gpus, topology, link or Link())
     found = [_tensor(work, net, KINDS, "tensor"), *(_tensor(work, net, (kind,), kind) for kind in KINDS)]
     if work.layers and 1 < (degree := legal_degree(work.sizes, num_gpus)) < num_gpus:
-        found.append(_groups(work, net, degree))
+        found.append(_tensor(work, net, KINDS, f"tensor x{degree}", num_gpus // degree))
     found += [_fsdp(work, net), _pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
     alone = num_gpus * work.tokens / (work.products + work.others + work.optimizer)
     found = [
@@ -204,52 +204,36 @@ def _divides(heads: Sequence[int], num_gpus: int) -> bool:
     return all(count % num_gpus == 0 for count in heads)
 
 
-def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str) -> Strategy:
+def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str, groups: int = 1) -> Strategy:
     """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted
-    whole. Attention is divided where queries, keys and values arrive so, by heads, or heads are not known.
+    whole. Attention is divided where queries, keys and values arrive so, by heads, or heads are not known. Each of
+    ``groups`` of GPUs has its own batch; gradients are added up after the backward.
     """
+    net = replace(net, num_gpus=net.num_gpus // groups)
     if not work.layers:
         return Strategy(name, refused="no linear layers were found")
     chain = _cheapest(work, net, kinds)
     if isinstance(chain, str):
         return Strategy(name, refused=chain)
-    seconds, cost, chosen = chain
+    dividing, cost, chosen = chain
     pairs = list(zip(work.layers, chosen, strict=True))
     inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
     compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
-    share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
+    cut = min(work.parameters, sum(layer.elements for layer, kind in pairs if kind != "whole"))
+    share = cut / work.parameters
     state = work.state_bytes * (1 - share + share / net.num_gpus)
+    summed = net.cost("all_reduce", (work.parameters - cut + cut / net.num_gpus) * work.width, groups)
+    summing = summed.seconds(net.link)
     return Strategy(
         name,
-        compute + seconds,
-        work.tokens,
-        communication_seconds=seconds,
-        exposed_seconds=seconds,
-        sent_bytes=cost.num_bytes,
+        compute + dividing + summing,
+        groups * work.tokens,
+        communication_seconds=dividing + summing,
+        exposed_seconds=dividing + summing,
+        sent_bytes=cost.num_bytes + summed.num_bytes,
         gpu_bytes=int(state + work.activation_bytes),
         layers=tuple((layer.name, kind) for layer, kind in pairs),
-    )
-
-
-def _groups(work: Workload, net: _Net, degree: int) -> Strategy:
-    """Tensor parallelism among ``degree`` GPUs, in as many groups, each with its own batch; gradients are added up
-    after the backward.
-    """
-    one, groups = _tensor(work, replace(net, num_gpus=degree), KINDS, f"tensor x{degree}"), net.num_gpus // degree
-    if one.refused:
-        return one
-    kinds = zip(work.layers, one.layers, strict=True)
-    cut = min(work.parameters, sum(layer.elements for layer, (_, kind) in kinds if kind != "whole"))
-    summed = net.cost("all_reduce", (work.parameters - cut + cut / degree) * work.width, groups)
-    seconds = summed.seconds(net.link)
-    return replace(
-        one,
-        step_seconds=one.step_seconds + seconds,
-        tokens=groups * work.tokens,
-        communication_seconds=one.communication_seconds + seconds,
-        exposed_seconds=one.exposed_seconds + seconds,
-        sent_bytes=one.sent_bytes + summed.num_bytes,
     )
 
 
