@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,11 +66,8 @@ class Trace:
 
     def peak(self, sizes: Sequence[int]) -> int:
         """Most bytes alive at one time, were the storages of these ``sizes``."""
-        live = most = 0
-        for event in self.events:
-            live += sizes[event] if event >= 0 else -sizes[~event]
-            most = max(most, live)
-        return most
+        changes = (sizes[event] if event >= 0 else -sizes[~event] for event in self.events)
+        return max(accumulate(changes, initial=0))
 
     def born_in(self, phase: str) -> set[int]:
         """Numbers of the storages that are allocated in ``phase`` of any step."""
