@@ -25,7 +25,7 @@ def test_every_line_is_a_difference_between_two_traces():
     run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
     trace = run.trace(16)
     memory = estimate_trace(trace, run.capability)
-    estimated = Estimated("decoder", run, 16, trace, memory, find_gpu("RTX 3070"), GiB, False)
+    estimated = Estimated(run, 16, trace, memory, find_gpu("RTX 3070"), GiB, False)
     found = {each.change: each for each in advice_of(estimated)}
     checkpointed = estimate_trace(replace(run, checkpointing=True).trace(16), run.capability)
     advice = found["--gradient-checkpointing"]
@@ -44,9 +44,7 @@ def test_a_stack_that_needs_checkpointing_is_advised_with_it():
     tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte beside activations
     stack = estimate_offload(run, trace, 16, tight, PLENTY, 0)
     assert stack.refused is not None and "of GPU memory" in stack.refused
-    estimated = Estimated(
-        "decoder", run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack
-    )
+    estimated = Estimated(run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack)
     advice = next(each for each in advice_of(estimated) if "offload stack" in each.change)
     assert "--gradient-checkpointing" in advice.change and advice.saved_bytes > 0
     assert "more operations" in advice.cost and "of RAM" in advice.cost
@@ -66,7 +64,7 @@ def test_a_stack_that_needs_fused_operators_is_advised_with_them():
     half = memory.peak_p50 // 2
     stack = estimate_offload(run, trace, 8, half, PLENTY, 0)
     assert stack.refused is not None
-    estimated = Estimated("small", run, 8, trace, memory, None, half, False, stack=stack)
+    estimated = Estimated(run, 8, trace, memory, None, half, False, stack=stack)
     found = {each.change: each for each in advice_of(estimated)}
     assert (
         found["vb.accelerate_causal_lm(model)"].saved_bytes > 8 * 512 * 32000 * 4
@@ -81,7 +79,7 @@ def test_what_is_done_already_is_not_advised():
     spec = of_decoder("decoder", DecoderConfig(512, 64, 128, 2, 2, max_position=64))
     run = Run(spec, 64, "adamw-fused", "bf16", checkpointing=True, expandable=True)
     trace = run.trace(1)
-    assert advice_of(Estimated("decoder", run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
+    assert advice_of(Estimated(run, 1, trace, estimate_trace(trace), None, GiB, False)) == ()
 
 
 def test_a_fused_step_as_it_is_traced():

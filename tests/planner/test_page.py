@@ -66,12 +66,12 @@ class Reader(HTMLParser):
 def test_the_page_is_whole_and_needs_nothing():
     card = find_gpu("RTX 3060")
     config = ModelConfig(vocab_size=1000, hidden_size=64, num_layers=3, num_heads=4, seq_length=64)
-    run = Run(of_decoder("decoder", config.decoder()), 64, capability=card.capability)
+    model = "<script>alert(1)</script>"
+    run = Run(of_decoder(model, config.decoder()), 64, capability=card.capability)
     trace = run.trace(4)
     memory = estimate_trace(trace, run.capability)
     parallel = parallel_plan(run, trace, 4, card, card.total_bytes, 2, "ring")
-    model = "<script>alert(1)</script>"
-    page = page_of(Estimated(model, run, 4, trace, memory, card, card.total_bytes, True, 90, parallel=parallel))
+    page = page_of(Estimated(run, 4, trace, memory, card, card.total_bytes, True, 90, parallel=parallel))
     reader = Reader()
     reader.feed(page)
     assert not reader.open and not reader.fetched

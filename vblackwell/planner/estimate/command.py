@@ -110,7 +110,7 @@ def estimate_command(
                 f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}, about "
                 f"{format_bytes(least[0])} at any batch size: {least[1]}"
             )
-        found = _traced(model, run, batch_size, card, gpu_bytes, is_traced_alone=gpus is not None)
+        found = _traced(run, batch_size, card, gpu_bytes, is_traced_alone=gpus is not None)
         if gpu_bytes is not None:
             found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
         if gpus is not None and card is not None and gpu_bytes is not None:
@@ -140,7 +140,7 @@ def some_bytes(text: str, flag: str) -> int:
 
 
 def _traced(
-    model: str, run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, is_traced_alone: bool
+    run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, is_traced_alone: bool
 ) -> Estimated:
     """The run's trace and peak; measured where it cannot be traced, unless ``is_traced_alone``."""
     measured = None
@@ -155,7 +155,7 @@ def _traced(
         measured = measure_run(run, batch_size)
         trace = measured.trace
     memory = estimate_trace(trace, run.capability, run.expandable)
-    return Estimated(model, run, batch_size, trace, memory, card, gpu_bytes, measured=measured)
+    return Estimated(run, batch_size, trace, memory, card, gpu_bytes, measured=measured)
 
 
 def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stack: bool) -> Estimated:

@@ -34,7 +34,7 @@ def page_of(estimated: Estimated) -> str:
     rows = [(f"{_key(name)}{SHOWN[name]}", values[name], f"{values[name] / peak:.1%}") for name in ORDER]
     rows += [("peak (P50)", peak, ""), ("plan for (P99)", memory.peak_p99, "")]
     parts = {
-        "model": escape(estimated.model),
+        "model": escape(estimated.run.spec.name),
         "title": escape(estimated.title().partition(": ")[2]),
         "cards": "".join(
             f'<div class="card {mark}"><span>{escape(label)}</span><b>{value}</b></div>' for mark, label, value in cards

@@ -53,7 +53,6 @@ class Estimated:
         measured: the steps that were run, where the model could not be traced.
     """
 
-    model: str
     run: Run
     batch_size: int
     trace: Trace
@@ -77,8 +76,9 @@ class Estimated:
     def title(self) -> str:
         run = self.run
         return (
-            f"{self.model}: {self.memory.parameters:,} parameters, batch {self.batch_size} x {run.seq_length} tokens, "
-            f"{run.precision}, {run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
+            f"{run.spec.name}: {self.memory.parameters:,} parameters, "
+            f"batch {self.batch_size} x {run.seq_length} tokens, {run.precision}, {run.optimizer}"
+            f"{', gradient checkpointing' if run.checkpointing else ''}"
         )
 
     def assumptions(self) -> list[str]:
@@ -126,8 +126,8 @@ class Estimated:
         if self.parallel is not None:
             plan["parallel"] = self.parallel.as_dict()
         return {
-            "model": self.model, "parameters": values.pop("parameters"), "bytes": values, "gpu_bytes": self.gpu_bytes,
-            "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
+            "model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values,
+            "gpu_bytes": self.gpu_bytes, "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
             "advice": [asdict(each) for each in self.advice],
             "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
             "assumptions": self.assumptions(),
