@@ -5,8 +5,8 @@ activations: a layer's figure holds what went wrong before it, and the first tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,7 +45,11 @@ def compare(model_a: nn.Module, model_b: nn.Module, x: Any, per_layer: bool = Fa
     """
     outputs: list[dict[str, Tensor]] = []
     for model in (model_a, model_b):
-        with _recorded(model, per_layer) as seen:
+        seen: dict[str, Tensor] = {}  # outputs by module name
+        with evaluating(model), ExitStack() as hooks:
+            for name, module in model.named_modules() if per_layer else ():
+                if name:
+                    hooks.callback(module.register_forward_hook(partial(_record, seen, name)).remove)
             result = _first_tensor(_call(model, x))
         if result is None:
             raise ConfigurationError(f"{type(model).__name__} returned no tensor to compare")
@@ -81,22 +85,10 @@ def _call(model: nn.Module, x: Any) -> Any:
         return model(*x) if isinstance(x, tuple) else model(x)
 
 
-@contextmanager
-def _recorded(model: nn.Module, per_layer: bool) -> Iterator[dict[str, Tensor]]:
-    """Outputs by module name while inside; the model is in eval mode there."""
-    seen: dict[str, Tensor] = {}
-
-    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensor = _first_tensor(output)
-        if tensor is not None:
-            seen[name] = tensor.detach().clone()
-
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
-        for name, module in model.named_modules() if per_layer else ():
-            if name:
-                stack.callback(module.register_forward_hook(partial(record, name)).remove)
-        yield seen
+def _record(seen: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    tensor = _first_tensor(output)
+    if tensor is not None:
+        seen[name] = tensor.detach().clone()
 
 
 def _first_tensor(output: Any) -> Tensor | None:

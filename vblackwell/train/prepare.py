@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vblackwell.data.chat import ChatCorpus, ChatDataset, chat_kind, prepare_chat
-from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, inspect_lines, prepare_data
+from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
@@ -165,14 +165,6 @@ def prepare(
     )
     tokenizer_folder = found.folder if config.tokenizer is None else None
     return Prepared(config, found.config, corpus, parts, tokenizer_folder, plan, attention)
-
-
-def inspect_data(config: TrainConfig, progress: Progress) -> None:
-    """``--inspect-data``: print the first rows as the model would see them."""
-    with ExitStack() as opened:
-        corpus, train, _ = open_data(config, find_model(config, opened), progress)
-    for line in inspect_lines(train, corpus.tokenizer):
-        progress.say(line)
 
 
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:

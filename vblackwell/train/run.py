@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vblackwell.data.chat import ChatDataset
+from vblackwell.data.corpus import inspect_lines
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.generate.adapters import adapted, save_adapter
 from vblackwell.generate.generate import generate, position_limit
@@ -27,7 +28,8 @@ from vblackwell.planner.placement import Plan
 from vblackwell.train.checkpoint import export_final, finished_step, load_newest, refuse_full_disk, write_checkpoint
 from vblackwell.train.config import TrainConfig, refuse_changes
 from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
-from vblackwell.train.prepare import Prepared, inspect_data, prepare
+from vblackwell.train.model import find_model
+from vblackwell.train.prepare import Prepared, open_data, prepare
 from vblackwell.train.profile import tracing
 from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
@@ -42,7 +44,8 @@ def train(config: TrainConfig) -> int:
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
         if config.inspect_data:
-            inspect_data(config, progress)
+            corpus, rows, _ = open_data(config, find_model(config, cleanup), progress)
+            progress.say("\n".join(inspect_lines(rows, corpus.tokenizer)))
             return 0
         stop = cleanup.enter_context(StopRequest())
         try:
