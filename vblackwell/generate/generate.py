@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -314,33 +315,27 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()
-        self._began, self._last = self._made, 0.0
-        self._opened: float | None = None
-        self._first: float | None = None
-        self.tokens, self._later, self._later_seconds, self._fresh = 0, 0, 0.0, True
+        self._texts: list[list[tuple[float, int]]] = []  # moments of each and tokens then; first, when it was asked for
 
     def begin(self) -> None:
         """A text, or several at once, is asked for."""
-        self._began, self._fresh = self._clock(), True
-        if self._opened is None:
-            self._opened = self._began - self._made
+        self._texts.append([(self._clock(), 0)])
 
     def tick(self, rows: int = 1) -> None:
         """The next token of so many rows is here."""
-        now = self._clock()
-        if not self._fresh:
-            self._later, self._later_seconds = self._later + rows, self._later_seconds + now - self._last
-        elif self._first is None:
-            self._first = now - self._began
-        self.tokens, self._last, self._fresh = self.tokens + rows, now, False
+        self._texts[-1].append((self._clock(), rows))
 
     def line(self, level0_bytes: int | None = None) -> str:
         """What is said at the end; with the peak of a stack's level 0, if there is one."""
-        parts = [f"opened in {format_seconds(self._opened or 0.0)}", f"{self.tokens} token{'s' * (self.tokens != 1)}"]
-        if self._first is not None:
-            parts.append(f"the first after {format_seconds(self._first)}")
-        if self._later_seconds:
-            parts.append(f"then {self._later / self._later_seconds:.1f} a second")
+        tokens = sum(rows for text in self._texts for _, rows in text)
+        opened = self._texts[0][0][0] - self._made if self._texts else 0.0
+        parts = [f"opened in {format_seconds(opened)}", f"{tokens} token{'s' * (tokens != 1)}"]
+        first = next((text[1][0] - text[0][0] for text in self._texts if len(text) > 1), None)
+        if first is not None:
+            parts.append(f"the first after {format_seconds(first)}")
+        later = [(now - last, rows) for text in self._texts for (last, _), (now, rows) in pairwise(text[1:])]
+        if seconds := sum(each for each, _ in later):
+            parts.append(f"then {sum(rows for _, rows in later) / seconds:.1f} a second")
         if level0_bytes is not None:
             parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
         return ", ".join(parts)
