@@ -60,24 +60,22 @@ def dequantize(
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     for rows, columns, coded, blocks in tiles(form, n, k, _TILE_ELEMENTS):
         tile = codes[rows, coded]
-        values = _values(tile, form) if fine is None else _refined_values(tile, fine[rows, coded])
+        values = _values(tile, None if fine is None else fine[rows, coded], form)
         scales = decode_scales(block_scales[rows, blocks], form)
         decoded = values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).mul_(tensor_scale).flatten(-2)
         out[rows, columns] = decoded[:, : columns.stop - columns.start]
     return out
 
 
-def _values(codes: Tensor, form: Format) -> Tensor:
+def _values(codes: Tensor, fine: Tensor | None, form: Format) -> Tensor:
+    if fine is not None:
+        code = unpack_nibbles(codes).to(torch.int16)
+        sixteenths = (code & 7) * 16 + unpack_nibbles(fine) - FINE_ZERO
+        return e2m5(sixteenths.to(torch.float32)).mul_((1 - 2 * (code >> 3)).to(torch.float32))
     if form.bits == 8:
         return codes.to(torch.float32)
     pairs = torch.tensor([(low, high) for high in form.values for low in form.values], device=codes.device)
     return pairs.index_select(0, codes.reshape(-1).to(torch.int32))
-
-
-def _refined_values(codes: Tensor, fine: Tensor) -> Tensor:
-    code = unpack_nibbles(codes).to(torch.int16)
-    sixteenths = (code & 7) * 16 + unpack_nibbles(fine) - FINE_ZERO
-    return e2m5(sixteenths.to(torch.float32)).mul_((1 - 2 * (code >> 3)).to(torch.float32))
 
 
 def e2m5(sixteenths: Tensor) -> Tensor:

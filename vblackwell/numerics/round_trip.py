@@ -77,14 +77,17 @@ def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
 def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, buffers: _Buffers) -> Tensor:
     """fp32 blocks rounded to the format and back, in ``buffers``; ``w_BE`` is left as it is."""
     # The bits of magnitudes are in order as integers, NaN last, and torch's integer maximum is several times faster.
-    amax_B = torch.abs(w_BE, out=buffers.u).view(torch.int32).amax(1).view(torch.float32)
-    scale_B1 = _block_scales(amax_B, tensor_scale, form).unsqueeze(-1)
+    amax_B = torch.abs(w_BE, out=buffers.u).view(torch.int32).amax(1).view(torch.float32).to(torch.float64)
     if form.name == "nvfp4":
+        # What `max_scale` stands for, without the way through eight bits; NaN throughout if the tensor scale is.
+        quotient_B = amax_B / (form.max_value * tensor_scale.to(torch.float64))
+        scale_B1 = round_to_precision(quotient_B, 4, -6).clamp_max_(E4M3_MAX).to(torch.float32).unsqueeze(-1)
         torch.div(w_BE, tensor_scale, out=buffers.u).div_(scale_B1.clamp_min(2.0**-9))
         v_BE = _round_e2m1(w_BE, scale_B1, tensor_scale, buffers).mul_(scale_B1).mul_(tensor_scale)
         if not _may_look(w_BE) or float(scale_B1.amin()) == 0:  # a block without a scale has no negative zeros
             v_BE.masked_fill_(scale_B1 * tensor_scale == 0, 0.0)  # NaN stays
         return v_BE
+    scale_B1 = (decode_scales(max_scale(amax_B, tensor_scale, form), form) * tensor_scale).unsqueeze(-1)
     torch.div(w_BE, torch.where(scale_B1 > 0, scale_B1, torch.inf), out=buffers.u)
     if form.name == "mxfp4":
         return _round_e2m1(w_BE, None, None, buffers).mul_(scale_B1)
@@ -99,15 +102,6 @@ def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format, buffers: _Bu
 
 def _may_look(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def _block_scales(amax_B: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
-    """What `max_scale` stands for, fp32; NaN throughout if the tensor scale is."""
-    amax_B = amax_B.to(torch.float64)
-    if form.name == "nvfp4":  # without the way through eight bits
-        quotient_B = amax_B / (form.max_value * tensor_scale.to(torch.float64))
-        return round_to_precision(quotient_B, 4, -6).clamp_max_(E4M3_MAX).to(torch.float32)
-    return decode_scales(max_scale(amax_B, tensor_scale, form), form) * tensor_scale
 
 
 def _round_e2m1(w_BE: Tensor, scale_B1: Tensor | None, tensor_scale: Tensor | None, buffers: _Buffers) -> Tensor:

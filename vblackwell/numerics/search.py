@@ -25,20 +25,8 @@ from vblackwell.numerics.rounding import e8m0_floor, max_scale, pow2
 _CLOSE = 4e-6
 _WINDOW = range(-2, 6)  # codes around that of A / 6, tried on every block
 _HALF_EXISTS = 16  # from this E4M3 code on, half the scale is a scale too
-# Fractions of the `max` scale that are tried; fewer for nf4, whose table look-up is slow and whose optimum is flat.
+# Fractions of the `max` scale that are tried; every second for nf4, whose table look-up is slow and whose optimum is flat.
 _FRACTIONS = tuple(1 - step / 50 for step in range(16))  # the plain scale first
-_NF4_FRACTIONS = _FRACTIONS[::2]
-
-
-def _tree_sum(x_EB: Tensor) -> Tensor:
-    """Sum over elements in an order that depends on nothing but E."""
-    while x_EB.shape[0] > 1:
-        half = x_EB.shape[0] // 2
-        rest = x_EB[2 * half :]
-        x_EB = x_EB[:half] + x_EB[half : 2 * half]
-        if rest.shape[0]:
-            x_EB = torch.cat([x_EB, rest])
-    return x_EB[0]
 
 
 def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
@@ -52,8 +40,14 @@ def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
         shift = u.view(torch.int64).bitwise_and(0x7FF << 52).clamp_min_(1023 << 52).add_(51 << 52).view(torch.float64)
     decoded = u.add_(shift).sub_(shift).mul_(s_B)
     overflows = None if limit is None else decoded.amax(0) > limit
-    error = _tree_sum(decoded.sub_(a_EB).square_())
-    return error if overflows is None else error.masked_fill_(overflows, torch.inf)
+    error_EB = decoded.sub_(a_EB).square_()
+    while error_EB.shape[0] > 1:  # a sum in an order that depends on nothing but E
+        half = error_EB.shape[0] // 2
+        rest = error_EB[2 * half :]
+        error_EB = error_EB[:half] + error_EB[half : 2 * half]
+        if rest.shape[0]:
+            error_EB = torch.cat([error_EB, rest])
+    return error_EB[0] if overflows is None else error_EB[0].masked_fill_(overflows, torch.inf)
 
 
 @dataclass
@@ -138,22 +132,17 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     one = torch.ones((), dtype=torch.float64, device=w_BE.device)
     best_scale = max_scale(amax, one, form)
     best_error = torch.full_like(amax, torch.inf)
-    for fraction in _NF4_FRACTIONS if form.name == "nf4" else _FRACTIONS:
+    for fraction in _FRACTIONS[::2] if form.name == "nf4" else _FRACTIONS:
         scale = max_scale(amax * fraction, one, form)
-        error = _fraction_error(w_BE, scale, form)
+        scale_B1 = scale.to(torch.float64).unsqueeze(1)
+        u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
+        if form.name == "nf4":  # to the nearest value; on a tie both neighbours err the same
+            table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
+            value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
+        else:
+            value = u.round_().clamp_(-form.max_value, form.max_value)
+        error = value.mul_(scale_B1).sub_(w_BE).square_().sum(1)
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
     return best_scale
-
-
-def _fraction_error(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
-    """Squared error of elements rounded to the nearest value times ``scale``; on a tie both neighbours err the same."""
-    scale_B1 = scale_B.to(torch.float64).unsqueeze(1)
-    u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
-    if form.name == "nf4":
-        table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
-        value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
-    else:
-        value = u.round_().clamp_(-form.max_value, form.max_value)
-    return value.mul_(scale_B1).sub_(w_BE).square_().sum(1)
