@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,16 +180,12 @@ def _standard_library() -> TextFiles:
     """The running Python's own sources, about 28 MB, without generated tables, which teach hexadecimal numbers."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts = {path: path.relative_to(root).parts for path in root.rglob("*.py")}
-    files = sorted((path for path in parts if not LIBRARY_SKIPPED.intersection(parts[path])), key=parts.__getitem__)
-    readable = tuple(filter(_is_utf8, files))
+    readable = list[Path]()
+    for path in sorted(parts, key=parts.__getitem__):
+        with suppress(UnicodeDecodeError):
+            if not LIBRARY_SKIPPED.intersection(parts[path]):
+                path.read_bytes().decode("utf-8")
+                readable.append(path)
     if not readable:
         raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
-    return TextFiles(root, readable, "the Python standard library")
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    return TextFiles(root, tuple(readable), "the Python standard library")

@@ -43,10 +43,22 @@ def check_request(
         check_weights(folder)
     tokenizer = read_tokenizer(folder)
     check_tokenizer(folder, tokenizer)
-    if (prompt is None) != (prompts is None):
-        placed = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
-        for place, text in placed:
-            check_length(folder, len(tokenizer.encode(text).ids), max_new_tokens, place)
+    if (prompt is None) == (prompts is None):
+        return
+    placed = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
+    config = read_config(folder)
+    name = next((name for name in LIMITS if isinstance(config.get(name), int)), None)
+    if name is None:
+        return
+    for place, text in placed:
+        length, limit = len(tokenizer.encode(text).ids), config[name]
+        stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
+        remedy = f"{stated}: shorten it to at most {limit - 1}"
+        if length < limit:
+            total = length + max_new_tokens
+            remedy = f"with {max_new_tokens} new ones {total}, {stated}: ask for at most {limit - length}"
+        if length + max(max_new_tokens, 1) > limit:
+            raise ConfigurationError(f"{place}: the prompt has {length} tokens, {remedy}")
 
 
 def check_weights(folder: Path) -> None:
@@ -68,19 +80,6 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = No
             f"{file} has {size} tokens, {folder / 'config.json'} a vocab_size of {rows}: give the tokenizer that the "
             f"model was trained with{remedy}"
         )
-
-
-def check_length(folder: Path, length: int, new_tokens: int, place: str) -> None:
-    """Whether a prompt and ``new_tokens`` more fit config.json's limit; raises ConfigurationError with ``place``."""
-    config = read_config(folder)
-    name = next((name for name in LIMITS if isinstance(config.get(name), int)), None)
-    if name is None or length + max(new_tokens, 1) <= (limit := config[name]):
-        return
-    stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
-    remedy = f"{stated}: shorten it to at most {limit - 1}"
-    if length < limit:
-        remedy = f"with {new_tokens} new ones {length + new_tokens}, {stated}: ask for at most {limit - length}"
-    raise ConfigurationError(f"{place}: the prompt has {length} tokens, {remedy}")
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:

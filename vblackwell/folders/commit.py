@@ -273,7 +273,6 @@ def sync_folder(path: Path) -> None:
 
 
 def write_error(path: Path, offset: int, size_bytes: int, error: OSError) -> DiskError:
-    """A refused write as the user should read it."""
     if error.errno not in NO_ROOM:
         what = f"writing {size_bytes} bytes at offset {offset} of {path}"
         return DiskError(f"{what} failed: {error.strerror}; check the disk")

@@ -87,7 +87,15 @@ def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
 
 def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
     """The packed matrix that ``to_entries``, or another tool, described; raises CorruptData for what does not fit."""
-    wanted = _check_entries(entries, form, name)
+    wanted, words = set(entry_specs(form, 1, 1)), form.name in ("int4", "int8")
+    if lacking := sorted(wanted - set(entries)):
+        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
+    kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
+    for entry in sorted(wanted):
+        found, numbers = entries[entry], sizes.get(entry)
+        if (entry == PACKED and (found.dim() != 2 or found.dtype != kind)) or numbers not in (None, found.numel()):
+            stated = f"a matrix of {kind}" if numbers is None else f"{numbers} numbers"
+            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {stated}")
     codes, scales = entries[PACKED], entries[SCALE]
     n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
     if SHAPE in wanted:
@@ -103,20 +111,6 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
     packed = PackedTensor(form, (n, k), dtype, codes.contiguous(), scales, one)
     packed.check()
     return packed
-
-
-def _check_entries(entries: Mapping[str, Tensor], form: Format, name: str) -> set[str]:
-    """The entries that a linear in ``form`` has; raises CorruptData where one is missing or misshapen."""
-    wanted, words = set(entry_specs(form, 1, 1)), form.name in ("int4", "int8")
-    if lacking := sorted(wanted - set(entries)):
-        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
-    kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
-    for entry in sorted(wanted):
-        found, numbers = entries[entry], sizes.get(entry)
-        if (entry == PACKED and (found.dim() != 2 or found.dtype != kind)) or numbers not in (None, found.numel()):
-            stated = f"a matrix of {kind}" if numbers is None else f"{numbers} numbers"
-            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {stated}")
-    return wanted
 
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:

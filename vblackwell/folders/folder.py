@@ -221,7 +221,6 @@ def is_hub_id(model: str) -> bool:
 
 
 def _cached_or_fetched(model: str, fetch: Callable[..., Any], **options: Any) -> Any:
-    """What ``fetch`` finds in the cache, or downloads."""
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 
     # What is not in the cache, or in part, is downloaded; an id that cannot be one is told of there.

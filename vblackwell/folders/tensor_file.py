@@ -39,8 +39,6 @@ MAX_TABLE_BYTES = 100_000_000  # what the library takes
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor will be."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -250,13 +248,25 @@ class TensorFile(AbstractContextManager["TensorFile"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tensors: dict[str, StoredTensor] = {}
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DiskError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            self.tensors: dict[str, StoredTensor] = {}
-            self._read_table()
+            with open_safetensors(path, "numpy") as table:
+                self.metadata: dict[str, str] = table.metadata() or {}
+                length = bytearray(8)
+                self.read(memoryview(length), 0)
+                begin = 8 + int.from_bytes(length, "little")
+                for name in table.offset_keys():  # in the order of the data, which has no holes
+                    entry = table.get_slice(name)
+                    kind = entry.get_dtype()
+                    if kind not in DTYPES:
+                        raise Unsupported(f"{path}: {name} is {kind}, which this version cannot read; convert it")
+                    stored = StoredTensor(name, tuple(entry.get_shape()), DTYPES[kind], self, begin)
+                    self.tensors[name] = stored
+                    begin += stored.size_bytes
         except BaseException:
             self.__exit__()
             raise
@@ -277,18 +287,3 @@ class TensorFile(AbstractContextManager["TensorFile"]):
                 short = f"ends at byte {begin}, {len(into)} bytes before a tensor's end"
                 raise CorruptData(f"{self.path} {short}; fetch or write the folder again")
             into, begin = into[count:], begin + count
-
-    def _read_table(self) -> None:
-        with open_safetensors(self.path, "numpy") as table:
-            self.metadata: dict[str, str] = table.metadata() or {}
-            length = bytearray(8)
-            self.read(memoryview(length), 0)
-            begin = 8 + int.from_bytes(length, "little")
-            for name in table.offset_keys():  # in the order of the data, which has no holes
-                entry = table.get_slice(name)
-                kind = entry.get_dtype()
-                if kind not in DTYPES:
-                    raise Unsupported(f"{self.path}: {name} is {kind}, which this version cannot read; convert it")
-                stored = StoredTensor(name, tuple(entry.get_shape()), DTYPES[kind], self, begin)
-                self.tensors[name] = stored
-                begin += stored.size_bytes

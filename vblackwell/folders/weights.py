@@ -48,7 +48,7 @@ def build_on_meta(
     Raises ConfigurationError where no causal model can be built, CorruptData where the file is no JSON, Unsupported for
     quantised weights, or an architecture that is not known and not trusted.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     file, raw = folder / "config.json", read_config(folder)
     kind = raw.get("model_type")
@@ -77,23 +77,17 @@ def build_on_meta(
             "published with"
         ) from error
     if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
-        model.generation_config = _generation_config(folder)
+        read_json(folder / GENERATION)  # says by name what is wrong with it
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            where = f"{folder / GENERATION}: transformers does not take it ({reason})"
+            raise ConfigurationError(f"{where}; mend or remove it") from error
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
         raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
     return model.train()
-
-
-def _generation_config(folder: Path) -> Any:
-    from transformers import GenerationConfig
-
-    read_json(folder / GENERATION)  # says by name what is wrong with it
-    try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"{folder / GENERATION}: transformers does not take it ({' '.join(str(error).split())}); mend or remove it"
-        ) from error
 
 
 @contextmanager

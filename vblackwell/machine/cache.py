@@ -55,7 +55,12 @@ def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
                 if leftover != work:
                     remove_if_abandoned(leftover)
             build(work)
-            _sync(work)
+            for path in (*work.iterdir(), work):
+                opened = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(opened)
+                finally:
+                    os.close(opened)
             try:
                 os.rename(work, final)
             except OSError as error:
@@ -78,12 +83,3 @@ def drop_entry(path: Path) -> None:
     except FileNotFoundError:
         return
     remove_if_abandoned(gone)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,8 +47,6 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The file system of a path."""
-
     path: Path
     free_bytes: int
     file_system: str
@@ -84,9 +83,8 @@ def memory_facts(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/c
     return facts
 
 
-def _cgroup_limits(proc: Path, root: Path) -> list[tuple[Path, int, int]]:
+def _cgroup_limits(proc: Path, root: Path) -> Iterator[tuple[Path, int, int]]:
     """(directory, limit, usage without reclaimable page cache) of this process's memory cgroups and their parents."""
-    found = []
     for line in (_text(proc / "self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
@@ -100,10 +98,9 @@ def _cgroup_limits(proc: Path, root: Path) -> list[tuple[Path, int, int]]:
             limit, usage = _text(level / names[0]), _text(level / names[1])
             if limit and usage and limit.strip() != "max":
                 cache = re.search(rf"^{names[2]} (\d+)$", _text(level / "memory.stat") or "", re.MULTILINE)
-                found.append((level, int(limit), max(0, int(usage) - (int(cache[1]) if cache else 0))))
+                yield level, int(limit), max(0, int(usage) - (int(cache[1]) if cache else 0))
             if level == base:
                 break
-    return found
 
 
 def _text(path: Path) -> str | None:

@@ -116,7 +116,4 @@ def context_bytes(capability: tuple[int, int]) -> int:
     """What a CUDA context with torch's and cuBLAS's kernels takes outside the allocator: on an H200 (driver 580, CUDA
     13.0) 758 to 762 MiB; older architectures are assumed to be smaller by as much as their kernels' images are.
     """
-    for major, size in ((9, 758), (8, 620)):
-        if capability[0] >= major:
-            return size * MiB
-    return 480 * MiB
+    return (758 if capability[0] >= 9 else 620 if capability[0] >= 8 else 480) * MiB
