@@ -338,7 +338,6 @@ class UsedParameters:
         return any(alias._version for alias in vars(slot.param).get("_vb_data", ()))
 
     def hide(self, slot: Slot) -> None:
-        """Make the slot's parameter an `OffloadedParameter`."""
         placeholder = self._placeholders.get(slot.dtype)
         if placeholder is None:
             filling = float("nan") if slot.dtype.is_floating_point else 0
@@ -443,17 +442,13 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
 
 # A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
 # placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
-_WRAPPING = (
-    (eager_transforms, "_wrap_for_grad"),
-    (eager_transforms, "_wrap_functional_tensor"),
-    (vmap, "_add_batch_dim"),
-)
+_WRAPPING = {"_wrap_for_grad": eager_transforms, "_wrap_functional_tensor": eager_transforms, "_add_batch_dim": vmap}
 
 
 @cache
 def refuse_wrapping() -> None:
     """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`."""
-    for module, name in _WRAPPING:
+    for name, module in _WRAPPING.items():
         wrap = getattr(module, name, None)
         if wrap is not None:
             setattr(module, name, _checked(wrap))
@@ -485,10 +480,7 @@ def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator
         for inner in module.modules():
             params: dict[str, Any] = inner._parameters
             for name, param in params.items():
-                if param is None:
-                    continue
-                found = engine_and_slot(param)
-                if found is not None and found[1] in wanted:
+                if param is not None and (found := engine_and_slot(param)) is not None and found[1] in wanted:
                     replaced.append((params, name, param))
                     params[name] = param.view_as(param)
         yield

@@ -98,7 +98,11 @@ class Resident:
             self.storage.close()
             raise
         for slot, ranges in places:
-            slot.param.data = _by_itself(slot.view(ranges["weight"]))
+            # A separate storage: safetensors takes views of one storage for tied, and may keep one alone.
+            view = slot.view(ranges["weight"])
+            start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
+            storage = view.untyped_storage()[start : start + num_bytes]
+            slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
             vars(slot.param).update(_vb_resident=self, _vb_place=(slot, ranges))
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
@@ -131,19 +135,17 @@ class Resident:
         groups = list(dict.fromkeys(slot.group for slot in slots))
         refuse_unprepared(self.name, groups, self.storage, groups)
         self.storage.reserve(moment_ranges(groups))
-        for slot in slots:  # some may have been frozen when they were moved here
-            self._round_gradients(slot)
-        self._states |= {slot: self._state(slot) for slot in slots}
+        for slot in slots:
+            self._round_gradients(slot)  # which may have been frozen when it was moved here
+            opened = {kind: self.storage.range(slot.group, kind).bytes for kind in slot.group.formats.moments}
+            moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
+            if not slot.group.formats.packed:
+                moments = {kind: slot.view_fp32(flat) for kind, flat in opened.items()}
+            step_device = "cpu" if updates_here(slot.param) else self.stack.level0_device
+            step = torch.zeros((), dtype=torch.float32, device=step_device)
+            self._states[slot] = {"step": step, **moments}
         self._optimizers.add(optimizer)
         return {slot.param: self._states[slot] for slot in slots}
-
-    def _state(self, slot: Slot) -> dict[str, Tensor]:
-        opened = {kind: self.storage.range(slot.group, kind).bytes for kind in slot.group.formats.moments}
-        moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
-        if not slot.group.formats.packed:
-            moments = {kind: slot.view_fp32(flat) for kind, flat in opened.items()}
-        step_device = "cpu" if updates_here(slot.param) else self.stack.level0_device
-        return {"step": torch.zeros((), dtype=torch.float32, device=step_device), **moments}
 
     def finish(self) -> None:
         """Nothing runs in the background here."""
@@ -183,13 +185,6 @@ class Resident:
     def close(self) -> None:
         """Give everything back to the stack. The optimizer's states, if any, stay valid while it holds them."""
         self.finalizer()
-
-
-def _by_itself(view: Tensor) -> Tensor:
-    """The same bytes as a separate storage: safetensors takes views of one storage for tied, and may keep one alone."""
-    start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
-    storage = view.untyped_storage()[start : start + num_bytes]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
 def resident_of(param: Tensor) -> Resident | None:

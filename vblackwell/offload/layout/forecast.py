@@ -56,7 +56,6 @@ def forecast_step(
     input_bytes: int = 0,
     micro_batches: int = 1,
     undo: bool = False,
-    clips: bool = False,
     host_norms: bool = False,
     name: str = "GPU",
 ) -> StepForecast:
@@ -70,7 +69,7 @@ def forecast_step(
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
         name: of level 0 in errors.
         undo: updates after the backward can be rolled back, as far as host memory goes.
-        clips: every step clips. host_norms: norms of gradients are taken on the host.
+        host_norms: norms of gradients are taken on the host.
 
     Raises:
         As `place_streamed`; InsufficientMemory too where optimizer states find no room.
@@ -88,7 +87,7 @@ def forecast_step(
         + moment_ranges(trainable)
     )
     lanes = _plan(model, found, storage, seconds, input_bytes, micro_batches, host_norms)
-    return StepForecast(_table(found, storage, undo), replace(lanes, clips=clips, stores_gradients=undo))
+    return StepForecast(_table(found, storage, undo), replace(lanes, stores_gradients=undo))
 
 
 def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[str, list[int]]:

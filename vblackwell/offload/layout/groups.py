@@ -148,7 +148,6 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, for
 
 
 def element_type(kind: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """What a range of ``kind`` is made of."""
     if kind == "remainder":
         return torch.int16
     if kind in CODES:
@@ -201,7 +200,6 @@ class Slot:
         return self._shaped(self.flat(flat))
 
     def view_fp32(self, flat: Tensor) -> Tensor:
-        """The same inside a range of fp32."""
         return self._shaped(self.flat_fp32(flat))
 
     def _shaped(self, flat: Tensor) -> Tensor:
@@ -232,7 +230,6 @@ class Group:
     formats: Formats = EXACT
 
     def append(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> Slot:
-        """Give ``param`` the next place."""
         # Dense memory keeps its stride; of any other the gaps would be stored and moved.
         stride = tuple(torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride())
         slot = Slot(name, param, param.shape, stride, dtype, self.num_bytes, self.num_bytes_fp32, self, type(param))
@@ -266,7 +263,6 @@ class Group:
         return ", ".join(sorted({str(slot.dtype).removeprefix("torch.") for slot in self.slots}))
 
     def size_of(self, kind: str) -> int:
-        """Bytes of its range of ``kind``."""
         if kind in PACKED_MOMENTS:
             return bytes_of(self, kind, num_elements(self))
         return self.num_bytes if kind in NARROW_KINDS else self.num_bytes_fp32
@@ -320,7 +316,12 @@ def find_groups(
     Raises:
         ConfigurationError: a given name is no module. Unsupported: a group that is to be trained cannot be kept so.
     """
-    whole = _list_children(model) if given is None else _modules_named(model, given)
+    modules = dict(model.named_modules())
+    if unknown := [name for name in given or () if name not in modules]:
+        raise ConfigurationError(
+            f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
+        )
+    whole = _list_children(model) if given is None else {modules[name] for name in given}
     # The readers that have none of these inside are read as a whole, too.
     readers = {module for module in model.modules() if isinstance(module, READERS)}
     whole |= {reader for reader in readers if whole.isdisjoint(reader.modules())}
@@ -328,7 +329,7 @@ def find_groups(
     sites: list[Site] = []
     owner: dict[nn.Parameter, Group] = {}
     inside: set[nn.Module] = set()
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if module in inside:
             continue
         if module in whole:
@@ -388,16 +389,6 @@ def _may_nest(encoder: nn.TransformerEncoder, args: Any, kwargs: Any) -> bool:
     """Whether ``encoder`` reads its first layer's parameters, to leave out padding if none needs a gradient."""
     padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
     return padding is not None and not encoder.layers[0].training
-
-
-def _modules_named(model: nn.Module, given: Iterable[str]) -> set[nn.Module]:
-    modules = dict(model.named_modules())
-    for name in given:
-        if name not in modules:
-            raise ConfigurationError(
-                f"no module named {name!r} in {type(model).__name__}: give names as in named_modules()"
-            )
-    return {modules[name] for name in given}
 
 
 # -- where a group may be cut ------------------------------------------------------------------------------------------

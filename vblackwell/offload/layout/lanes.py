@@ -397,7 +397,6 @@ class Clock:
         self._count = itertools.count()
 
     def run(self) -> None:
-        """Until nothing is left."""
         for task in self._graph.free:
             if not task.waits_for:
                 self._make_ready(task)
@@ -405,7 +404,11 @@ class Clock:
         while True:
             for lane in LANES:
                 if self._working[lane] is None and (task := self._choose(lane)) is not None:
-                    end = self._begin(task)
+                    end = self._now + self._seconds(task)
+                    self._ring -= max(0, task.ring)
+                    self._sets -= max(0, task.sets)
+                    self._working[lane] = task
+                    self.busy.append((lane, self._now, end, task.num_bytes))
                     heapq.heappush(events, (end, len(self.busy), task))
             if not events:
                 break
@@ -413,14 +416,6 @@ class Clock:
             self._working[task.lane] = None
             self._finish(task)
         assert not any(map(any, self._graph.ordered.values())), "tasks wait for each other"
-
-    def _begin(self, task: Task) -> float:
-        end = self._now + self._seconds(task)
-        self._ring -= max(0, task.ring)
-        self._sets -= max(0, task.sets)
-        self._working[task.lane] = task
-        self.busy.append((task.lane, self._now, end, task.num_bytes))
-        return end
 
     def _finish(self, task: Task) -> None:
         self.ends[task] = self._now

@@ -37,10 +37,6 @@ class LevelSpace:
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
-    def holding(self, num_bytes: int) -> LevelSpace:
-        """With a range of that size more."""
-        return replace(self, used_bytes=self.used_bytes + align_up(num_bytes, self.alignment))
-
 
 @dataclass(frozen=True)
 class PlacedRange:
@@ -104,7 +100,6 @@ class StoragePlan:
         on_level0: Iterable[Group] = (),
         set_aside_bytes: int = 0,
     ) -> StoragePlan:
-        """A plan without ranges for a model of ``groups``."""
         kept = frozenset(group.index for group in resident)
         updated = frozenset(group.index for group in on_level0) - kept
         largest = {kind: max(group.size_of(kind) for group in groups) for kind in KINDS}
@@ -153,7 +148,8 @@ class StoragePlan:
         placed += [(pair, self.usable[position]) for pair, position in zip(below, positions, strict=True)]
         for (group, kind), level in placed:
             ranges[group.index, kind] = PlacedRange(f"{group.name}/{kind}", level, group.size_of(kind))
-            levels[level] = levels[level].holding(group.size_of(kind))
+            used_bytes = levels[level].used_bytes + align_up(group.size_of(kind), levels[level].alignment)
+            levels[level] = replace(levels[level], used_bytes=used_bytes)
         return replace(self, levels=tuple(levels), ranges=ranges, staging=staging)
 
     def _lives_on_level0(self, pair: Pair) -> bool:
