@@ -120,15 +120,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def _backward_swiglu(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-    dgate, dup, _ = swiglu_backward(dy, *ctx.saved_tensors, False)
-    return dgate, dup
-
-
 @register_op(
     lambda gate, up: gate.new_empty(gate.shape),
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    backward=_backward_swiglu,
+    backward=lambda ctx, dy: swiglu_backward(dy, *ctx.saved_tensors, False)[:2],
 )
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return kernels().swiglu(gate, up)
@@ -248,12 +243,10 @@ def _save_rotary(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.inverse = inputs[4]
 
 
-def _backward_rotary(ctx, dq_BNSH: Tensor, dk_BKSH: Tensor):  # type: ignore[no-untyped-def]
-    return *_rotary(dq_BNSH, dk_BKSH, *ctx.saved_tensors, not ctx.inverse), None, None, None
-
-
 @register_op(
-    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)), save=_save_rotary, backward=_backward_rotary
+    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)),
+    save=_save_rotary,
+    backward=lambda ctx, *dqk: (*_rotary(*dqk, *ctx.saved_tensors, not ctx.inverse), None, None, None),
 )
 def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     return kernels().rotate(q_BNSH, k_BKSH, cos, sin, inverse)

@@ -15,24 +15,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vblackwell.kernels.pointwise.linears import linears_dx
+from vblackwell.kernels.pointwise.rows import kernels
 from vblackwell.kernels.runtime.registry import register_op
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.round_trip import round_trip
-
-
-def _fake(w_NK, format, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.dtype = inputs[0].dtype
 
 
-def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
-    return dw_NK.to(ctx.dtype), None, None
-
-
-@register_op(_fake, save=_save, backward=_backward)
+@register_op(
+    lambda w_NK, format, dtype: torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format),
+    save=_save,
+    backward=lambda ctx, dw_NK: (dw_NK.to(ctx.dtype), None, None),
+)
 def fp4_round_trip(w_NK: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     """``w_NK`` rounded to ``format`` with `max` scales and back, as ``dtype``; the gradient passes unchanged."""
     return round_trip(w_NK, format_named(format), dtype)
@@ -80,9 +77,7 @@ class _RoundedLinears(torch.autograd.Function):
 class _RoundedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool, weight_DI: Tensor) -> Tensor:
-        from vblackwell.kernels.pointwise import rows_triton
-
-        product = rows_triton.swiglu(gate, up)
+        product = kernels().swiglu(gate, up)
         ctx.save_for_backward(gate, up, product, rounded.value)
         ctx.reached, ctx.type = rounded.reached, weight_DI.dtype
         if not wanted:
@@ -92,12 +87,10 @@ class _RoundedSwiglu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from vblackwell.kernels.pointwise import rows_triton
-
         gate, up, product, value = ctx.saved_tensors
         dy_MD, dgate, dup, dweight_DI = dy.reshape(-1, dy.shape[-1]), None, None, None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dgate, dup, _ = rows_triton.swiglu_backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
+            dgate, dup, _ = kernels().swiglu_backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
         if ctx.needs_input_grad[4]:
             ctx.reached()
             dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])).to(ctx.type)
