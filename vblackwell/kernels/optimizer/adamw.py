@@ -145,18 +145,13 @@ def keep_nan(bits: Tensor, weight: Tensor) -> None:
 
 def block_sums(values: Tensor, out: Tensor) -> None:
     """``out`` = the sum of squares of each 4096 of the fp32 ``values``, to the bits of `cuda/adamw.cu`."""
-    whole = len(values) // BLOCK
-    if whole:
-        out[:whole] = _sums_of_whole_blocks(values[: whole * BLOCK])
+    squares = values * values
     if rest := len(values) % BLOCK:
-        out[whole:] = _sums_of_whole_blocks(torch.nn.functional.pad(values[-rest:], (0, BLOCK - rest)))
-
-
-def _sums_of_whole_blocks(values: Tensor) -> Tensor:
-    squares = (values * values).view(-1, 2, BLOCK // 8, 4)
+        squares = torch.nn.functional.pad(squares, (0, BLOCK - rest))
+    squares = squares.view(-1, 2, BLOCK // 8, 4)
     threads = squares[:, 0] + squares[:, 1]
     threads = (threads[..., 0] + threads[..., 1]) + (threads[..., 2] + threads[..., 3])
-    return _halve(_halve(threads.view(-1, BLOCK // 256, 32)))
+    out.copy_(_halve(_halve(threads.view(-1, BLOCK // 256, 32))))
 
 
 def _halve(values: Tensor) -> Tensor:
