@@ -152,13 +152,13 @@ def _linear_cross_entropy(
             if with_hidden:
                 torch.mm(logits_CV, weight_VD, out=dhidden_TD[part])
             if with_weight:
-                _add_product(sum_VD, logits_CV.t(), hidden_CD, start == 0)
+                add_product(sum_VD, logits_CV.t(), hidden_CD, start == 0)
             if with_bias:
                 dbias_V += logits_CV.sum(0, dtype=torch.float32)
     return loss_T.sum(), dhidden_TD, sum_VD, dbias_V.to(sum_type)
 
 
-def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, first: bool) -> None:
+def add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, first: bool) -> None:
     """Add ``left @ right`` to the sum, in its type; ``first`` writes it."""
     options = {}
     if sum_VD.dtype != left_VC.dtype:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
+from vblackwell.kernels.pointwise.cross_entropy import add_product
 from vblackwell.kernels.pointwise.rows import kernels
 from vblackwell.kernels.runtime.registry import refuse_forward_mode, register_op
 
@@ -219,13 +220,6 @@ def _feed_forward_block(
     return y
 
 
-def _add_product(gradient: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    if first:
-        torch.mm(left.t(), right, out=gradient)
-    else:
-        torch.addmm(gradient, left.t(), right, out=gradient)
-
-
 @register_op(lambda dy, x, norm, eps, *weights: _empty_gradients(x, (norm, *weights[:-1]), weights[-1]))
 def _feed_forward_block_backward(
     dy: Tensor,
@@ -248,15 +242,15 @@ def _feed_forward_block_backward(
         dgate, dup = gate, up
         kernels().swiglu_backward_in_place(product, gate, up)
         if needed[4]:
-            _add_product(ddown_DI, dy_CD, product, first)
+            add_product(ddown_DI, dy_CD.t(), product, first)
         del product
         dn_CD = torch.mm(dgate, gate_ID)
         torch.addmm(dn_CD, dup, up_ID, out=dn_CD)
         if needed[2]:
-            _add_product(dgate_ID, dgate, n_CD, first)
+            add_product(dgate_ID, dgate.t(), n_CD, first)
         del gate, dgate
         if needed[3]:
-            _add_product(dup_ID, dup, n_CD, first)
+            add_product(dup_ID, dup.t(), n_CD, first)
         del up, dup, n_CD
         _, part_D = kernels().rms_norm_backward(dn_CD, dy_CD, x_CD, norm_D, scale_C, needed[1], out=dx_MD[rows])
         if needed[1]:
