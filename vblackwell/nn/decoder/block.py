@@ -134,7 +134,17 @@ class SelfAttention(nn.Module):
         self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BSS: Tensor | None, cached: bool
     ) -> Tensor:
         if mask_BSS is not None:
-            return self._masked(q_BNSH, k_BKTH, v_BKTH, mask_BSS[:, None])
+            if self.backend is not None:
+                raise Unsupported(
+                    f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: "
+                    "pack nothing, or leave the choice open"
+                )
+            mask_B1SS = mask_BSS[:, None]
+            if q_BNSH.is_cuda:
+                return attention(q_BNSH, k_BKTH, v_BKTH, mask=mask_B1SS)[0]
+            if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
+                k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
+            return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_B1SS)
         if self.backend is not None and not cached:
             return attention(q_BNSH, k_BKTH, v_BKTH, causal=True, backend=self.backend)[0]
         new, known, mask_ST = q_BNSH.shape[2], k_BKTH.shape[2], None
@@ -145,18 +155,6 @@ class SelfAttention(nn.Module):
         return functional.scaled_dot_product_attention(
             q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
         )
-
-    def _masked(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_B1SS: Tensor) -> Tensor:
-        if self.backend is not None:
-            raise Unsupported(
-                f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: "
-                "pack nothing, or leave the choice open"
-            )
-        if q_BNSH.is_cuda:
-            return attention(q_BNSH, k_BKTH, v_BKTH, mask=mask_B1SS)[0]
-        if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
-            k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
-        return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_B1SS)
 
 
 def within_documents(positions_BS: Tensor) -> Tensor:

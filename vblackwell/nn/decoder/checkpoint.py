@@ -30,13 +30,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, modules: tuple[nn.Modul
     """
     if modules is None:
         modules = (function,) if isinstance(function, nn.Module) else ()
-    before = _snapshot(modules)
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _BuffersReplaced(before)
-
+    contexts = nullcontext(), _BuffersReplaced(modules)
     with _input_hooks.get()():
-        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts)
 
 
 @contextmanager
@@ -64,24 +60,20 @@ def inputs_saved_under(hooks: InputHooks, model: nn.Module | None = None) -> Ite
         _input_hooks.set(outer)
 
 
-def _snapshot(modules: tuple[nn.Module, ...]) -> dict[Slot, Tensor]:
-    """A copy of each buffer as it is now, by place; one copy where places share it."""
-    copies: dict[int, Tensor] = {}
-    found: dict[Slot, Tensor] = {}
-    for root in modules:
-        for module in root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    found[module, name] = copies.setdefault(id(buffer), buffer.detach().clone())
-    return found
-
-
 class _BuffersReplaced:
-    """Inside, fresh copies of the snapshot are in the buffers' places; entered by every backward of a kept graph."""
+    """Inside, fresh copies of the buffers as they were when this was made are in their places; entered by every
+    backward of a kept graph. Places that share a buffer share a copy.
+    """
 
-    def __init__(self, before: dict[Slot, Tensor]) -> None:
-        self._before = before
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._current: dict[Slot, Tensor | None] = {}
+        self._before: dict[Slot, Tensor] = {}
+        copies: dict[int, Tensor] = {}
+        for root in modules:
+            for module in root.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        self._before[module, name] = copies.setdefault(id(buffer), buffer.detach().clone())
 
     def __enter__(self) -> None:
         fresh: dict[int, Tensor] = {}
