@@ -20,6 +20,7 @@ from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
 from vblackwell.kernels.pointwise.linears import feed_forward_block, normed_linears, shared_input_linears
 from vblackwell.kernels.pointwise.rows import swiglu, swiglu_linear
+from vblackwell.kernels.runtime.registry import capability
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 
@@ -229,7 +230,7 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module, recompute: bool = F
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
-    few = x.numel() <= max_rows(_capability(x), features, columns) * columns
+    few = x.numel() <= max_rows(capability(x.device), features, columns) * columns
     return Unnormed(x, norm) if few else norm(x)
 
 
@@ -244,10 +245,6 @@ def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
     parameters = [norm.weight, linear.bias]
     trained = any(parameter is not None and parameter.requires_grad for parameter in parameters)
     return not (torch.is_grad_enabled() and (x.requires_grad or trained))
-
-
-def _capability(x: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
 
 
 def on_gpu(x: Tensor) -> bool:
