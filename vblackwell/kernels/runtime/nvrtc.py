@@ -104,7 +104,6 @@ def _check(nvrtc: ctypes.CDLL, result: int) -> None:
 
 
 def cached_cubin(files: Sequence[str], macros: dict[str, int], arch: str) -> bytes:
-    """``compile_cubin``, kept on disk."""
     version = (ctypes.c_int(), ctypes.c_int())
     _nvrtc().nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
     key = f"{source(files)}|{_options(macros, arch)}|{version[0].value}.{version[1].value}"

@@ -89,7 +89,6 @@ class AttentionRequest(NamedTuple):
 
 
 def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant) -> AttentionRequest:
-    """The request that these tensors make."""
     mask, device = variant.mask, q_BNSH.device.type
     return AttentionRequest(
         device, torch.cuda.get_device_capability(q_BNSH.device) if device == "cuda" else (0, 0), q_BNSH.dtype,
@@ -184,10 +183,6 @@ def _efficient_reasons(r: AttentionRequest) -> Iterator[str]:
         yield "its backward is not deterministic"
 
 
-def _run_triton(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    return flash_attention(q, k, v, **variant._asdict())
-
-
 def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     left, right = bounds(variant.causal, variant.window)
     return attention_reference(
@@ -215,7 +210,7 @@ Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
-        registry.Backend("triton", _triton_reasons, _run_triton),
+        registry.Backend("triton", _triton_reasons, lambda q, k, v, asked: flash_attention(q, k, v, **asked._asdict())),
         registry.Backend("cudnn", _cudnn_reasons, partial(_run_sdpa, SDPBackend.CUDNN_ATTENTION)),
         registry.Backend("flash", _flash_reasons, partial(_run_sdpa, SDPBackend.FLASH_ATTENTION)),
         registry.Backend("efficient", _efficient_reasons, partial(_run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
@@ -290,7 +285,6 @@ def neighbours_key(r: AttentionRequest) -> str:
 
 
 def shape_key(r: AttentionRequest) -> str:
-    """The key of times of this very shape."""
     shape = "x".join(str(size) for size in (r.batch, r.heads, r.kv_heads, r.queries, r.keys, r.head, r.mask_planes))
     bounds = f"{r.window}{'+bottom_right' * r.bottom_right}"
     return f"shape|{tuning.dtype_name(r.dtype)}|{shape}|{bounds}|{r.kind}"
