@@ -90,7 +90,6 @@ def _fake_rms_norm(x, residual, weight_D, eps):  # type: ignore[no-untyped-def]
 
 @register_op(_fake_rms_norm, save=_save_rms_norm, backward=_backward_rms_norm)
 def _rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``(y, x + residual, 1 / rms of each row)``; without a residual the second is empty."""
     return kernels().rms_norm(x, residual, weight_D, eps)
 
 
@@ -102,7 +101,6 @@ def _fake_rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight):  # t
 def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` (that of the sum as well, if given, is added) and of the weight (empty if not wanted)."""
     return kernels().rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight)
 
 
@@ -188,7 +186,15 @@ def rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     ``cos``, ``sin``: (S, H) or (B or 1, S, H), of any floating-point type; on the CPU they are rounded to the queries'
     type first. Raises ConfigurationError for shapes that do not belong together.
     """
-    _check_rotary(q_BNSH, k_BKSH, cos, sin)
+    batch, _, length, width = q_BNSH.shape
+    same = (k_BKSH.shape[0], k_BKSH.shape[2], k_BKSH.shape[3]) == (batch, length, width)
+    tables = cos.shape == sin.shape and cos.shape in ((length, width), (1, length, width), (batch, length, width))
+    if not same or not tables or width % 2 or q_BNSH.dtype != k_BKSH.dtype:
+        raise ConfigurationError(
+            f"rotary of queries {tuple(q_BNSH.shape)} {q_BNSH.dtype}, "
+            f"keys {tuple(k_BKSH.shape)} {k_BKSH.dtype} and tables "
+            f"{tuple(cos.shape)}, {tuple(sin.shape)}: they do not belong together"
+        )
     if runs_triton("rotary", q_BNSH, q_BNSH.shape[-1]):
         return _rotary(q_BNSH, k_BKSH, cos, sin, False)
     cos, sin = (table.to(q_BNSH.dtype) for table in (cos, sin))
@@ -224,18 +230,6 @@ def store_rotated(
 def _rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x_BNSH.chunk(2, dim=-1)
     return x_BNSH * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-def _check_rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> None:
-    batch, _, length, width = q_BNSH.shape
-    same = (k_BKSH.shape[0], k_BKSH.shape[2], k_BKSH.shape[3]) == (batch, length, width)
-    tables = cos.shape == sin.shape and cos.shape in ((length, width), (1, length, width), (batch, length, width))
-    if not same or not tables or width % 2 or q_BNSH.dtype != k_BKSH.dtype:
-        raise ConfigurationError(
-            f"rotary of queries {tuple(q_BNSH.shape)} {q_BNSH.dtype}, "
-            f"keys {tuple(k_BKSH.shape)} {k_BKSH.dtype} and tables "
-            f"{tuple(cos.shape)}, {tuple(sin.shape)}: they do not belong together"
-        )
 
 
 def _save_rotary(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

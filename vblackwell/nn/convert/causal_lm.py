@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.nn.convert.fused_modules import KINDS, reason_of, swap, twin_of, unswap
+from vblackwell.nn.convert.fused_modules import KINDS, plain_class, reason_of, swap, twin_of
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
@@ -147,7 +147,7 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
     """Undo `accelerate_causal_lm`; a model that was not accelerated is returned as it is."""
     swapped, fused = _done.pop(model, ([], None))
     for module in swapped:
-        unswap(module)
+        object.__setattr__(module, "__class__", plain_class(module))
     if fused is not None:
         fused.remove(model)
     return model

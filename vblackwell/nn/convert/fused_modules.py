@@ -55,10 +55,6 @@ def plain_class(module: nn.Module) -> type:
     return type(module).__dict__.get("_vb_original", type(module))
 
 
-def unswap(module: nn.Module) -> None:
-    object.__setattr__(module, "__class__", plain_class(module))
-
-
 def twin_of(module: nn.Module, **replaced: dict[str, Any]) -> Any:
     """A module that shares everything with ``module`` but these dictionaries, such as ``_parameters``."""
     twin = copy.copy(module)

@@ -238,7 +238,16 @@ class PackedLinear(nn.Module):
         rest = {key: value for key, value in state_dict.items() if key not in own}
         if len(rest) < len(state_dict):
             packed = from_state({key: state_dict[key] for key in own & state_dict.keys()}, prefix)
-            self._check_loaded(packed, prefix)
+            found, shape = packed.precision, (self.out_features, self.in_features)
+            # A layer in two parts takes a file of its coarse part alone.
+            if found != self.packs_to and (found, self.packs_to) != ("nvfp4", "two-part"):
+                remedy = f"make it with {self.packed_by}={found!r}"
+                raise ConfigurationError(
+                    f"{prefix}weight is packed as {found}, this layer is for {self.packs_to}: {remedy}"
+                )
+            if packed.shape != shape:
+                found = f"is packed with shape {packed.shape}, this layer's is {shape}"
+                raise ConfigurationError(f"{prefix}weight {found}: the checkpoint belongs to another model")
             assign = local_metadata.get("assign_to_params_buffers", False)
             self._adopt(packed if assign else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
@@ -248,16 +257,3 @@ class PackedLinear(nn.Module):
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-
-    def _check_loaded(self, packed: PackedTensor, prefix: str) -> None:
-        found = packed.precision
-        # A layer in two parts takes a file of its coarse part alone.
-        if found != self.packs_to and (found, self.packs_to) != ("nvfp4", "two-part"):
-            remedy = f"make it with {self.packed_by}={found!r}"
-            raise ConfigurationError(
-                f"{prefix}weight is packed as {found}, this layer is for {self.packs_to}: {remedy}"
-            )
-        shape = (self.out_features, self.in_features)
-        if packed.shape != shape:
-            found = f"is packed with shape {packed.shape}, this layer's is {shape}"
-            raise ConfigurationError(f"{prefix}weight {found}: the checkpoint belongs to another model")

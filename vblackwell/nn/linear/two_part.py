@@ -146,19 +146,16 @@ class _Cache:
         due = kept is None or kept.block.device != weight.device
         due = due or steps - self.renewed_at >= self.settings.refresh_every
         if due or steps - self.measured_at >= DRIFT_EVERY:
-            self._renew(weight, None if due else kept)
+            threshold = self.settings.drift_threshold
+            with torch.no_grad():
+                self.scales, drift = renewed_scales(weight, None if due else kept, threshold)
+                self.measured_at = steps
+                if due:
+                    self.renewed_at, self.renewals = steps, self.renewals + 1
+                else:
+                    self.drift, self.renewals = drift, self.renewals + (drift > threshold).to(torch.int32)
         assert self.scales is not None
         return self.scales
-
-    @torch.no_grad()
-    def _renew(self, weight: Tensor, kept: Scales | None) -> None:
-        threshold = self.settings.drift_threshold
-        self.scales, drift = renewed_scales(weight, kept, threshold)
-        self.measured_at = self.steps
-        if kept is None:
-            self.renewed_at, self.renewals = self.steps, self.renewals + 1
-        else:
-            self.drift, self.renewals = drift, self.renewals + (drift > threshold).to(torch.int32)
 
     @torch.compiler.disable
     @torch.no_grad()
