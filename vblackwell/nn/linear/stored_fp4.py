@@ -37,8 +37,7 @@ class StoredFP4Linear(nn.Module):
 
     def __init__(
         self, in_features: int, out_features: int, bias: nn.Parameter | None, format: str | Format = "nvfp4", *,
-        tiled: bool = False, fine: bool = False, device: torch.device | str = "meta",
-        dtype: torch.dtype = torch.float32,
+        tiled: bool = False, fine: bool = False, dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -58,7 +57,7 @@ class StoredFP4Linear(nn.Module):
         self.parts = tuple(self._views)
         for name, (kind, shape) in self._views.items():
             size = torch.Size(shape).numel() * kind.itemsize
-            held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device=device), requires_grad=False)
+            held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
             self.register_parameter(name, held)
         self.bias = bias
         if bias is not None:
