@@ -142,7 +142,6 @@ def _update_cpu(
 
 
 def macros(weight: int, gradient: torch.dtype, previous: torch.dtype | None) -> dict[str, int]:
-    """What ``adamw8.cu`` is compiled with."""
     return {"FP16": 0, "WEIGHT": weight, "GRADIENT": adamw.GRADIENTS[gradient], "PREVIOUS": adamw.PREVIOUS[previous]}
 
 

@@ -48,7 +48,6 @@ class Request:
 
 
 def accept(request: Any) -> list[str]:
-    """The reasons of a backend that takes everything: none."""
     return []
 
 
