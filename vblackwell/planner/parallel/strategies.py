@@ -220,10 +220,9 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str, groups: 
     inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
     compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
-    cut = min(work.parameters, sum(layer.elements for layer, kind in pairs if kind != "whole"))
-    share = cut / work.parameters
-    state = work.state_bytes * (1 - share + share / net.num_gpus)
-    summed = net.cost("all_reduce", (work.parameters - cut + cut / net.num_gpus) * work.width, groups)
+    share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
+    held = 1 - share + share / net.num_gpus  # by each GPU, of the states, and so of gradients as wide as weights
+    summed = net.cost("all_reduce", held * sum(unit.weight_bytes for unit in work.units), groups)
     summing = summed.seconds(net.link)
     return Strategy(
         name,
@@ -232,7 +231,7 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str, groups: 
         communication_seconds=dividing + summing,
         exposed_seconds=dividing + summing,
         sent_bytes=cost.num_bytes + summed.num_bytes,
-        gpu_bytes=int(state + work.activation_bytes),
+        gpu_bytes=int(work.state_bytes * held + work.activation_bytes),
         layers=tuple((layer.name, kind) for layer, kind in pairs),
     )
 
