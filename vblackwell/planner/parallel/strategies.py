@@ -31,12 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.planner.parallel.collectives import Cost, Link, cost_of, grid_of
 from vblackwell.planner.parallel.layers import Layer, Size, legal_degree
 
 KINDS = ("column", "row", "hybrid")
+Net = tuple[int, str, Link]  # so many GPUs, their topology, the port of each
 MICRO_BATCHES_A_STAGE = 4
 NOTHING = Cost()
 SMALL_SHARE = 0.01  # of the largest layer's elements: a router, a classifier; left whole on every GPU
@@ -104,24 +106,14 @@ class Strategy:
     refused: str | None = None
 
 
-@dataclass(frozen=True)
-class _Net:
-    num_gpus: int
-    topology: str
-    link: Link
-
-    def cost(self, operation: str, num_bytes: float, num_gpus: int | None = None) -> Cost:
-        return cost_of(operation, num_bytes, num_gpus or self.num_gpus, self.topology)
-
-
 def strategies(work: Workload, num_gpus: int, topology: str = "ring", link: Link | None = None) -> list[Strategy]:
     """All of them, the fastest first, those that are not possible last."""
     check_several(num_gpus, topology)
-    net = _Net(num_gpus, topology, link or Link())
+    net = num_gpus, topology, link or Link()
     found = [_tensor(work, net, KINDS, "tensor"), *(_tensor(work, net, (kind,), kind) for kind in KINDS)]
     if work.layers and 1 < (degree := legal_degree(work.sizes, num_gpus)) < num_gpus:
         found.append(_tensor(work, net, KINDS, f"tensor x{degree}", num_gpus // degree))
-    found += [_fsdp(work, net), _pipeline(work, net, MICRO_BATCHES_A_STAGE * num_gpus)]
+    found += [_fsdp(work, net), _pipeline(work, net)]
     alone = num_gpus * work.tokens / (work.products + work.others + work.optimizer)
     found = [
         each if each.refused else replace(each, efficiency=each.tokens / each.step_seconds / alone) for each in found
@@ -143,7 +135,7 @@ def layer_cost(
     layer: Layer, kind: str, divided: bool, width: int, num_gpus: int, topology: str = "ring"
 ) -> tuple[Cost, Cost]:
     """(forward, backward) of one layer; ``divided``: its input arrives as S. Its output is the table's."""
-    cost = _Net(num_gpus, topology, Link()).cost
+    cost = partial(cost_of, num_gpus=num_gpus, topology=topology)
     made, taken = layer.rows * layer.out_features * width, layer.rows * layer.in_features * width
     gathered = cost("all_gather", taken) if divided else NOTHING
     if kind == "column":
@@ -152,23 +144,25 @@ def layer_cost(
         return cost("all_reduce", made), NOTHING if divided else cost("all_gather", taken)
     if kind == "hybrid":
         rows, columns = grid_of(num_gpus)
-        forward = cost("all_reduce", made / columns, rows) + cost("all_gather", made, columns)
-        return gathered + forward, cost("all_reduce", taken / rows, columns) + cost("all_gather", taken, rows)
+        forward = cost("all_reduce", made / columns, num_gpus=rows) + cost("all_gather", made, num_gpus=columns)
+        backward = cost("all_reduce", taken / rows, num_gpus=columns) + cost("all_gather", taken, num_gpus=rows)
+        return gathered + forward, backward
     return gathered, NOTHING  # whole
 
 
 _Chain = tuple[float, Cost, tuple[str, ...]]  # the best way to a layout: seconds, cost of both directions, kinds so far
 
 
-def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
+def _cheapest(work: Workload, net: Net, kinds: Sequence[str]) -> _Chain | str:
     """The chain of choices with the least communication; or in words the layer that none of ``kinds`` can divide."""
 
     def then(chain: _Chain, forward: Cost, backward: Cost, repeats: int, *kind: str) -> _Chain:
         seconds, cost, kinds = chain
         more = sum([forward] * repeats, start=backward)
-        return seconds + more.seconds(net.link), cost + more, kinds + kind
+        return seconds + more.seconds(link), cost + more, kinds + kind
 
-    p, largest = net.num_gpus, max(layer.elements for layer in work.layers)
+    p, topology, link = net
+    largest = max(layer.elements for layer in work.layers)
     cuts = {"column": (1, p), "row": (p, 1), "hybrid": grid_of(p)}  # input and output features, into so many parts
     repeats = 2 if work.recompute else 1  # the forward is computed, and communicated, so often
     best: dict[bool, _Chain] = {False: (0.0, NOTHING, ())}  # by whether the output is divided
@@ -183,18 +177,18 @@ def _cheapest(work: Workload, net: _Net, kinds: Sequence[str]) -> _Chain | str:
             allowed = ["whole"]
         if not allowed:
             made = " + ".join(f"{part:,}" for part in layer.parts)
-            return f"{layer.name}, {layer.in_features:,} to {made} features, does not divide by {net.num_gpus} GPUs"
+            return f"{layer.name}, {layer.in_features:,} to {made} features, does not divide by {p} GPUs"
         following: dict[bool, _Chain] = {}
         for divided, chain in best.items():
-            if divided and not (layer.joined and _divides(work.layers[index - 1].heads, net.num_gpus)):
+            if divided and not (layer.joined and _divides(work.layers[index - 1].heads, p)):
                 divided, chain = False, then(chain, gather_before, NOTHING, repeats)  # whole for what lies between
             for kind in allowed:
-                costs = layer_cost(layer, kind, divided, work.width, net.num_gpus, net.topology)
+                costs = layer_cost(layer, kind, divided, work.width, p, topology)
                 grown, layout = then(chain, *costs, repeats, kind), kind == "column"
                 if layout not in following or grown[0] < following[layout][0]:
                     following[layout] = grown
         best = following
-        gather_before = net.cost("all_gather", layer.rows * layer.out_features * work.width)
+        gather_before = cost_of("all_gather", layer.rows * layer.out_features * work.width, p, topology)
     if True in best:
         best[True] = then(best[True], gather_before, NOTHING, 1)
     return min(best.values(), key=lambda chain: chain[0])
@@ -204,26 +198,26 @@ def _divides(heads: Sequence[int], num_gpus: int) -> bool:
     return all(count % num_gpus == 0 for count in heads)
 
 
-def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str, groups: int = 1) -> Strategy:
+def _tensor(work: Workload, net: Net, kinds: Sequence[str], name: str, groups: int = 1) -> Strategy:
     """Every layer divided by the cheapest of ``kinds``. Products and the optimizer are divided, other operators counted
     whole. Attention is divided where queries, keys and values arrive so, by heads, or heads are not known. Each of
     ``groups`` of GPUs has its own batch; gradients are added up after the backward.
     """
-    net = replace(net, num_gpus=net.num_gpus // groups)
+    p, topology, link = net[0] // groups, *net[1:]
     if not work.layers:
         return Strategy(name, refused="no linear layers were found")
-    chain = _cheapest(work, net, kinds)
+    chain = _cheapest(work, (p, topology, link), kinds)
     if isinstance(chain, str):
         return Strategy(name, refused=chain)
     dividing, cost, chosen = chain
     pairs = list(zip(work.layers, chosen, strict=True))
-    inside = [kind == "column" and _divides(layer.heads, net.num_gpus) for layer, kind in pairs if layer.heads]
+    inside = [kind == "column" and _divides(layer.heads, p) for layer, kind in pairs if layer.heads]
     whole = work.attention * inside.count(False) / max(1, len(inside))
-    compute = (work.products - whole + work.optimizer) / net.num_gpus + whole + work.others
+    compute = (work.products - whole + work.optimizer) / p + whole + work.others
     share = min(1.0, sum(layer.elements for layer, kind in pairs if kind != "whole") / work.parameters)
-    held = 1 - share + share / net.num_gpus  # by each GPU, of the states, and so of gradients as wide as weights
-    summed = net.cost("all_reduce", held * sum(unit.weight_bytes for unit in work.units), groups)
-    summing = summed.seconds(net.link)
+    held = 1 - share + share / p  # by each GPU, of the states, and so of gradients as wide as weights
+    summed = cost_of("all_reduce", held * sum(unit.weight_bytes for unit in work.units), groups, topology)
+    summing = summed.seconds(link)
     return Strategy(
         name,
         compute + dividing + summing,
@@ -239,13 +233,13 @@ def _tensor(work: Workload, net: _Net, kinds: Sequence[str], name: str, groups: 
 # -- sharded data parallelism, pipeline --------------------------------------------------------------------------------
 
 
-def _fsdp(work: Workload, net: _Net) -> Strategy:
+def _fsdp(work: Workload, net: Net) -> Strategy:
     """All states divided; weights gathered and gradients scattered unit by unit; a batch on every GPU."""
     if not work.units:
         return Strategy("fsdp", refused="no layer groups were found")
-    p, link = net.num_gpus, net.link
-    gather = [net.cost("all_gather", unit.weight_bytes) for unit in work.units]
-    scatter = [net.cost("reduce_scatter", unit.weight_bytes) for unit in work.units]
+    p, topology, link = net
+    gather = [cost_of("all_gather", unit.weight_bytes, p, topology) for unit in work.units]
+    scatter = [cost_of("reduce_scatter", unit.weight_bytes, p, topology) for unit in work.units]
     port = compute = begun = 0.0  # when each is free; when the compute before began
     for unit, cost in zip(work.units, gather, strict=True):
         port = max(port, begun) + cost.seconds(link)
@@ -303,13 +297,14 @@ def flow_seconds(stages: Sequence[float], link_seconds: float, jobs: int) -> flo
     return sum(through) + (jobs - 1) * max(through)
 
 
-def _pipeline(work: Workload, net: _Net, micro_batches: int) -> Strategy:
-    """Stages of consecutive units; ``work.tokens`` in each of ``micro_batches``."""
-    p = net.num_gpus
+def _pipeline(work: Workload, net: Net) -> Strategy:
+    """Stages of consecutive units; ``work.tokens`` in each micro-batch."""
+    p, _, link = net
+    micro_batches = MICRO_BATCHES_A_STAGE * p
     if len(work.units) < p:
         return Strategy("pipeline", refused=f"{len(work.units)} layer groups do not make {p} stages")
     stages = stages_of(work.units, p)
-    passing = Cost(1, work.boundary_bytes).seconds(net.link)
+    passing = Cost(1, work.boundary_bytes).seconds(link)
     times = [sum(unit.forward for unit in stage) for stage in stages], [sum(u.backward for u in s) for s in stages]
     seconds = sum(flow_seconds(each, passing, micro_batches) for each in times)
     weights = [sum(unit.weight_bytes for unit in stage) for stage in stages]
