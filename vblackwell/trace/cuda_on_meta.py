@@ -68,14 +68,7 @@ class CudaOnMeta(TorchFunctionMode):
         super().__init__()
         self.autocast = autocast
         self.item_read: Callable[[], None] | None = None  # told where an item is asked for, which is 1 then
-        self._casts: dict[int, tuple[Tensor, Tensor]] | None = None
-
-    @contextmanager
-    def cached_casts(self) -> Iterator[None]:
-        """Weights that autocast casts inside are cast once, as in its region, and forgotten at the end."""
-        self._casts = {}
-        yield
-        self._casts = None
+        self.casts: dict[int, tuple[Tensor, Tensor]] | None = None  # of weights, once each, inside autocast's region
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
@@ -121,11 +114,11 @@ class CudaOnMeta(TorchFunctionMode):
             return type(value)(self._as(each, wanted) for each in value)
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (wanted, torch.float64):
             return value
-        if not (value.is_leaf and value.requires_grad) or self._casts is None or wanted == torch.float32:
+        if not (value.is_leaf and value.requires_grad) or self.casts is None or wanted == torch.float32:
             return value.to(wanted)
-        if id(value) not in self._casts:
-            self._casts[id(value)] = (value, value.to(wanted))
-        return self._casts[id(value)][1]
+        if id(value) not in self.casts:
+            self.casts[id(value)] = (value, value.to(wanted))
+        return self.casts[id(value)][1]
 
 
 def _names_cuda(value: Any) -> bool:

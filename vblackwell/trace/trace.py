@@ -218,8 +218,9 @@ def _run_step(
     first.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
-    with masquerade.cached_casts():
-        value = loss(model, batch)
+    masquerade.casts = {}
+    value = loss(model, batch)
+    masquerade.casts = None
     for index in recorder.log.alive():
         if index >= first["forward"]:
             kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
