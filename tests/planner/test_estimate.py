@@ -18,7 +18,7 @@ from vblackwell.planner.memory_estimate import (
 )
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss, plain_batches
+from vblackwell.trace.causal_lm import build_causal_lm, language_batch, language_loss
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import GiB
 
@@ -37,10 +37,9 @@ SMALL = {
 
 def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torch.dtype | None = None) -> Trace:
     model = build_causal_lm({"model_type": kind} | SMALL[kind], kind)
-    with plain_batches():
-        return trace_training(
-            model, language_batch(500, batch, 32), language_loss, OPTIMIZERS[optimizer], autocast=autocast
-        )
+    return trace_training(
+        model, language_batch(500, batch, 32), language_loss, OPTIMIZERS[optimizer], autocast=autocast
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,7 @@ def test_published_parameter_counts(name, parameters):
 
 def test_llama_7b_has_107_8_gb_of_state():
     model = build_causal_lm(KNOWN_MODELS["llama-7b"], "llama-7b")
-    with plain_batches():
-        trace = trace_training(model, language_batch(32000, 1, 128), language_loss, OPTIMIZERS["adamw-for-loop"])
+    trace = trace_training(model, language_batch(32000, 1, 128), language_loss, OPTIMIZERS["adamw-for-loop"])
     estimate = estimate_trace(trace)
     assert estimate.parameters == 6_738_415_616
     buffers = 2 * 64 * 4  # transformers keeps the rotary frequencies twice

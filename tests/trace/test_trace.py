@@ -18,7 +18,7 @@ from vblackwell.machine.gpus import find_gpu
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.trace.causal_lm import language_batch, plain_batches
+from vblackwell.trace.causal_lm import language_batch
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
 from vblackwell.trace.trace import (
     Trace,
@@ -448,7 +448,7 @@ def test_flex_attention_is_refused():
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="flex_attention").train()
-    with plain_batches(), pytest.raises(Unsupported, match="attn_implementation='sdpa'"):
+    with pytest.raises(Unsupported, match="attn_implementation='sdpa'"):
         trace_training(model, language_batch(64, 2, 256), lambda m, b: m(**b).loss, None, steps=1)
 
 

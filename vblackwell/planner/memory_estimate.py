@@ -20,7 +20,7 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model, of_decoder
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.causal_lm import language_batch, plain_batches
+from vblackwell.trace.causal_lm import language_batch
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import MiB, format_bytes
 
@@ -85,18 +85,16 @@ class Run:
     ) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        model = model or self.model()  # imports transformers, before its questions are answered
-        with plain_batches():
-            return trace_training(
-                model,
-                batch,
-                self.spec.loss,
-                OPTIMIZERS[self.optimizer] if with_optimizer else None,
-                autocast=torch.bfloat16 if self.precision == "autocast" else None,
-                capability=self.capability,
-                num_sms=self.num_sms,
-                steps=steps,
-            )
+        return trace_training(
+            model or self.model(),
+            batch,
+            self.spec.loss,
+            OPTIMIZERS[self.optimizer] if with_optimizer else None,
+            autocast=torch.bfloat16 if self.precision == "autocast" else None,
+            capability=self.capability,
+            num_sms=self.num_sms,
+            steps=steps,
+        )
 
     def largest_batch(self, gpu_bytes: int) -> int:
         """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""

@@ -33,7 +33,7 @@ from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
 from vblackwell.planner.model_spec import KNOWN_MODELS, of_config
 from vblackwell.planner.placement import Space
-from vblackwell.trace.causal_lm import build_causal_lm, language_batch, plain_batches
+from vblackwell.trace.causal_lm import build_causal_lm, language_batch
 from vblackwell.trace.trace import Trace, trace_forward
 from vblackwell.trace.work import MATMUL_SHARE, MEMORY_SHARE, phase_seconds
 from vblackwell.units import format_bytes
@@ -170,8 +170,7 @@ def _decoding(name: str, capability: tuple[int, int], tiled: bool) -> tuple[Cach
     assert shape is not None, "known models attend plainly"
     sizes = tuple(group.num_bytes for group in find_groups(model, None, None, EXACT)[0])
     batch = language_batch(model.config.vocab_size, 1, 1)
-    with plain_batches():
-        work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
+    work = trace_forward(model.eval(), batch, lambda m, batch: m(input_ids=batch["input_ids"]).logits, capability)
     return shape, sizes, token_bytes(model.config, 2), work
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
 from vblackwell.machine.gpus import NUM_SMS
+from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.cuda_on_meta import META, CudaOnMeta, cuda_on_meta
 from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
@@ -142,7 +143,7 @@ def trace_training(
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
     try:
-        with cuda_on_meta(autocast, capability, recorder.called) as masquerade:
+        with cuda_on_meta(autocast, capability, recorder.called) as masquerade, plain_batches():
             _see_weights(recorder, model)
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
             with recorder.answers:
@@ -185,7 +186,7 @@ def trace_forward(
     _see_weights(recorder, model)  # so that views of them are known
     recorder.enter_phase("forward")
     try:
-        with cuda_on_meta(None, capability), torch.no_grad(), recorder:
+        with cuda_on_meta(None, capability), plain_batches(), torch.no_grad(), recorder:
             loss(model, make_batch())
     except VBError:
         raise

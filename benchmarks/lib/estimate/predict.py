@@ -16,7 +16,6 @@ from vblackwell.planner.forecast import PLENTY, STREAMED_P99, estimate_offload
 from vblackwell.planner.memory_estimate import OPTIMIZERS, P99_BYTES, Batches, Run, estimate_trace, fits
 from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.trace.allocator import replay
-from vblackwell.trace.causal_lm import plain_batches
 from vblackwell.trace.trace import Trace, trace_training
 from vblackwell.trace.work import host_seconds, phase_seconds, reading_seconds
 from vblackwell.units import MiB
@@ -28,11 +27,10 @@ def trace_case(case: Case, capability: tuple[int, int]) -> Trace:
     """Two steps of ``case`` on tensors without bytes."""
     built = build(case)
     autocast = torch.bfloat16 if case.precision == "autocast" else None
-    with plain_batches():
-        return trace_training(
-            built.model, built.batch("cuda"), built.loss, OPTIMIZERS[case.optimizer], autocast=autocast,
-            capability=capability
-        )  # fmt: skip
+    return trace_training(
+        built.model, built.batch("cuda"), built.loss, OPTIMIZERS[case.optimizer], autocast=autocast,
+        capability=capability
+    )  # fmt: skip
 
 
 def chosen_batch(case: Case, capability: tuple[int, int]) -> int:
