@@ -214,16 +214,15 @@ def check(
         )
 
 
-def check_gradients(gradient: Tensor, previous: Tensor | None, sums: Tensor | None) -> None:
+def check_gradients(
+    gradient: Tensor, previous: Tensor | None, sums: Tensor | None, factor: Tensor | None = None
+) -> None:
     n, device = gradient.numel(), gradient.device
     check(gradient, "gradient", (n,), tuple(GRADIENTS), device)
     check(previous, "previous", (n,), (torch.bfloat16, torch.float32), device)
     check(sums, "square_sums", (-(-n // BLOCK),), FP32, device)
     if n > MAX_ELEMENTS:
         raise ValueError(f"a piece of {n} elements: at most {MAX_ELEMENTS} at once, cut it at a multiple of {BLOCK}")
-
-
-def check_factor(factor: Tensor | None, device: torch.device) -> None:
     if factor is not None and (factor.numel() != 1 or factor.dtype != torch.float32 or factor.device != device):
         raise ValueError(
             f"factor is {factor.dtype} {tuple(factor.shape)} on {factor.device}; it must be one fp32 number on {device}"
@@ -272,13 +271,12 @@ def adamw_piece(
         ValueError: a tensor of another shape, dtype, layout or device.
         Unsupported: a GPU before sm_75, no NVRTC, or a CPU on which torch rounds in a way the kernel does not know.
     """
-    check_gradients(gradient, previous, square_sums)
+    check_gradients(gradient, previous, square_sums, factor)
     device, shape = gradient.device, gradient.shape
     check(weight, "weight", shape, FP32 if remainder is None else (torch.bfloat16,), device)
     check(remainder, "remainder", shape, (torch.int16,), device)
     check(exp_avg, "exp_avg", shape, FP32, device)
     check(exp_avg_sq, "exp_avg_sq", shape, FP32, device)
-    check_factor(factor, device)
     n = shape[0]
     if device.type != "cuda":
         with torch.no_grad():

@@ -189,7 +189,7 @@ def adamw8_piece(
         ValueError: a tensor of another shape, dtype, layout or device; an offset that no piece starts at.
         Unsupported: a GPU before sm_80, or no NVRTC.
     """
-    adamw.check_gradients(gradient, previous, square_sums)
+    adamw.check_gradients(gradient, previous, square_sums, factor)
     device, (n,) = gradient.device, gradient.shape
     masters = () if remainder is not None else adamw.FP32
     adamw.check(weight, "weight", (n,), (torch.bfloat16, *masters), device)
@@ -198,7 +198,6 @@ def adamw8_piece(
     for name, codes, scales in (("exp_avg", *states[:2]), ("exp_avg_sq", *states[2:])):
         adamw.check(codes, f"{name}_codes", (n,), (torch.uint8,), device)
         adamw.check(scales, f"{name}_scales", (-(-n // SCALE_BLOCK),), adamw.FP32, device)
-    adamw.check_factor(factor, device)
     if offset < 0 or offset % adamw.BLOCK or offset >> 32 != (offset + max(n, 1) - 1) >> 32:
         raise ValueError(
             f"{n} elements at offset {offset}: pieces start at multiples of {adamw.BLOCK} and do not cross one of 2^32"
