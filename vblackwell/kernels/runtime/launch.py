@@ -129,7 +129,7 @@ class Kernel:
         self.entry, self.device = entry, device
         self.name = f"{entry} {macros}"
         self.overlaps = major >= 9  # the sources wait for the previous kernel themselves (ptx.cuh: wait_for_previous)
-        self._shared_bytes = _STATIC_SHARED_BYTES
+        self.shared_bytes = _STATIC_SHARED_BYTES  # that a block may ask for
         self._launchers: dict[tuple[int, int, int], Launcher] = {}
         cubin = cached_cubin(files, macros, arch)
         with torch.cuda.device(device):
@@ -141,14 +141,6 @@ class Kernel:
                 check_driver(in_context(device, load), f"loading {self.name}")
                 found = waiting_driver().cuModuleGetFunction(ctypes.byref(self.function), module, entry.encode())
                 check_driver(found, f"loading {self.name}")
-
-    def allow_shared(self, shared_bytes: int) -> None:
-        if shared_bytes > self._shared_bytes:
-            allow = lambda: driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared_bytes)  # noqa: E731
-            with outside_capture(self.device, f"setting up {self.name}"):
-                result = in_context(self.device, allow)
-            check_driver(result, f"{shared_bytes} bytes of shared memory for {self.name}")
-            self._shared_bytes = shared_bytes
 
     def launch(
         self, grid: Grid, threads: int, shared_bytes: int, args: Sequence[Argument], weight: Sequence[Tensor] = ()
@@ -175,8 +167,13 @@ class Launcher:
     """A kernel with a fixed block and so many parameters of 4 or 8 bytes, launched by addresses; from any thread."""
 
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
-        kernel.allow_shared(shared_bytes)
         self.kernel = kernel
+        if shared_bytes > kernel.shared_bytes:
+            allow = lambda: driver().cuFuncSetAttribute(kernel.function, _MAX_DYNAMIC_SHARED, shared_bytes)  # noqa: E731
+            with outside_capture(kernel.device, f"setting up {kernel.name}"):
+                result = in_context(kernel.device, allow)
+            check_driver(result, f"{shared_bytes} bytes of shared memory for {kernel.name}")
+            kernel.shared_bytes = shared_bytes
         self._values = (ctypes.c_uint64 * num_parameters)()  # of a 32-bit parameter the lower half is read
         first = ctypes.addressof(self._values)
         self._parameters = (ctypes.c_void_p * num_parameters)(*(first + 8 * index for index in range(num_parameters)))

@@ -308,13 +308,12 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                 while True:
                     try:
                         initialize(module)
+                        break
                     except AttributeError:
                         if not asked or asked[-1] not in kinds:
                             raise
                         give_back(asked[-1])
                         needed.append(linears[asked[-1]])
-                        continue
-                    break
     finally:
         for linear in list(kinds):
             give_back(linear)

@@ -71,7 +71,7 @@ class KVCache:
 class SteadyCache:
     """A filled ``cache`` for steps that are captured once and replayed: no launch depends on the length.
 
-    ``position_1`` is where the next position goes, int64 on the device, where `advance` adds one.
+    ``position_1`` is where the next position goes, int64 on the device; who has stored it in all layers adds one.
     """
 
     def __init__(self, cache: KVCache, config: DecoderConfig) -> None:
@@ -88,9 +88,6 @@ class SteadyCache:
         held = self._cache.tensors(layer)
         q_BNH = store_rotated(q_BNH, k_BKH, v_BKH, *held, *self._tables, self.position_1)
         return decode_attention(q_BNH, *held, self.position_1)
-
-    def advance(self) -> None:
-        self.position_1.add_(1)
 
 
 # -- the decoder's blocks ----------------------------------------------------------------------------------------------

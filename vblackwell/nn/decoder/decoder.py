@@ -200,7 +200,7 @@ class Decoder(nn.Module):
 
     def last_logits(self, added_B1D: Tensor, x_B1D: Tensor, cache: SteadyCache) -> Tensor:
         """Logits (B, V) of what the last layer's `DecoderLayer.step` gave."""
-        cache.advance()
+        cache.position_1.add_(1)
         norm = self.model.norm
         if hooked(norm):
             normed_B1D = norm(x_B1D + added_B1D)

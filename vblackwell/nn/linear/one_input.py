@@ -266,6 +266,6 @@ def lean_feed_forward(
 
 
 def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:
-    if not isinstance(norm, nn.RMSNorm) or hooked(norm):
-        return False
-    return norm.weight is not None and norm.weight.dtype == x.dtype
+    return (
+        isinstance(norm, nn.RMSNorm) and not hooked(norm) and norm.weight is not None and norm.weight.dtype == x.dtype
+    )
