@@ -134,15 +134,20 @@ def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     best_error = torch.full_like(amax, torch.inf)
     for fraction in _FRACTIONS[::2] if form.name == "nf4" else _FRACTIONS:
         scale = max_scale(amax * fraction, one, form)
-        scale_B1 = scale.to(torch.float64).unsqueeze(1)
-        u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
-        if form.name == "nf4":  # to the nearest value; on a tie both neighbours err the same
-            table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
-            value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
-        else:
-            value = u.round_().clamp_(-form.max_value, form.max_value)
-        error = value.mul_(scale_B1).sub_(w_BE).square_().sum(1)
+        error = _fraction_error(w_BE, scale, form)  # whose temporaries are gone before the next ones are made
         better = error < best_error
         best_scale = torch.where(better, scale, best_scale)
         best_error = torch.where(better, error, best_error)
     return best_scale
+
+
+def _fraction_error(w_BE: Tensor, scale_B: Tensor, form: Format) -> Tensor:
+    """Squared error of elements rounded to the nearest value times ``scale``; on a tie both neighbours err the same."""
+    scale_B1 = scale_B.to(torch.float64).unsqueeze(1)
+    u = torch.where(scale_B1 > 0, w_BE / scale_B1, 0.0)
+    if form.name == "nf4":
+        table = torch.tensor(form.values, dtype=torch.float64, device=w_BE.device)
+        value = table[torch.bucketize(u, (table[1:] + table[:-1]) / 2, out_int32=True)]
+    else:
+        value = u.round_().clamp_(-form.max_value, form.max_value)
+    return value.mul_(scale_B1).sub_(w_BE).square_().sum(1)
