@@ -252,9 +252,7 @@ class PackedDataset:
         return (len(self.tokens) - 1) // self.seq_length
 
     def batch(self, positions: np.ndarray) -> Batch:
-        """Inputs and targets, (B, S) int64 each, of the windows at ``positions``: p is index p % len(self) of epoch
-        p // len(self).
-        """
+        """Inputs and targets, (B, S) int64, at ``positions``: p is index p % len(self) of epoch p // len(self)."""
         rows = np.empty((len(positions), self.seq_length + 1), dtype=np.int64)
         epochs, indices = np.divmod(positions, len(self))
         for epoch in np.unique(epochs):
@@ -282,10 +280,6 @@ class BatchStream:
         if batch_size < 1:
             raise ConfigurationError(f"batch size {batch_size}: give at least 1")
         self.dataset, self.batch_size, self.state = dataset, batch_size, 0
-
-    @property
-    def epoch(self) -> int:
-        return self.state // len(self.dataset)
 
     def next(self) -> Batch:
         found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))

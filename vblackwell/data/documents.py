@@ -55,9 +55,7 @@ class TextFiles:
 
 
 def find_text(path: Path | None) -> TextFiles:
-    """The files that ``--data path`` means: one file, or all in a folder but for LICENSE and such, and names that begin
-    with ``.`` or ``_``; None: the standard library's.
-    """
+    """``path``, or all in that folder but LICENSE and such, and ``.`` or ``_`` names; None: the standard library's."""
     if path is None:
         return _standard_library()
     if not path.exists():

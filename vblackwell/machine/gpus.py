@@ -78,9 +78,9 @@ GPUS: dict[str, KnownGPU] = {gpu.name: gpu for gpu in map(_read, _TABLE.strip().
 
 def find_gpu(name: str) -> KnownGPU:
     """The card called ``name``, whatever its case and spaces; else ConfigurationError with the nearest name."""
-    wanted = _plain(name)
+    wanted = "".join(_words(name))
     for gpu in GPUS.values():
-        if _plain(gpu.name) == wanted:
+        if "".join(_words(gpu.name)) == wanted:
             return gpu
     numbers = re.findall(r"\d+", wanted)[:1]  # as in '4090ti'
     meant = [f"; did you mean {each!r}?" for each in GPUS if numbers and numbers[0] in each.split()]
@@ -93,10 +93,6 @@ def find_gpu(name: str) -> KnownGPU:
 def _words(name: str) -> list[str]:
     words = name.lower().replace("-", " ").replace("_", " ").split()
     return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
-
-
-def _plain(name: str) -> str:
-    return "".join(_words(name))
 
 
 def known_as(driver_name: str) -> KnownGPU | None:

@@ -94,7 +94,17 @@ def quantize(
     if tensor_scale is None:
         tensor_scale = _tensor_scale([amax], form, scale_search)
     else:
-        tensor_scale = _checked_tensor_scale(tensor_scale, form, scale_search).to(w.device)
+        if form.name != "nvfp4":
+            raise ConfigurationError(f"{form.name} has no tensor scale: leave tensor_scale out")
+        if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
+            found = f"{tensor_scale.dtype} {tuple(tensor_scale.shape)}"
+            raise ConfigurationError(f"tensor_scale is {found}: give one float32, e.g. from joint_tensor_scale")
+        value = float(tensor_scale)
+        if not (2.0**-126 <= value < math.inf):
+            raise ConfigurationError(f"tensor_scale is {value}: it must be a normal positive float32")
+        if scale_search == "mse" and math.frexp(value)[0] != 0.5:
+            raise ConfigurationError(f"tensor_scale is {value}: scale_search='mse' wants a power of two, or use 'max'")
+        tensor_scale = tensor_scale.detach().reshape(()).to(w.device)
     n, k = math.prod(w.shape[:-1]), w.shape[-1] if w.ndim else 1
     w_NK = w.reshape(n, k)
     made = None if encoder is None else encoder(w_NK, form, scale_search, _exponent(tensor_scale, form))
@@ -143,20 +153,6 @@ def _tensor_scale(amax: Sequence[Tensor], form: Format, scale_search: str) -> Te
         return max_tensor_scale(largest, form)
     mantissa, exponent = math.frexp(float(largest) / _MSE_HEADROOM)
     return torch.full_like(largest, 2.0 ** max(-126, exponent - (mantissa == 0.5)))
-
-
-def _checked_tensor_scale(tensor_scale: Tensor, form: Format, scale_search: str) -> Tensor:
-    if form.name != "nvfp4":
-        raise ConfigurationError(f"{form.name} has no tensor scale: leave tensor_scale out")
-    if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        found = f"{tensor_scale.dtype} {tuple(tensor_scale.shape)}"
-        raise ConfigurationError(f"tensor_scale is {found}: give one float32, e.g. from joint_tensor_scale")
-    value = float(tensor_scale)
-    if not (2.0**-126 <= value < math.inf):
-        raise ConfigurationError(f"tensor_scale is {value}: it must be a normal positive float32")
-    if scale_search == "mse" and math.frexp(value)[0] != 0.5:
-        raise ConfigurationError(f"tensor_scale is {value}: scale_search='mse' wants a power of two, or use 'max'")
-    return tensor_scale.detach().reshape(())
 
 
 def _exponent(tensor_scale: Tensor, form: Format) -> int:

@@ -105,9 +105,13 @@ class HostSamples:
 
     def __init__(self, device: torch.device) -> None:
         finish = _finish(device)
+        small = (torch.zeros(LOOP_WIDTH, LOOP_WIDTH, device=device) for _ in range(LOOP_PARAMETERS))
+        params = [torch.nn.Parameter(each) for each in small]
+        for param in params:
+            param.grad = torch.zeros_like(param)
         self._actions = [
             (_issuing_step(device), finish),
-            (looping_optimizer(device), finish),
+            (torch.optim.AdamW(params, foreach=False).step, finish),  # which goes through them one by one
             (torch.ones((), device=device).item, lambda: None),
         ]
         self._times: list[list[float]] = [[], [], []]
@@ -172,15 +176,8 @@ def disk_gbps(path: str) -> dict[str, float | str]:
         return {"refused": str(error)}
 
 
-def is_measured_in_full(device: torch.device) -> bool:
-    """Whether `gpu_rates` has room for the sizes that its rates are meant for: 2.5 GiB."""
-    return measured_bytes(device, COPY_BYTES) == COPY_BYTES
-
-
 def gpu_rates(device: torch.device) -> dict[str, float]:
-    """Links alone and both at once, memory, products, AdamW on it and on the CPU during copies, issue of operators; in
-    sizes that a cap allows.
-    """
+    """What `as_rates` reads and ``vb doctor`` shows, in sizes that a cap allows."""
     room = measured_bytes(device, ADAMW_PARAMETERS * ADAMW_HELD_BYTES)
     samples, update = HostSamples(device), HostUpdate()
     together = TogetherSamples(update, device)
@@ -321,9 +318,7 @@ def _finish(device: torch.device) -> Callable[[], None]:
 
 
 def update_elements() -> int:
-    """Parameters of a measured update: as many full parts for each thread, so that none waits for others at the end;
-    `CPU_ELEMENTS` where RAM is short.
-    """
+    """Of a measured update: full parts for each thread, so that none waits at the end, while RAM is not short."""
     each_once = update_threads() * MIN_PART
     wanted = each_once * -(-CPU_ELEMENTS // each_once)
     return wanted if wanted * MEASURED_BYTES <= memory_facts().available_bytes // 16 else CPU_ELEMENTS
@@ -349,9 +344,7 @@ class HostUpdate:
 
 
 def adds_per_update(update: HostUpdate) -> float:
-    """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median, in
-    turns.
-    """
+    """Gradients of a second micro-batch that the host adds up while ``update`` does one parameter: the median."""
     sums, sizes = SumLoop(), [4 * update.count, 2 * update.count, 2 * update.count]
     total, first, addend = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
     tensors = total.view(torch.float32), first.view(torch.bfloat16), addend.view(torch.bfloat16)
@@ -470,11 +463,3 @@ def updating(update: HostUpdate) -> Iterator[None]:
             enough.set()
             if (error := done.exception()) is not None:
                 raise RuntimeError("an update during the measurement failed") from error
-
-
-def looping_optimizer(device: torch.device) -> Callable[[], Any]:
-    """A step of torch's AdamW that goes through `LOOP_PARAMETERS` small parameters one by one."""
-    params = [torch.nn.Parameter(torch.zeros(LOOP_WIDTH, LOOP_WIDTH, device=device)) for _ in range(LOOP_PARAMETERS)]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    return torch.optim.AdamW(params, foreach=False).step

@@ -440,15 +440,16 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
 
 # -- transforms of torch.func ------------------------------------------------------------------------------------------
 
-# A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
-# placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
-_WRAPPING = {"_wrap_for_grad": eager_transforms, "_wrap_functional_tensor": eager_transforms, "_add_batch_dim": vmap}
-
 
 @cache
 def refuse_wrapping() -> None:
-    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`."""
-    for name, module in _WRAPPING.items():
+    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`.
+
+    A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
+    placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
+    """
+    grad = eager_transforms
+    for module, name in ((grad, "_wrap_for_grad"), (grad, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")):
         wrap = getattr(module, name, None)
         if wrap is not None:
             setattr(module, name, _checked(wrap))

@@ -28,7 +28,7 @@ from vblackwell.machine.rates import Rates, keep_disk, keep_rates, kept_disk, ke
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.convert.training import training_loss
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.offload.measure import as_rates, cpu_rates, disk_gbps, gpu_rates, is_measured_in_full
+from vblackwell.offload.measure import COPY_BYTES, as_rates, cpu_rates, disk_gbps, gpu_rates, measured_bytes
 from vblackwell.planner.forecast import Forecast, Machine, Placed
 from vblackwell.planner.memory_estimate import Batches, Run
 from vblackwell.planner.model_spec import ModelSpec
@@ -125,7 +125,7 @@ def _rates_of(device: torch.device, say: Callable[[str], None]) -> Rates:
     name = torch.cuda.get_device_name(device)
     found = kept_rates(name)
     if found is None:
-        in_full = is_measured_in_full(device)
+        in_full = measured_bytes(device, COPY_BYTES) == COPY_BYTES  # 2.5 GiB: the sizes that rates are meant for
         how = "once (vb doctor does it again)" if in_full else "within the cap, for this run"
         say(f"measuring this GPU and its link, {how}")
         found = as_rates(gpu_rates(device))
