@@ -152,9 +152,7 @@ def clean_leftovers(parent: Path, name: str | None = None) -> None:
 
 
 def verify_folder(path: Path, remedy: str = "use another checkpoint") -> None:
-    """Checks a committed folder against its manifest; raises CorruptData with the file that is missing or differs, and
-    the ``remedy``.
-    """
+    """Checks a committed folder against its manifest; raises CorruptData with the file that differs and ``remedy``."""
     file = path / MANIFEST
 
     def damaged(how: str) -> CorruptData:
@@ -209,7 +207,6 @@ def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
 
 
 def prune(parent: Path, keep: int) -> None:
-    """Removes all but the ``keep`` newest committed folders."""
     assert keep >= 1
     for path in newest_complete(parent)[keep:]:
         gone = path.with_name(path.name + SUFFIX)

@@ -138,8 +138,7 @@ class Recipe:
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
     def read_in_place(self, out: Tensor) -> bool:
-        """Fill ``out`` without a copy if tensors are stacked along its first dimension, and then maybe joined along the
-        next; whether they are."""
+        """Fill ``out`` without a copy if tensors are stacked along dimension 0, and maybe joined along 1; whether so."""
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
         joins = operations[1:] == [("Concatenate", 1)]
         if operations[:1] != [("MergeModulelist", 0)] or len(self.converter.target_patterns) != 1:

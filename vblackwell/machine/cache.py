@@ -40,9 +40,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of entry ``key``; where there is none, ``build`` fills an empty one. Raises DiskError where it cannot
-    be written.
-    """
+    """The folder of entry ``key``; where there is none, ``build`` fills an empty one. Raises DiskError."""
     parent = cache_root() / kind
     final = parent / key
     if final.is_dir():

@@ -26,9 +26,7 @@ def free_disk_bytes(path: str) -> int:
 
 
 def default_disk_path() -> str:
-    """``$VBLACKWELL_DISK_PATH``, else the first of the temporary, cache and current directory that is on a disk; else
-    ConfigurationError.
-    """
+    """`DISK_PATH_VARIABLE`, or the first of three directories that is on a disk; raises ConfigurationError for none."""
     given = os.environ.get(DISK_PATH_VARIABLE)
     if given:
         return given

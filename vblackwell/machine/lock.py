@@ -81,9 +81,7 @@ def remove_if_abandoned(path: Path) -> bool:
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """A descriptor that holds the lock on the folder now at ``path``; None: it is gone, or locked by another that is
-    not to be waited for.
-    """
+    """A descriptor that holds the lock on the folder now at ``path``; None: it is gone, or (no ``wait``) locked."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ from vblackwell.numerics.rounding import e8m0_floor, max_scale, pow2
 _CLOSE = 4e-6
 _WINDOW = range(-2, 6)  # codes around that of A / 6, tried on every block
 _HALF_EXISTS = 16  # from this E4M3 code on, half the scale is a scale too
-# Fractions of the `max` scale that are tried; every second for nf4, whose table look-up is slow and whose optimum is flat.
+# Fractions of the `max` scale that are tried; half of them for nf4: its table look-up is slow, its optimum flat.
 _FRACTIONS = tuple(1 - step / 50 for step in range(16))  # the plain scale first
 
 

@@ -62,9 +62,7 @@ def cache_shape(config: Any, rows: int, positions: int, dtype: torch.dtype) -> C
 
 
 def layers_on_level0(shape: CacheShape, free_bytes: int) -> int:
-    """How many layers' caches live in ``free_bytes`` of level 0 next to the places through which the others pass;
-    InsufficientMemory if not even those fit.
-    """
+    """How many layers' caches fit ``free_bytes`` next to the places for the others; InsufficientMemory for no place."""
     if shape.num_bytes <= free_bytes:
         return shape.layers
     if CACHE_PLACES * shape.layer_bytes > free_bytes:
@@ -80,17 +78,11 @@ def layers_on_level0(shape: CacheShape, free_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Level0Budget:
-    """What level 0's bytes are for.
+    """What level 0's bytes are for."""
 
-    Attributes:
-        weight_bytes: loaded weights.
-        cached_layers: layers whose keys and values live on level 0; of the others, two at a time.
-        chunk: positions a row that one pass reads.
-    """
-
-    weight_bytes: int
-    cached_layers: int
-    chunk: int
+    weight_bytes: int  # loaded weights
+    cached_layers: int  # whose keys and values live on level 0; of the others, two at a time
+    chunk: int  # positions a row that one pass reads
 
 
 def level0_budget(

@@ -173,23 +173,17 @@ def formats_summary(groups: Iterable[Group]) -> dict[str, str]:
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter's place in its group, under its first name in the model.
-
-    Attributes:
-        shape, stride, dtype: of the compute weight; ``stride`` so that layouts such as channels_last survive.
-        offset: bytes from the group's start, for anything in ``dtype``. offset_fp32: likewise in ranges of fp32.
-        plain_class: what the parameter is while its group is in use, `nn.Parameter` or the user's own child of it.
-    """
+    """One parameter's place in its group, under its first name in the model."""
 
     name: str
     param: nn.Parameter
     shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    offset_fp32: int
+    stride: tuple[int, ...]  # so that layouts such as channels_last survive
+    dtype: torch.dtype  # of the compute weight
+    offset: int  # bytes from the group's start, for anything in `dtype`
+    offset_fp32: int  # likewise in ranges of fp32
     group: Group
-    plain_class: type
+    plain_class: type  # what it is while its group is in use, `nn.Parameter` or the user's own child of it
 
     @property
     def num_elements(self) -> int:
@@ -287,7 +281,6 @@ class Site:
 
 
 def compute_dtype_of(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """``wanted`` for floating-point parameters, their own type otherwise."""
     return wanted if wanted is not None and param.is_floating_point() else param.dtype
 
 

@@ -43,56 +43,36 @@ MAX_DOUBLINGS = 24
 
 @dataclass(frozen=True)
 class GroupWork:
-    """What a layer group asks of the lanes.
+    """What a layer group asks of the lanes."""
 
-    Attributes:
-        parameters: elements that are trained.
-        forward, backward: seconds of compute; backward with what it computes again.
-        input_bytes: of its checkpoint's input, if that waits in host memory.
-        on_host: the CPU updates it. deferred: its update on the GPU waits for the next forward.
-        resident: it lives on level 0 with its states, so that nothing of it but gradients moves.
-        disk_read, disk_write: bytes on the disk, read before and written after its update.
-        weights_on_disk: a load has to read them there first.
-    """
-
-    parameters: int
+    parameters: int  # elements that are trained
     weight_bytes: int
-    forward: float
-    backward: float
-    input_bytes: int = 0
-    on_host: bool = False
-    deferred: bool = False
-    resident: bool = False
-    disk_read: int = 0
-    disk_write: int = 0
-    weights_on_disk: bool = False
+    forward: float  # seconds of compute
+    backward: float  # with what it computes again
+    input_bytes: int = 0  # of its checkpoint's input, if that waits in host memory
+    on_host: bool = False  # the CPU updates it
+    deferred: bool = False  # its update on the GPU waits for the next forward
+    resident: bool = False  # it lives on level 0 with its states, so that nothing of it but gradients moves
+    disk_read: int = 0  # bytes, before its update
+    disk_write: int = 0  # bytes, after it
+    weights_on_disk: bool = False  # a load has to read them there first
 
 
 @dataclass(frozen=True)
 class LanePlan:
-    """Groups in the order of the forward and what they may take of level 0.
-
-    Attributes:
-        weight_budget: bytes of loaded weights. ring_bytes: of states on their way, in pieces of about ``piece_bytes``.
-        states_up, states_down: bytes a parameter that pass for an update on the GPU (bf16: remainder and moments up,
-            and with them the new weight down). gradient: of its gradient.
-        micro_batches: forwards and backwards of a step, each with the seconds of its groups.
-        clips: no update may begin before the norm of all gradients is known.
-        stores_gradients: gradients of groups that are updated after their backward are stored as well, for a rollback.
-        disk_sets: groups whose states may be between disk and GPU at a time.
-    """
+    """Groups in the order of the forward and what they may take of level 0."""
 
     groups: tuple[GroupWork, ...]
-    weight_budget: int
-    ring_bytes: int
-    states_up: float = 10
-    states_down: float = 12
-    gradient: float = 2
+    weight_budget: int  # bytes of loaded weights
+    ring_bytes: int  # of states on their way, in pieces of about `piece_bytes`
+    states_up: float = 10  # bytes a parameter that pass for an update on the GPU: in bf16 remainder and moments
+    states_down: float = 12  # and with them the new weight
+    gradient: float = 2  # bytes a parameter
     piece_bytes: int = 144 * MiB
-    micro_batches: int = 1
-    clips: bool = False
-    stores_gradients: bool = False
-    disk_sets: int = 3
+    micro_batches: int = 1  # forwards and backwards of a step, each with the seconds of its groups
+    clips: bool = False  # no update may begin before the norm of all gradients is known
+    stores_gradients: bool = False  # of groups updated after their backward, too: for a rollback
+    disk_sets: int = 3  # groups whose states may be between disk and GPU at a time
 
     @property
     def uses_disk(self) -> bool:
@@ -111,14 +91,11 @@ class LaneTimes:
 
     @property
     def bottleneck(self) -> str:
-        """The lane that worked most."""
         return max(self.busy, key=lambda lane: self.busy[lane])
 
 
 def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
-    """Run ``steps`` steps and count all but the first two and the last; ValueError for fewer than four, or none of what
-    a step is made of.
-    """
+    """Run ``steps`` steps, at least four, and count all but the first two and the last; ValueError for an empty one."""
     if steps < 4 or not plan.groups or plan.micro_batches < 1:
         raise ValueError(
             f"{steps} steps of {plan.micro_batches} micro-batches and {len(plan.groups)} groups: at least 4 steps, a "

@@ -83,21 +83,15 @@ class StreamingOptions:
 
 @dataclass(frozen=True)
 class StreamedPlacement:
-    """A model's groups and where their bytes are.
-
-    Attributes:
-        storage: the ranges of its weights and masters, and of groups that live on level 0.
-        budget_bytes: what loaded weights may take of level 0. slice_rows: rows a slice of groups that are cut.
-        on_level0: groups whose AdamW runs there; ring_bytes: level-0 bytes through which their states pass.
-    """
+    """A model's groups and where their bytes are."""
 
     groups: list[Group]
     sites: list[Site]
-    storage: StoragePlan
-    budget_bytes: int
-    slice_rows: dict[Group, int]
-    on_level0: list[Group]
-    ring_bytes: int
+    storage: StoragePlan  # the ranges of its weights and masters, and of groups that live on level 0
+    budget_bytes: int  # what loaded weights may take of level 0
+    slice_rows: dict[Group, int]  # rows a slice of groups that are cut
+    on_level0: list[Group]  # whose AdamW runs there
+    ring_bytes: int  # of level 0, through which their states pass
 
     @property
     def trainable(self) -> list[Group]:

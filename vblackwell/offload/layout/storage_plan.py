@@ -40,8 +40,6 @@ class LevelSpace:
 
 @dataclass(frozen=True)
 class PlacedRange:
-    """A range of a model: its name, the number of its level, and its size."""
-
     name: str
     level: int
     num_bytes: int
@@ -49,15 +47,10 @@ class PlacedRange:
 
 @dataclass(frozen=True)
 class Staging:
-    """Host memory for ranges that are not addressable.
+    """Host memory for ranges that are not addressable."""
 
-    Attributes:
-        by_kind: bytes through which the worker works on ranges of a kind, one at a time.
-        num_sets, set_bytes: sets through which groups that are updated on level 0 pass, one each.
-    """
-
-    by_kind: Mapping[str, int] = field(default_factory=dict)
-    num_sets: int = 0
+    by_kind: Mapping[str, int] = field(default_factory=dict)  # through which the worker works on one range at a time
+    num_sets: int = 0  # through which groups that are updated on level 0 pass, one each
     set_bytes: int = 0
 
     @property
@@ -67,28 +60,18 @@ class Staging:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Where the ranges of one model are, on the levels of one stack; `with_ranges` gives the next plan.
+    """Where the ranges of one model are, on the levels of one stack; `with_ranges` gives the next plan."""
 
-    Attributes:
-        levels: of the stack, level 0 first, with what they hold already.
-        usable: numbers of the levels that ranges may take, nearest first.
-        resident: numbers of groups whose weights and states live on level 0 (their gradients leave as all do).
-        on_level0: the other groups that are updated there.
-        set_aside_bytes: of the first usable level in RAM that ranges leave to others.
-        largest: by kind, bytes of the largest group's range.
-        ranges: by group number and kind, in the order in which they were placed.
-        sets_fixed: the staging sets are in use and stay what they are.
-    """
-
-    levels: tuple[LevelSpace, ...]
-    usable: tuple[int, ...]
-    resident: frozenset[int]
-    on_level0: frozenset[int]
-    largest: Mapping[str, int]
-    set_aside_bytes: int = 0
+    levels: tuple[LevelSpace, ...]  # of the stack, level 0 first, with what they hold already
+    usable: tuple[int, ...]  # numbers of the levels that ranges may take, nearest first
+    resident: frozenset[int]  # groups whose weights and states live on level 0 (their gradients leave as all do)
+    on_level0: frozenset[int]  # the other groups that are updated there
+    largest: Mapping[str, int]  # by kind, bytes of the largest group's range
+    set_aside_bytes: int = 0  # of the first usable level in RAM that ranges leave to others
+    # By group number and kind, in the order in which they were placed.
     ranges: Mapping[tuple[int, str], PlacedRange] = field(default_factory=dict)
     staging: Staging = field(default_factory=Staging)
-    sets_fixed: bool = False
+    sets_fixed: bool = False  # the staging sets are in use and stay what they are
 
     @classmethod
     def empty(
@@ -178,7 +161,6 @@ class StoragePlan:
         return [align_up(group.size_of(kind), alignment) for group, kind in pairs]
 
     def _levels_with(self, staging: Staging) -> list[LevelSpace]:
-        """The levels with ``staging`` in place of this plan's."""
         levels, host = list(self.levels), self.staging_level
         if self.has_host_level:
             used_bytes = levels[host].used_bytes + staging.num_bytes - self.staging.num_bytes
