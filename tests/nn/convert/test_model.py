@@ -189,6 +189,14 @@ def test_activations_go_into_epilogues():
     assert torch.equal(model(x), plain(x)) and type(model[1]) is nn.GELU
 
 
+def test_activations_with_hooks_stay():
+    for hook in ("register_forward_hook", "register_full_backward_hook"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        getattr(model[1], hook)(lambda *args: None)
+        convert(model)
+        assert type(model[1]) is nn.GELU, hook
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gpt2", "qwen3"])
 def test_the_dispatcher_attends_as_sdpa_does(kind):
     """With padding, packed sequences, a sliding window, and a cache."""

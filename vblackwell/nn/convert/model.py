@@ -21,6 +21,7 @@ from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_l
 from vblackwell.nn.convert.fused_modules import swap
 from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.rounded import fp4_round_trip
 
 _ACTIVATIONS: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.GELU: "gelu"}
@@ -121,9 +122,10 @@ def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]
         children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in sequence._modules.items()]
         for (first, linear), (second, activation) in zip(children, children[1:], strict=False):
             plain = type(activation) in _ACTIVATIONS and getattr(activation, "approximate", "none") == "none"
-            hooked = activation is not None and (activation._forward_hooks or activation._forward_pre_hooks)
             once = counts[id(linear)] == 1 == counts[id(activation)]
-            if plain and once and not hooked and activation is not None and not getattr(activation, "inplace", False):
+            if activation is None or hooked(activation) or getattr(activation, "inplace", False):
+                continue
+            if plain and once:
                 found[first] = (second, activation)
     return found
 
