@@ -237,10 +237,12 @@ def _save_rotary(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.inverse = inputs[4]
 
 
+def _backward_rotary(ctx, dq_BNSH: Tensor, dk_BKSH: Tensor):  # type: ignore[no-untyped-def]
+    return *_rotary(dq_BNSH, dk_BKSH, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
 @register_op(
-    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)),
-    save=_save_rotary,
-    backward=lambda ctx, *dqk: (*_rotary(*dqk, *ctx.saved_tensors, not ctx.inverse), None, None, None),
+    lambda q_BNSH, k_BKSH, *rest: (empty_of(q_BNSH), empty_of(k_BKSH)), save=_save_rotary, backward=_backward_rotary
 )
 def _rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     return kernels().rotate(q_BNSH, k_BKSH, cos, sin, inverse)
