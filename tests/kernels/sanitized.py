@@ -112,7 +112,7 @@ def fp4_mma() -> None:
         fp4_launch.run_mma(plan, here(normal(m, K).bfloat16()), tiled, bias, "silu", N)
         plan = mma_plan.plan_mma(m, N, K, clusters(), False)
         x, gain = here(normal(m, K).bfloat16()), here(normal(K).bfloat16())
-        fp4_launch.run_mma(plan, x, tiled, bias, "none", N, gain, 1e-5)
+        fp4_launch.run_mma(plan, x, tiled, bias, "none", N, gain_K=gain, eps=1e-5)
 
 
 @case("fp4_wgmma", "swizzle_x", hopper=True)

@@ -222,7 +222,7 @@ def test_x_comes_in_bulk_where_it_may(m):
     x_MK = torch.zeros(m, 4096, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="does not go with this norm"):
         plan = mma_plan.MmaPlan(4, 3, 1, 1, 4)
-        fp4_launch.run_mma(plan, x_MK, (x_MK,) * 3, None, "none", 4096, x_MK[0], 1e-5)
+        fp4_launch.run_mma(plan, x_MK, (x_MK,) * 3, None, "none", 4096, gain_K=x_MK[0], eps=1e-5)
 
 
 def tangent(function, x):

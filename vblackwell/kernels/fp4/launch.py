@@ -42,11 +42,13 @@ def run_mma(
     bias: Tensor | None,
     activation: str,
     n: int,
+    out_dtype: torch.dtype | None = None,
+    *,
     gain_K: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows. With ``gain_K``, of the type of x, and K a
-    multiple of 8, ``fp4_mma`` takes the RMSNorm of the rows on the way.
+    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows; ``out_dtype`` may be fp32, else the type of x.
+    With ``gain_K``, of the type of x, and K a multiple of 8, ``fp4_mma`` takes the RMSNorm of the rows on the way.
 
     Raises ConfigurationError for a norm by a plan without bulk copies that gives a row no power of two of threads.
     """
@@ -57,8 +59,8 @@ def run_mma(
     if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
     m, device = x_MK.shape[0], x_MK.device
-    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
-    macros = plan.macros(x_MK.dtype == torch.float16, norm=norm)
+    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
+    macros = plan.macros(x_MK.dtype == torch.float16, y_MN.dtype == torch.float32, norm)
     grid = (ceil_div(n, 32 * plan.row_warps), plan.splits, ceil_div(m, plan.tokens))
     shared_bytes = plan.shared_bytes(k, norm)
     args = (x_MK, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k))
@@ -79,21 +81,22 @@ def run_wgmma(
     bias: Tensor | None,
     activation: str,
     n: int,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``fp4_wgmma``, once or twice, after ``swizzle_x``."""
+    """``fp4_wgmma``, once or twice, after ``swizzle_x``; ``out_dtype`` may be fp32, else the type of x."""
     x_MK, k = aligned(x_MK)
     (m, _), device, windows = x_MK.shape, x_MK.device, ceil_div(k, 64)
     blocks = ceil_div(m, plan.tokens)
-    y_MN = torch.empty(m, n, dtype=x_MK.dtype, device=device)
-    fp16 = x_MK.dtype == torch.float16
+    y_MN = torch.empty(m, n, dtype=out_dtype or x_MK.dtype, device=device)
+    fp16, out32 = x_MK.dtype == torch.float16, y_MN.dtype == torch.float32
     x_swizzled = torch.empty(blocks * windows * plan.tokens * 128, dtype=torch.uint8, device=device)
-    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16), device)
+    swizzle = kernel(WGMMA_FILES, "swizzle_x", plan.macros(fp16, out32), device)
     swizzle.launch((ceil_div(windows * plan.tokens * 8, 256), blocks, 1), 128, 0, (x_MK, x_swizzled, m, k))
     args = (x_swizzled, *weight, bias, y_MN, m, n, k, ACTIVATIONS.index(activation))
     for rows in launches(plan, m, n):
         grid = (rows.blocks, plan.splits, blocks)
         shared_bytes = launch_bytes(rows.plan.shared_bytes(), math.prod(grid), processors(device))
-        product = kernel(WGMMA_FILES, "fp4_wgmma", rows.plan.macros(fp16), device)
+        product = kernel(WGMMA_FILES, "fp4_wgmma", rows.plan.macros(fp16, out32), device)
         product.launch(grid, rows.plan.threads, shared_bytes, (*args, rows.first), weight)
     return y_MN
 

@@ -59,7 +59,7 @@ def _mma(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ig
     plan = tuned(plan, device, x_MK.dtype, m, n, k)
     gain_K = gain_K.contiguous()
     gain_K = gain_K.clone() if gain_K.data_ptr() % 16 else gain_K
-    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K, eps)
+    return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K=gain_K, eps=eps)
 
 
 def _separate(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
