@@ -282,12 +282,29 @@ def test_a_final_update_without_its_step_is_an_error(make_stack: MakeStack, upda
     broken(lambda model, optimizer: optimizer.zero_grad())
     broken(lambda model, optimizer: DECODER.loss(model, 1))
     broken(lambda model, optimizer: model.state_dict())
-    broken(lambda model, optimizer: select_top_k_gradients(model, 0.5))
     broken(changed)
     with pytest.raises(ConfigurationError, match="before the norm is known"):
         VGPUAdamW(build(MLP).parameters(), undo=False, max_grad_norm=1.0)
     with pytest.raises(ConfigurationError, match="no parameters to update"):
         VGPUAdamW(param for param in build(MLP).requires_grad_(False).parameters() if param.requires_grad)
+
+
+@UPDATES
+def test_gradients_that_a_final_update_consumes_are_not_ranked_and_nothing_is_lost(make_stack: MakeStack, update: str):
+    models = []
+    for ranked in (True, False):
+        model = build(DECODER)
+        enable_vgpu_stack_optimization(
+            model, make_stack(LEVEL0), placement="streamed", compute_dtype=torch.bfloat16, update=update
+        )
+        optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+        DECODER.loss(model, 0).backward()
+        if ranked:
+            with pytest.raises(ConfigurationError, match="undo=False consumes gradients"):
+                select_top_k_gradients(model, 0.5)
+        optimizer.step()
+        models.append(model)
+    assert equal(*models)
 
 
 @UPDATES

@@ -418,12 +418,15 @@ def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
         Keys such as ``'model/layers.3'`` for an offloaded model, parameters for a plain one, largest first.
 
     Raises:
-        ConfigurationError: ``fraction`` out of range, or there are no gradients.
+        ConfigurationError: ``fraction`` out of range, or there are no gradients, as with ``undo=False``.
     """
     if not 0 < fraction <= 1:
         raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")
     found = [engine_and_slot(param) for param in model.parameters()]
     engines = list(dict.fromkeys(pair[0] for pair in found if pair is not None))
+    sources = [engine.step_control.source for engine in engines]
+    if any(source is not None and source.update_in_backward and not source.undo for source in sources):
+        raise ConfigurationError("undo=False consumes gradients in backward, so none are left to rank: use undo=True")
     for engine in engines:
         engine.step_control.collect()
     groups = [(engine, group) for engine in engines for group in engine.groups]

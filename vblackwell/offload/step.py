@@ -305,8 +305,10 @@ class StepControl(Mover):
 
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
-        self.roll_back(group)
-        self.scale_stored(group)
+        if group in self._early:
+            self.roll_back(group)
+        if group in self._unscaled:
+            self.scale_stored(group)
         if self.level0 is not None:
             self.level0.expect_backward()
 
@@ -408,7 +410,8 @@ class StepControl(Mover):
 
     def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
-        self.roll_back(group)
+        if group in self._early:
+            self.roll_back(group)
         self._places[group].order_loads(group)
 
     def is_busy(self, group: Group) -> bool:

@@ -89,7 +89,7 @@ class GradientCollector(Mover):
     def _held(self, group: Group) -> GradientState:
         """What the worker will find in host memory when it has done what is queued."""
         state = self._state(group)
-        return replace(state, slots=state.slots.copy())
+        return replace(state, slots=state.slots.copy(), task=None)
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
@@ -244,7 +244,7 @@ class GradientCollector(Mover):
         if not adding:
             self.wait_idle(group)
         elif state.kind != sum_kind(group):
-            self._later(self._sum, group, self._held(group), {})
+            state.task = self._later(self._sum, group, self._held(group), {})
         state.kind = sum_kind(group) if adding else "gradient"
 
     def send_slice(

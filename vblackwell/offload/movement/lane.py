@@ -266,6 +266,7 @@ class Lane:
         self._storage = storage
         self._ring = memory.split(size)[:num_buffers]
         self._queues = queues
+        self._has_disk = any(level.device is None for level in stack.levels)
         self._stage: Stage | None = None  # made when an update first has ranges on a disk
         self._worker = worker
         self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
@@ -315,7 +316,7 @@ class Lane:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
             staged = None
-            if on_disk(sources):
+            if self._has_disk and on_disk(sources):
                 staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
                 if staged is None:
                     return
@@ -326,7 +327,7 @@ class Lane:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
         states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
         sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
-        if self._stage is None and (on_disk(sources) or on_disk(job.targets)):
+        if self._has_disk and self._stage is None and (on_disk(sources) or on_disk(job.targets)):
             self._stage = Stage(self._storage)
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
