@@ -7,7 +7,6 @@ import torch
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, UnknownKey
-from vblackwell.memory.cache import single
 from vblackwell.memory.cache.single import CODECS, CompressedVGPULevel
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.sqnr import sqnr
@@ -58,19 +57,12 @@ def test_every_bit_comes_back(level):
     assert torch.equal(level.get("packed").dequantize(), packed.dequantize())
 
 
-@pytest.mark.parametrize("codec", ["lossless", "fp4"])
-def test_pieces_and_odd_ends(level, monkeypatch, codec):
-    whole = {}
-    for piece_bytes in (4 << 20, 1000):
-        monkeypatch.setattr(single, "PIECE_BYTES", piece_bytes)
-        for dtype in (
-            (torch.bfloat16, torch.float32) if codec != "lossless" else (torch.bfloat16, torch.float32, torch.uint8)
-        ):
-            for count in (1, 249, 250, 251, 2500):
-                value = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(9).to(dtype)
-                level.put("value", value, codec=codec)
-                again = level.get("value")
-                assert torch.equal(again, whole.setdefault((dtype, count), value if codec == "lossless" else again))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_any_number_of_elements(level, dtype):
+    for count in (1, 249, 250, 251, 2500, 100_000):
+        value = torch.randn(count, generator=torch.Generator().manual_seed(count)).mul(9).to(dtype)
+        level.put("value", value)
+        assert torch.equal(level.get("value"), value)
 
 
 @pytest.mark.parametrize(("codec", "ratio", "floor"), [("fp4", 3.3, 20)])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +14,9 @@ from vblackwell.memory.cache.config import LevelConfig, build_level, parse_capac
 from vblackwell.memory.cache.entry import Layout, layout_of, packed_bytes
 from vblackwell.memory.level import Extent
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.units import MiB
 
 CODECS = ("lossless", "fp4")
-PIECE_BYTES = 4 * MiB  # that a thread compresses
-MIN_SAVING = 1 / 16  # of a plane, or it is held as it is
+MIN_SAVING = 1 / 16  # or bytes are held as they are
 
 
 class VGPULevel:
@@ -105,14 +101,14 @@ class _Held(NamedTuple):
     layout: Layout  # of what was compressed: the value, or its packed form
     codec: str
     digest: int
-    planes: list[list[int]]  # held bytes of the planes of each piece, in their order
+    is_compressed: bool
 
 
 class CompressedVGPULevel(VGPULevel):
     """A capped place for tensors by name, in fewer bytes; its capacity is of the bytes that are held.
 
-    ``lossless`` is for anything: bytes are laid out by their place in the element (*planes*: signs and exponents of
-    neighbouring weights are much alike) and each plane is compressed by zstd, unless it would hardly shrink. ``fp4``
+    ``lossless`` is for anything: bytes are laid out by their place in the element (signs and exponents of neighbouring
+    weights are much alike) and compressed by zstd, unless they would hardly shrink. ``fp4``
     (nvfp4) is for weights that the caller names. An XXH3 of the held bytes is checked before they are turned back.
     ``codec`` is that of keys that are put without one; other settings, and what is raised, are as for `VGPULevel`.
     """
@@ -134,14 +130,14 @@ class CompressedVGPULevel(VGPULevel):
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigurationError(f"{key!r} is {type(tensor).__name__}: fp4 takes tensors, hold it 'lossless'")
             layout, tensors = layout_of(quantize(tensor, "nvfp4", name=key))
-        buffer, planes = packed_bytes(layout, tensors).cpu(), []
+        buffer, is_compressed = packed_bytes(layout, tensors).cpu(), False
         if codec == "lossless" and layout.num_bytes:
-            pieces, itemsize = _pieces(buffer, layout)
-            made = list(_pool().map(lambda piece: _compress(piece, itemsize), pieces))
-            planes = [[len(plane) for plane in piece] for piece in made]
-            buffer = torch.frombuffer(bytearray().join(plane for piece in made for plane in piece), dtype=torch.uint8)
+            planes = np.ascontiguousarray(buffer.numpy().reshape(-1, _element_bytes(layout)).T)
+            small = _compressor().compress(planes.data)
+            if is_compressed := len(small) < (1 - MIN_SAVING) * layout.num_bytes:
+                buffer = torch.frombuffer(bytearray(small), dtype=torch.uint8)
         digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
-        self._store(key, _Held(layout, codec, digest, planes), buffer)
+        self._store(key, _Held(layout, codec, digest, is_compressed), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises
@@ -154,13 +150,12 @@ class CompressedVGPULevel(VGPULevel):
                 f"{key!r}: {len(data)} compressed bytes on level {self.level} differ from what was written: "
                 "the memory or disk is failing, or something else wrote there"
             )
-        if held.planes:
-            flat, at, jobs = torch.empty(held.layout.num_bytes, dtype=torch.uint8), 0, []
-            for piece, sizes in zip(_pieces(flat, held.layout)[0], held.planes, strict=True):
-                jobs.append(_pool().submit(_restore, piece, data[at : at + sum(sizes)], sizes))
-                at += sum(sizes)
-            for job in jobs:
-                job.result()
+        if held.is_compressed:
+            num_bytes = held.layout.num_bytes
+            raw = require_zstandard().ZstdDecompressor().decompress(data, max_output_size=num_bytes)
+            flat = torch.empty(num_bytes, dtype=torch.uint8)
+            for at, plane in enumerate(np.frombuffer(raw, dtype=np.uint8).reshape(_element_bytes(held.layout), -1)):
+                flat.numpy().reshape(len(plane), -1)[:, at] = plane
         value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
         return value.dequantize() if held.codec == "fp4" else value
 
@@ -171,35 +166,9 @@ def _checked(codec: str) -> str:
     return codec
 
 
-def _pieces(flat: torch.Tensor, layout: Layout) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Flat bytes cut for the threads, and the bytes of an element (a packed value's parts are taken as bytes)."""
-    itemsize = layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
-    return flat.split(PIECE_BYTES // itemsize * itemsize), itemsize
-
-
-def _compress(piece: torch.Tensor, itemsize: int) -> list[Any]:
-    """The planes of flat bytes, ``itemsize`` of them, each compressed or, where that saves little, as it is."""
-    compressor, found = _compressor(itemsize > 1), []
-    for plane in np.ascontiguousarray(piece.numpy().reshape(-1, itemsize).T):  # far faster than torch transposes bytes
-        small = compressor.compress(plane.data)
-        found.append(small if len(small) < (1 - MIN_SAVING) * len(plane) else plane.data)
-    return found
-
-
-def _restore(piece: torch.Tensor, data: memoryview, sizes: list[int]) -> None:
-    """Fill ``piece`` with the bytes whose planes, of these sizes, are in ``data``; a full one is not compressed."""
-    planes, at = piece.numpy().reshape(-1, len(sizes)), 0
-    for number, size in enumerate(sizes):
-        raw: Any = data[at : at + size]
-        if size != len(planes):
-            raw = require_zstandard().ZstdDecompressor().decompress(raw, max_output_size=len(planes))
-        planes[:, number] = np.frombuffer(raw, dtype=np.uint8)
-        at += size
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="vblackwell-zstd")
+def _element_bytes(layout: Layout) -> int:
+    """A packed value's parts are taken as bytes."""
+    return layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
 
 
 @functools.cache
@@ -214,12 +183,11 @@ def require_zstandard() -> Any:
     return zstandard
 
 
-def _compressor(of_planes: bool) -> Any:
-    """For one thread. Planes of exponents hold few repetitions and much skew: a small table of long matches leaves the
-    work to zstd's entropy coder, three times as fast there and a twelfth smaller than level 1's own settings."""
+def _compressor() -> Any:
+    """Exponents hold few repetitions and much skew: a small table of long matches leaves the work to zstd's entropy
+    coder, three times as fast there and a twelfth smaller than level 1's own settings.
+    """
     zstd = require_zstandard()
-    if not of_planes:
-        return zstd.ZstdCompressor(level=1)
-    sizes = {"window_log": 17, "hash_log": 6, "chain_log": 6, "min_match": 7}
+    sizes = {"window_log": 17, "hash_log": 6, "chain_log": 6, "min_match": 7, "threads": -1}
     chosen = zstd.ZstdCompressionParameters(strategy=zstd.STRATEGY_FAST, write_content_size=True, **sizes)
     return zstd.ZstdCompressor(compression_params=chosen)
