@@ -2,8 +2,8 @@
 
 ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
 (kernels/attention/reference.py: everything else, any device). Among those that accept a request the one with the least
-time runs that ``tune_attention`` has measured on this machine; where nothing was measured, and under ``torch.compile``,
-which cannot read the tables, the order is that of ``preference``.
+time runs that ``benchmarks/bench_attention.py --tune`` has measured on this machine; where nothing was measured, and
+under ``torch.compile``, which cannot read the tables, the order is that of ``preference``.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -11,7 +11,6 @@ Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from vblackwell.kernels.runtime import registry, tuning
 
 KIND = "attention"  # of its entries in runtime/tuning.py
 HALF = (torch.bfloat16, torch.float16)
-SLEEP_CYCLES = 20_000_000  # of the GPU's clock, some 10 ms: longer than a host takes to launch a forward and a backward
 
 
 class Variant(NamedTuple):
@@ -305,40 +303,6 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
     if times:
         order = sorted(order, key=lambda name: times.get(name, math.inf))
     return [BACKENDS[name] for name in order]
-
-
-def tune_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, **variant: Any) -> dict[str, int]:
-    """Times (ns) of every backend that accepts, with backward if gradients are wanted; kept for shape and neighbours.
-    Raises Unsupported where the tensors are not on a CUDA GPU.
-    """
-    chosen = Variant(**variant)
-    request = request_of(q_BNSH, k_BKTH, v_BKTH, chosen)
-    if request.device != "cuda":
-        raise Unsupported("tune_attention: the tensors are not on a CUDA GPU")
-    times, tensors = {}, (q_BNSH, k_BKTH, v_BKTH)
-    with torch.cuda.device(q_BNSH.device):  # whose streams are timed
-        for name in preference(request):
-            if name != "math" and BACKENDS[name].accepts(request):
-                times[name] = int(_measure_ns(BACKENDS[name].run, tensors, chosen, request.gradient))
-    tuning.store(KIND, q_BNSH.device, {shape_key(request): times, neighbours_key(request): times})
-    return times
-
-
-def _measure_ns(run: Run, tensors: tuple[Tensor, Tensor, Tensor], variant: Variant, gradient: bool) -> float:
-    wanted = [x for x in tensors if x.requires_grad]
-    times = []
-    for _ in range(8):
-        # As in a step, kernels must not wait for the host, or the one with the fewest launches would look fastest.
-        torch.cuda._sleep(SLEEP_CYCLES)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        out = run(*tensors, variant)
-        if gradient:
-            torch.autograd.grad(out, wanted, torch.ones_like(out))
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e6)
-    return statistics.median(times[3:])
 
 
 # -- transformers' models ----------------------------------------------------------------------------------------------
