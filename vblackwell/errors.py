@@ -21,10 +21,8 @@ class ConfigurationError(VBError, ValueError):
 
 
 class FolderMismatch(ConfigurationError):
-    """The tensors in a model's folder are not those of its config.json; nothing was loaded. ``missing``: names that the
-    model wants and no file has; ``extra``: that a file has and the model does not want; ``misshapen``: of another shape
-    or kind of type.
-    """
+    """The tensors in a model's folder are not those of its config.json: ``missing`` are in no file, ``extra`` not in the
+    model, ``misshapen`` of another shape or kind of type; nothing was loaded."""
 
     def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
         super().__init__(message)

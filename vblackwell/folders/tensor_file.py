@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -226,17 +226,15 @@ def open_safetensors(path: Path, framework: str = "pt", device: torch.device | s
 
 def _sizes(path: Path) -> str:
     """The bytes that a file has and those that its table describes, as far as that can be read."""
-    try:
-        with path.open("rb") as file:
-            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-            said = f"; it has {size} bytes, its table alone ends at {8 + length}"
-            if 8 + length <= size and length <= MAX_TABLE_BYTES:
-                table = json.loads(file.read(length))
-                ends = [entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"]
-                said = f"; it has {size} bytes, its table describes {8 + length + max(ends, default=0)}"
-            return said
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-        return ""
+    with suppress(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError), path.open("rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_TABLE_BYTES):
+            return f"; it has {size} bytes, its table alone ends at {8 + length}"
+        ends = [
+            entry["data_offsets"][1] for name, entry in json.loads(file.read(length)).items() if name != "__metadata__"
+        ]
+        return f"; it has {size} bytes, its table describes {8 + length + max(ends, default=0)}"
+    return ""
 
 
 class TensorFile(AbstractContextManager["TensorFile"]):

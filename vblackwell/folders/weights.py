@@ -138,7 +138,7 @@ class Recipe:
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
     def read_in_place(self, out: Tensor) -> bool:
-        """Fill ``out`` without a copy if tensors are stacked along dimension 0, and maybe joined along 1; whether so."""
+        """Fill ``out`` without a copy if tensors are stacked along dimension 0, maybe joined along 1; whether so."""
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
         joins = operations[1:] == [("Concatenate", 1)]
         if operations[:1] != [("MergeModulelist", 0)] or len(self.converter.target_patterns) != 1:

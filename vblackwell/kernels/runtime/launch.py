@@ -169,9 +169,9 @@ class Launcher:
     def __init__(self, kernel: Kernel, threads: int, shared_bytes: int, num_parameters: int) -> None:
         self.kernel = kernel
         if shared_bytes > kernel.shared_bytes:
-            allow = lambda: driver().cuFuncSetAttribute(kernel.function, _MAX_DYNAMIC_SHARED, shared_bytes)  # noqa: E731
+            raised = kernel.function, _MAX_DYNAMIC_SHARED, shared_bytes
             with outside_capture(kernel.device, f"setting up {kernel.name}"):
-                result = in_context(kernel.device, allow)
+                result = in_context(kernel.device, lambda: driver().cuFuncSetAttribute(*raised))
             check_driver(result, f"{shared_bytes} bytes of shared memory for {kernel.name}")
             kernel.shared_bytes = shared_bytes
         self._values = (ctypes.c_uint64 * num_parameters)()  # of a 32-bit parameter the lower half is read

@@ -55,54 +55,39 @@ class Unit:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step on one GPU that holds everything; ``layers`` and ``units`` in the order of the forward.
-
-    Attributes:
-        parameters: elements of all weights. tokens: in a step. width: bytes of an element of an activation.
-        products: seconds of matrix products and attention; attention: of that alone. optimizer: of its operators.
-            others: of all else.
-        activation_bytes: activations, logits, workspace at their most. boundary_bytes: of the activation between two
-            blocks. recompute: blocks run their forward twice. sizes: what a tensor-parallel group should divide.
-    """
+    """A training step on one GPU that holds everything; ``layers`` and ``units`` in the order of the forward."""
 
     layers: tuple[Layer, ...]
     units: tuple[Unit, ...]
-    parameters: int
-    tokens: int
-    width: int
-    products: float
-    others: float
-    optimizer: float
+    parameters: int  # elements of all weights
+    tokens: int  # in a step
+    width: int  # bytes of an element of an activation
+    products: float  # seconds of matrix products and attention
+    others: float  # seconds of all else
+    optimizer: float  # seconds of its operators
     state_bytes: int
-    activation_bytes: int
-    boundary_bytes: int
-    recompute: bool = False
-    sizes: tuple[Size, ...] = ()
-    attention: float = 0.0
+    activation_bytes: int  # activations, logits, workspace at their most
+    boundary_bytes: int  # of the activation between two blocks
+    recompute: bool = False  # blocks run their forward twice
+    sizes: tuple[Size, ...] = ()  # what a tensor-parallel group should divide
+    attention: float = 0.0  # seconds of that alone
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A step of ``tokens`` on several GPUs, or why it is ``refused``.
+    """A step of ``tokens`` on several GPUs, or why it is ``refused``."""
 
-    Attributes:
-        name: 'tensor', 'column', 'row', 'hybrid', 'fsdp' or 'pipeline'.
-        communication_seconds: in which a GPU's port works; exposed_seconds: of these, in which its compute waits.
-        sent_bytes: by each GPU. gpu_bytes: most that one holds, activations of a tensor-parallel step counted whole.
-        efficiency: tokens a second over those of as many GPUs that hold everything and send nothing; as each of those
-            runs the whole optimizer, sharded data can pass 1.
-        layers: (name, kind) of each layer, where layers are divided.
-    """
-
-    name: str
+    name: str  # 'tensor', 'tensor xN', 'column', 'row', 'hybrid', 'fsdp' or 'pipeline'
     step_seconds: float = 0.0
     tokens: int = 0
-    communication_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    sent_bytes: float = 0.0
+    communication_seconds: float = 0.0  # in which a GPU's port works
+    exposed_seconds: float = 0.0  # of these, in which its compute waits
+    sent_bytes: float = 0.0  # by each GPU
+    # Tokens a second over those of as many GPUs that hold everything and send nothing; as each of those runs the whole
+    # optimizer, sharded data can pass 1.
     efficiency: float = 0.0
-    gpu_bytes: int = 0
-    layers: tuple[tuple[str, str], ...] = ()
+    gpu_bytes: int = 0  # most that one holds, activations of a tensor-parallel step counted whole
+    layers: tuple[tuple[str, str], ...] = ()  # (name, kind) of each layer, where layers are divided
     refused: str | None = None
 
 
