@@ -129,7 +129,7 @@ def test_a_packed_decoder_decodes_with_its_first_norm_inside_the_projections(fus
 @pytest.mark.parametrize(("capability", "inside"), [((8, 6), True), ((9, 0), False)])
 def test_how_many_rows_are_few_is_the_gpu_s_own_matter(fused, monkeypatch, capability, inside):
     """Six rows of a K that has no bulk copies: on Hopper a separate norm is faster, elsewhere not."""
-    monkeypatch.setattr(module, "capability", lambda device: capability)
+    monkeypatch.setattr(module, "_capability", lambda x: capability)
     norm, linear = nn.RMSNorm(K).bfloat16(), FusedFP4Linear(K, N).bfloat16().quantize().requires_grad_(False)
     norm.requires_grad_(False)
     rows = module.normed(torch.randn(6, K).bfloat16(), norm, linear)

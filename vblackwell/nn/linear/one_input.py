@@ -20,7 +20,6 @@ from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
 from vblackwell.kernels.pointwise.linears import feed_forward_block, normed_linears, shared_input_linears
 from vblackwell.kernels.pointwise.rows import swiglu, swiglu_linear
-from vblackwell.kernels.runtime.registry import capability
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 
@@ -230,8 +229,13 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module, recompute: bool = F
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
     columns, features = x.shape[-1], sum(linear.out_features for linear in linears)  # type: ignore[misc]
-    few = x.numel() <= max_rows(capability(x.device), features, columns) * columns
+    few = x.numel() <= max_rows(_capability(x), features, columns) * columns
     return Unnormed(x, norm) if few else norm(x)
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    """Not the registry's: torch.compile warns of a cached function."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
 
 
 def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
