@@ -8,6 +8,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout, reference, w4a8
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx, whole_weight
 from vblackwell.numerics.formats import FORMATS
+from vblackwell.numerics.fp4 import quantize
 
 N, K = 40, 72
 
@@ -133,3 +134,24 @@ def test_w4a8_costs_the_rounding_of_activations_alone():
     assert sqnr > 29  # E4M3 keeps 3 bits after the leading one: 31.5 dB on Gaussian rows
     y.sum().backward()
     assert torch.equal(x.grad, fp4_linear_dx(torch.ones(64, n), *tiled, "mxfp4-tiled", n, k))
+
+
+@pytest.mark.parametrize(
+    ("format", "block_size"),
+    [
+        ("nvfp4", None),
+        ("mxfp4", None),
+        ("nf4", None),
+        ("int4", 32),
+        ("int4", 128),
+        ("int8", None),
+        ("int8", 32),
+        ("int8", 6),
+    ],
+)
+@pytest.mark.parametrize("k", [32, 88, 192, 4096])
+def test_the_reference_decodes_the_blocks_that_were_packed(format: str, block_size: int | None, k: int):
+    w_NK = torch.randn(70, k, generator=torch.Generator().manual_seed(k))
+    packed = quantize(w_NK, format, scale_search="max", block_size=block_size)
+    weight = packed.codes, packed.block_scales, packed.tensor_scale
+    assert torch.equal(reference.dequantize(*weight, format, 70, k), packed.dequantize())

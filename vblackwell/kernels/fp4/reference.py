@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format
     if layout.is_tiled(format):
         codes, block_scales, tensor_scale = layout.from_tiled(codes, block_scales, tensor_scale, format, n, k)
         format = layout.canonical_name(format)
-    return packed.dequantize(codes, block_scales, tensor_scale, FORMATS[format], n, k, torch.float32)
+    block_size = codes.shape[1] * 8 // FORMATS[format].bits // block_scales.shape[1]  # int4 and int8 have a choice
+    form = replace(FORMATS[format], block_size=block_size)
+    return packed.dequantize(codes, block_scales, tensor_scale, form, n, k, torch.float32)
 
 
 def check_activation(activation: str) -> None:
