@@ -71,8 +71,6 @@ def remove_if_abandoned(path: Path) -> bool:
         return not path.exists()
     try:
         shutil.rmtree(path)
-    except FileNotFoundError:
-        pass  # its writer has renamed it, or removes it itself
     except OSError as error:
         raise disk_error("removing the leftover", path, error) from error
     finally:
