@@ -8,6 +8,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -691,7 +692,7 @@ def test_an_early_update_is_undone_although_another_failure_came_first(make_stac
     assert equal(model, plain)
 
 
-def test_an_early_update_that_cannot_begin_keeps_no_undo_log(make_stack: MakeStack):
+def test_an_early_update_that_cannot_begin_keeps_no_shadows(make_stack: MakeStack):
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
     engine = engine_of(model)
@@ -703,3 +704,36 @@ def test_an_early_update_that_cannot_begin_keeps_no_undo_log(make_stack: MakeSta
     with pytest.raises(OSError, match="said no"):
         engine.host_updates.start_early(group, [], None, final=False)
     assert stack.levels[1].used_bytes == before
+
+
+def test_a_committed_update_that_fails_leaves_what_the_group_was(make_stack: MakeStack):
+    """Its step came while it waited for the worker: no half-written shadow is read, and no further step is made."""
+    model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update="home")
+    optimizer = VGPUAdamW(model.parameters(), update_in_backward=True)
+    engine, go = engine_of(model), threading.Event()
+    before = {name: held["weight"] for name, held in export_state(model)}
+    apply = engine.host_updates.apply
+
+    def fail(group: Any, jobs: Any, own: Any, shadows: Any, *more: Any) -> None:
+        go.wait(60)
+        apply(group, jobs, own, shadows, *more)
+        for each in shadows.values():
+            each.bytes.fill_(0xFF)
+        raise OSError("the disk said no")
+
+    engine.host_updates.apply = fail
+    MLP.loss(model, 0).backward()
+    optimizer.step()
+    go.set()
+    with pytest.raises(OSError, match="said no"):
+        engine.finish()
+    for group in engine.groups:
+        with suppress(OSError):
+            engine.step_control.wait_for_updates(group)
+    for use in (optimizer.step, model.state_dict):
+        with pytest.raises(StaleTensor, match="a step behind others"):
+            for _ in range(20):
+                with suppress(OSError):
+                    use()
+    for slot in engine.slots():
+        assert torch.equal(slot.view(engine.storage.open(slot.group, "weight")), before[slot.name]), slot.name

@@ -118,7 +118,7 @@ def test_a_kept_gradient_is_the_same_wherever_adamw_runs(dtype: torch.dtype | No
 
 
 @UPDATES
-def test_a_full_undo_log_only_defers(make_stack: MakeStack, update: str):
+def test_a_lack_of_room_for_shadows_only_defers(make_stack: MakeStack, update: str):
     plain, model = build(MLP), build(MLP)
     state = sum(param.nbytes for param in model.parameters())
     enable_vgpu_stack_optimization(
@@ -486,3 +486,30 @@ def test_a_place_of_updates_has_two_names(name: str, older: str, make_stack: Mak
         model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update=update)
         found.append(offload_of(model).summary()["updated_on_level0"])
     assert found[0] == found[1] and bool(found[0]) == (name == "device")
+
+
+def test_a_rollback_does_not_wait_for_updates_that_have_not_begun(make_stack: MakeStack):
+    """They are forgotten: nothing of them is computed, and what was stored is as it was."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    engine = offload_of(model)
+    hold, begun, apply = threading.Event(), list[str](), engine.host_updates.apply
+
+    def counted(group, *more) -> None:
+        begun.append(group.name)
+        hold.wait(60)
+        apply(group, *more)
+
+    engine.host_updates.apply = counted
+    MLP.loss(model, 0).backward()
+    wait_until(lambda: begun)
+    threading.Timer(0.1, hold.set).start()
+    ours.zero_grad()  # the step does not come
+    assert len(begun) == 1 < len(engine.groups)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        MLP.loss(module, 0).backward()
+        optimizer.step()
+    assert equal(model, plain)
+    assert len(begun) == 1 + len(engine.groups)

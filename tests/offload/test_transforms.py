@@ -19,6 +19,8 @@ from vblackwell.offload.api import enable_vgpu_stack_optimization
 from vblackwell.offload.optimizer import VGPUAdamW
 
 WIDTH = 16
+# By torch's own forward-mode formulas, in whichever test uses them first.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 class Net(nn.Module):
@@ -38,9 +40,6 @@ def both(make_stack: MakeStack) -> tuple[nn.Module, nn.Module]:
     return plain, enable_vgpu_stack_optimization(copy.deepcopy(plain), make_stack(4 << 10), placement="streamed")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated"
-)  # by torch's own forward-mode formulas, when first used
 @pytest.mark.parametrize(
     "use",
     [

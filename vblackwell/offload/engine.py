@@ -453,7 +453,7 @@ class Offload:
             "formats": formats_summary(self.groups),
             "updated_on_level0": [group.name for group in self.groups if self.level0 and group in self.level0.groups],
             "activations": None if self.activations is None else self.activations.summary(),
-            "undo_bytes": self.host_updates.undo_peak_bytes + (self.level0.shadows.num_bytes if self.level0 else 0),
+            "undo_bytes": self.step_control.shadow_bytes,
         }
 
     @torch.no_grad()

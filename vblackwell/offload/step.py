@@ -5,9 +5,9 @@ speculates that the step will come, will not clip and will use today's hyperpara
 forward, a late gradient, a read of the weights, a norm over the limit) rolls it back, and the step does it exactly.
 
 `HostUpdates` has the worker update ranges in storage, `DeviceUpdates` a `Lane` on level 0, where weights and gradient
-are still after a group's backward: it changes the loaded weights in place if nothing else holds them, and writes into
-`Shadows` until the step commits it, or, if every backward is followed by its step (``undo=False``), into the ranges
-themselves.
+are still after a group's backward: it changes the loaded weights in place if nothing else holds them. Both write into
+`Shadows`, which the step makes the group's ranges, or, if every backward is followed by its step (``undo=False``), into
+the ranges themselves.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DeviceUpdates(Mover):
     def commit(self, group: Group, early: EarlyUpdate) -> None:
         if early.rollback is not None:
             _, shadows = early.rollback
-            self.shadows.commit(group, shadows)
+            self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         self._trace.forget_pass()
@@ -258,8 +258,7 @@ class DeviceUpdates(Mover):
         if not any(self.shadows.spare.values()):
             return False
         self._lane.drain()
-        self.shadows.free_spare()
-        return True
+        return self.shadows.free_spare()
 
 
 class StepControl(Mover):
@@ -283,7 +282,8 @@ class StepControl(Mover):
         room = shared.room
         room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
-            room.end_update, room.sweep_updates, room.free_spare = level0.end_oldest, level0.sweep, level0.free_shadows
+            room.end_update, room.sweep_updates = level0.end_oldest, level0.sweep
+        room.free_spare = self.free_shadows
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -386,6 +386,8 @@ class StepControl(Mover):
         for group in final:
             self._keep(group)
         for group in early:
+            self._worker.cancel(self._states[group].update_end)
+        for group in early:
             if group not in final:
                 place, state = self._places[group], self._states[group]
                 with defer_sigint():
@@ -423,14 +425,22 @@ class StepControl(Mover):
         if self.level0 is not None:
             self.level0.drain()
 
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        freed = self.host_updates.free_shadows()
+        return (self.level0 is not None and self.level0.free_shadows()) or freed
+
+    @property
+    def shadow_bytes(self) -> int:
+        """What shadows take, in use or kept for the next step."""
+        return self.host_updates.shadows.num_bytes + (0 if self.level0 is None else self.level0.shadows.num_bytes)
+
     # -- gradients between backward and step ---------------------------------------------------------------------------
 
     def collect(self) -> None:
         """Let every gradient arrive and be measured."""
         self._arrive()
-        for group in self._groups:
-            self.gradients.measure_later(group)
-        self._worker.drain()
+        self.gradients.measure(self._groups)
 
     def _arrive(self) -> None:
         """Let gradients be in host memory, or on their way. Early updates stay, unless they consumed them."""
@@ -442,9 +452,7 @@ class StepControl(Mover):
     def gradient_norm(self, slot: Slot) -> Tensor:
         """The 2-norm of a gradient, an fp32 scalar."""
         self._arrive()
-        if not self.gradients.is_measured(slot.group):
-            self.gradients.measure_later(slot.group)
-            self._worker.drain()
+        self.gradients.measure([slot.group])
         return self.gradients.norm(slot)
 
     def read_gradient(self, slot: Slot) -> Tensor:
@@ -503,9 +511,11 @@ class StepControl(Mover):
         """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
         self.gradients.finish_backward()
         self.scale_stored()
+        if factor is not None:
+            self.roll_back()
         for group in self._groups:
             jobs, early = self.jobs(group, wanted), self._early.get(group)
-            if early is not None and factor is None and early.jobs == jobs:
+            if early is not None and early.jobs == jobs:
                 self._keep(group)
                 self._places[group].commit(group, early)
                 continue

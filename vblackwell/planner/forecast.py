@@ -248,9 +248,9 @@ class Forecast:
         if machine.disk is not None and lanes.uses_disk:
             disk_read, disk_write = machine.disk()
             rates = replace(rates, disk_read=disk_read, disk_write=disk_write)
-        # Copies for a rollback take the RAM that is free, and inputs of checkpoints come before them.
+        # Shadows take what is free, of a disk too, and in RAM inputs of checkpoints come before them.
         host = found.bytes_of(1) + placed.waiting
-        host -= min(found.rollback_bytes, max(0, host - bounds.host))
+        host -= min(found.shadow_bytes(1), max(0, host - bounds.host))
         times = simulate(lanes, rates)
         seconds, busy = times.step_seconds, {lane: share for lane, share in times.busy.items() if share}
         if not machine.has_gpu:  # every lane is the same cores, and one works after the other
@@ -262,7 +262,7 @@ class Forecast:
             min(placed.gpu, bounds.gpu),  # what level 0 lets in ends at its capacity
             min(placed.p99, bounds.gpu),
             host,
-            found.bytes_of(2),
+            found.bytes_of(2) - found.shadow_bytes(2),
             seconds,
             tokens,
             busy,
@@ -380,13 +380,14 @@ def estimate_offload(
         return OffloadEstimate(step=step, refused=f"{lacking}; {said}")
     placed, found = forecast.place(plan.choice), plan.prediction
     assert isinstance(placed, Placed) and placed.step is not None
-    on_level0 = placed.step.bytes_of(0)
+    step = placed.step  # without shadows, which take what is free
+    on_level0 = step.bytes_of(0)
     return OffloadEstimate(
         level0=min(on_level0, placed.choice.level0_bytes),  # what it lets in ends at its capacity
-        host=placed.step.bytes_of(1) + placed.waiting - placed.step.rollback_bytes + found.threads,
+        host=step.bytes_of(1) - step.shadow_bytes(1) + placed.waiting + found.threads,
         disk=found.disk,
         step=placed.gpu - on_level0,
-        fragmentation=_fragments(forecast, plan.choice, trace, placed.step),
+        fragmentation=_fragments(forecast, plan.choice, trace, step),
         tokens_per_second=None if rates is None else found.tokens_per_second,
         bottleneck=None if rates is None else found.bottleneck,
     )

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vblackwell.offload.layout.groups import find_groups
+from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import (
     LINK_USE,
     OVERLAP,
@@ -55,10 +56,11 @@ def test_what_lives_on_level0_asks_nobody():
     def share(**sizes: int) -> float:
         return share_of_all(groups, StreamingOptions(**sizes), lambda: rates)
 
-    assert share() == share_for(*rates, 4.0)
+    way_back = 50e9, 1.6e9 / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
+    assert share() == share_for(*way_back, 4.0) < share_for(*rates, 4.0)
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
-    assert few == round(0.8 * share_for(*rates, 3.0), 2)
+    assert few == round(0.8 * share_for(*way_back, 3.0), 2)
 
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():

@@ -238,7 +238,7 @@ class World:
 
     def confirm(self, group: Group) -> None:
         waiting = self.open.pop(group)
-        self.shadows.commit(group, waiting.shadows)
+        self.shadows.give_back(self.shadows.swap(group, waiting.shadows))
         self.truth[group] = waiting.after
 
     def roll_back(self, group: Group) -> None:

@@ -41,10 +41,10 @@ class StepForecast:
         """All of one level; 0 for a level that is not there."""
         return sum(row[level] for row in self.bytes_by_level.values() if level < len(row))
 
-    @property
-    def rollback_bytes(self) -> int:
-        """Host copies for a rollback, which take what is free."""
-        return self.bytes_by_level.get("undo", [0, 0])[1]
+    def shadow_bytes(self, level: int) -> int:
+        """Of ``level``, for rollbacks: what is free, at most."""
+        row = self.bytes_by_level.get("undo", [])
+        return row[level] if level < len(row) else 0
 
 
 def forecast_step(
@@ -91,7 +91,7 @@ def forecast_step(
 
 
 def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[str, list[int]]:
-    """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, rollbacks."""
+    """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, shadows."""
     table, levels = storage.bytes_by_level(), storage.levels
     held, rest = [sum(row) for row in zip(*table.values(), strict=True)], [0] * (len(levels) - 1)
     largest = max((group.num_bytes for group in found.trainable), default=0)
@@ -101,10 +101,15 @@ def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[s
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
     table["leaving"] = [2 * largest, *rest]
     table["lent"] = [HELD * largest if found.on_level0 else 0, *rest]
-    if undo:
+    if undo:  # a shadow of every range, where that is, as far as there is room
         moving = [group for group in found.trainable if storage.range(group, "weight").level > 0]
-        wanted = sum(group.size_of(kind) for group in moving for kind in PARAMETER_KINDS if (group, kind) in storage)
-        table["undo"] = [0, min(wanted, storage.levels[1].free_bytes), *rest[1:]]
+        ranges = [
+            storage.range(group, kind) for group in moving for kind in PARAMETER_KINDS if (group, kind) in storage
+        ]
+        table["undo"] = [
+            min(level.free_bytes, sum(each.num_bytes for each in ranges if each.level == number)) if number else 0
+            for number, level in enumerate(levels)
+        ]
     return table
 
 

@@ -35,6 +35,8 @@ LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 GPU_UPDATE_BYTES = 28.0  # a parameter that an update on the GPU reads and writes of its memory
 CPU_UPDATE_BYTES = 28.0  # a parameter that AdamW on the CPU reads and writes, with a gradient of 2
+# More, where it writes into shadows: 14 that are written are brought into cache first, as nothing read them.
+CPU_SHADOW_BYTES = 14.0
 SUMMED_BYTES = 4.0  # a parameter, of gradients that have been added up
 CPU_SLOWS_LINK = 0.9  # copies during the CPU's update: 43 to 46 of 49.6 GB/s
 HIDDEN = 1.02  # a disk that costs less than that of a step is hidden
@@ -244,6 +246,8 @@ class Graph:
         if waits and group.on_host:
             read = self._read(index, gradient, sets=0)
             wider = 0.0 if earlier is None else SUMMED_BYTES - plan.gradient
+            if plan.stores_gradients and not plan.clips:
+                wider += CPU_SHADOW_BYTES
             seconds = group.parameters / self.rates.cpu_adamw * (1 + wider / CPU_UPDATE_BYTES)
             update = self._task("cpu", seconds=seconds, index=index, postponable=True)
             self._stored[index] = update.after(gradient, read, waits_for_norm)

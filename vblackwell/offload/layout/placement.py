@@ -10,7 +10,8 @@ and backward bring up ``pass_bytes`` of every parameter, twice its weight less w
     (pass_bytes + (1 - share) * STATE_BYTES) / link = share / cpu
 
 with ``link`` in bytes/s while copies go both ways, of which a step uses `LINK_USE`, and ``cpu`` in parameters/s, which
-has `OVERLAP` of a step: from the first gradient to the next forward.
+has `OVERLAP` of a step: from the first gradient to the next forward. The CPU's rate is that of updates which can be
+rolled back, as they are by default: they write next to what they read.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from vblackwell.offload.layout.groups import (
     rows_per_slice,
     smallest_buffer,
 )
+from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
 
@@ -247,7 +249,9 @@ def share_of_all(groups: Sequence[Group], options: StreamingOptions, measured: M
     kept = set(groups_kept(_able_on_level0(groups), options.resident_bytes))
     streamed = [group for group in groups if group not in kept]
     part = sum(map(num_elements, streamed)) / max(1, sum(map(num_elements, groups)))
-    return round(part * share_for(*measured(), pass_bytes(streamed, options.weight_bytes)), 2)
+    link, cpu = measured()
+    cpu /= 1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES
+    return round(part * share_for(link, cpu, pass_bytes(streamed, options.weight_bytes)), 2)
 
 
 def share_for(link: float, cpu: float, pass_bytes: float = PASS_BYTES) -> float:

@@ -92,6 +92,7 @@ class GradientCollector(Mover):
         return replace(state, slots=state.slots.copy(), task=None)
 
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
+        self._state(group).measured = None
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
 
     def _give_after(self, ends: Iterable[Transfer], *reservations: Reservation) -> None:
@@ -303,12 +304,22 @@ class GradientCollector(Mover):
         return all(slot in state.level0_norms for slot in state.slots)
 
     def measure_later(self, group: Group) -> None:
-        """Queue the norms of the group's gradients for the worker, unless they were taken on level 0."""
-        if not self.is_measured(group):
-            self._later(self._measure, group, self._held(group))
+        """Queue the norms of the group's gradients for the worker, unless they were taken on level 0 or are queued."""
+        if self._state(group).measured is None and not self.is_measured(group):
+            self._state(group).measured = self._later(self._measure, group, self._held(group))
+
+    def measure(self, groups: Iterable[Group]) -> None:
+        """Return when the norms of all gradients of ``groups`` are taken; updates that read them may go on."""
+        for group in groups:
+            self.measure_later(group)
+        for group in groups:
+            state = self._state(group)
+            if state.measured is not None and state.measured.exception() is not None:
+                state.measured = None
+        self._worker.raise_failure()
 
     def norm(self, slot: Slot) -> Tensor:
-        """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure_later` and the worker."""
+        """The 2-norm of ``slot``'s gradient, an fp32 scalar; after `measure`."""
         state = self._state(slot.group)
         found = state.level0_norms.get(slot)
         return state.norms[slot] if found is None else found

@@ -132,6 +132,16 @@ class Worker:
             self._waiting.append(task)
         return task.future
 
+    def cancel(self, outcome: Outcome) -> bool:
+        """Forget a task that has not begun: its result is None. False if it has."""
+        with self._lock:
+            task = next((each for each in self._waiting if each.future is outcome), None)
+            if task is None:
+                return False
+            self._waiting.remove(task)
+        outcome.set_result(None)
+        return True
+
     def _run_next(self) -> None:
         self._thread = threading.get_ident()
         with self._lock:
@@ -343,6 +353,7 @@ class GradientState:
     kind: str = "gradient"
     task: Outcome | None = None  # the worker's last that touches the gradient's range
     level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
+    measured: Outcome | None = None  # the worker's task that takes the others, if the gradient has not changed since
     norms: dict[Slot, Tensor] = field(default_factory=dict)  # the worker's, of what it finds in host memory
 
 
@@ -496,7 +507,7 @@ class Level0Room:
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
-        self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
+        self.free_spare: FreeSome = lambda: False  # shadows that are kept for the next step
         self._stack, self._storage = stack, storage
         self._rooms.add(self)
 

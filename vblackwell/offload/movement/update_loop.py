@@ -1,4 +1,4 @@
-"""AdamW on a group's ranges on the CPU, by a model's worker; before its step it first copies what it overwrites.
+"""AdamW on a group's ranges on the CPU, by a model's worker; before its step it writes into shadows of them.
 
 An fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a group, with
 the bits of `torch.optim.AdamW(fused=True)` on single tensors. A bf16 one has a whole fp32 master, which many threads
@@ -17,20 +17,19 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, List
 
 import torch
 from torch import Tensor
 
-from vblackwell.errors import InsufficientMemory, StaleTensor
-from vblackwell.memory.cache.stack import Reservation
+from vblackwell.errors import StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group
 from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
+from vblackwell.offload.storage.storage import Ranges, Shadows
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for
 # the next: 1.4 MiB.
@@ -51,6 +50,9 @@ def _adamw(
     gradients: List[Tensor],
     exp_avgs: List[Tensor],
     exp_avg_sqs: List[Tensor],
+    old_masters: List[Tensor],
+    old_exp_avgs: List[Tensor],
+    old_exp_avg_sqs: List[Tensor],
     factors: List[Tensor],
     steps: List[Tensor],
     numbers: List[List[float]],
@@ -79,6 +81,12 @@ def _adamw(
                 gradient[0].mul_(factors[index])
             exp_avg[0] = exp_avgs[index].narrow(0, start, count)
             exp_avg_sq[0] = exp_avg_sqs[index].narrow(0, start, count)
+            if old_masters[index].numel() > 0:  # the copy is in cache when AdamW changes it: old bytes are read once
+                master[0].copy_(old_masters[index].narrow(0, start, count))
+            if old_exp_avgs[index].numel() > 0:
+                exp_avg[0].copy_(old_exp_avgs[index].narrow(0, start, count))
+            if old_exp_avg_sqs[index].numel() > 0:
+                exp_avg_sq[0].copy_(old_exp_avg_sqs[index].narrow(0, start, count))
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 master, gradient, exp_avg, exp_avg_sq, none, step,
                 lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
@@ -185,6 +193,9 @@ class Loop:
     _function: Callable[..., None]
 
     def __init__(self) -> None:
+        compiled(
+            self._function
+        )  # here, in the caller's thread: it changes the process's filters of warnings for a while
         self._added: list[Stretch] = []
         self._scratch = Scratch()
 
@@ -193,7 +204,6 @@ class Loop:
 
         Nor is one where it raises; then some of what was added is done and the rest not.
         """
-        compiled(self._function)  # once, before threads ask for it together
         pool, count = _pool()
         added, self._added = self._added, []
         total = sum(len(tensors[0]) for tensors, _ in added)
@@ -252,14 +262,18 @@ class MasterLoop(Loop):
     def add(
         self, master: Tensor, weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
         factor: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+        old: Sequence[Tensor | None] = (None, None, None),
     ) -> None:  # fmt: skip
-        """One AdamW step in place; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
+        """One AdamW step; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
+
+        ``old``: what master and moments were, where that is other memory; None: they are changed in place.
 
         A bf16 is the high half of its fp32: rounding is a sum of integers and a strided copy of 16-bit halves. All are
         on the CPU: ``weight`` (n,) bf16; ``gradient``, (n,) bf16 or fp32, may be the same memory; the others (n,) fp32;
         ``step``, counted up, and ``factor``, which gradients are multiplied by, fp32 scalars.
         """
         tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
+        tensors += [_NONE if each is None else each for each in old]
         scale = _NONE if factor is None else factor
         self._added.append((tensors, (scale, step, [lr, beta1, beta2, weight_decay, eps])))
 
@@ -294,15 +308,6 @@ def update_master(
     round_from_fp32(master, weight)
 
 
-@dataclass(eq=False)
-class UndoLog:
-    """Copies of what an update is about to overwrite, in host memory that was reserved for them."""
-
-    memory: Reservation
-    steps: Tensors = field(default_factory=list)
-    ranges: dict[str, Tensor] = field(default_factory=dict)  # none where the update failed before it kept them
-
-
 class HostUpdates(Mover):
     """Updates of one model that its worker runs on the ranges in storage."""
 
@@ -310,35 +315,38 @@ class HostUpdates(Mover):
         super().__init__(shared)
         self._weights = weights
         self._loop = MasterLoop()
-        self._undo_bytes = 0
-        self.undo_peak_bytes = 0  # what undo logs have taken at a time
+        self.shadows = Shadows(self._storage)
+        self._replaced: dict[Group, Ranges] = {}  # by a commit, and perhaps still read by the update
 
     def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
-        """Update ``group`` before its step, from the gradient in host memory; None if an undo log has no room."""
-        undo = None
-        if not final:
-            size = sum(group.size_of(kind) for kind in self._kinds(group))
-            try:
-                undo = UndoLog(self._storage.take_host("undo", size))
-            except InsufficientMemory:
-                return None  # this group is updated at the step, which is always right
-            self._undo_bytes += size
-            self.undo_peak_bytes = max(self.undo_peak_bytes, self._undo_bytes)
+        """Update ``group`` before its step, from the gradient in host memory; None if there is no room for shadows."""
+        self.wait(group)
+        shadows = None if final else self.shadows.take(group, self._own_ranges(group))
+        if shadows is None and not final:
+            return None  # this group is updated at the step, which is always right
+        steps = [job.step.clone() for job in jobs]
         try:
-            self.wait(group)
-            self._queue(group, jobs, None, undo)
+            self._queue(group, jobs, None, shadows)
         except BaseException:
-            self._free(undo)
+            self.shadows.give_back(shadows or {})
             raise
-        return EarlyUpdate(jobs, undo)
+        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows))
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
-        self._worker.submit(self._free, early.rollback, group=group.index)
+        if early.rollback is not None:
+            _, shadows = early.rollback
+            self._replaced[group] = self.shadows.swap(group, shadows)
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Queue what makes everything what it was before `start_early`; or raise what an earlier task did."""
+        """Make everything what it was before `start_early`; or raise what an earlier task did."""
+        self._worker.raise_failure()
         state = self._states[group]
-        state.update_end = self._worker.submit(self._restore, group, early.jobs, early.rollback, group=group.index)
+        state.update_end.exception()
+        steps, shadows = early.rollback
+        for job, step in zip(early.jobs, steps, strict=True):
+            job.step.copy_(step)
+        self.shadows.give_back(shadows)
+        state.update_end = None
         state.version -= 1
 
     @defer_sigint()
@@ -351,8 +359,12 @@ class HostUpdates(Mover):
         state = self._states[group]
         task = state.update_end
         if task is not None:
-            task.exception()  # an interrupt leaves it to be waited for by the next caller
+            failed = task.exception() is not None or not task.result()  # an interrupt leaves it to the next caller
+            if failed and group in self._replaced:  # its step has come: the group is a step behind others
+                self._replaced[group] = self.shadows.swap(group, self._replaced[group])
+                self._worker.broken = True
             state.update_end = None
+        self.shadows.give_back(self._replaced.pop(group, {}))
         state.update_is_stored()
         if task is not None:
             task.settle()
@@ -364,89 +376,88 @@ class HostUpdates(Mover):
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
 
-    def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, undo: UndoLog | None) -> None:
+    def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, shadows: Ranges | None) -> None:
         self._weights.invalidate(group)
         state = self._states[group]
         state.update_end = self._worker.submit(
-            self._update, group, jobs, state.gradient.kind, factor, undo, state.last_load,
-            self._worker.forgiven[group.index], group=group.index, postponable=True,
+            self._update, group, jobs, self._own_ranges(group), shadows, state.gradient.kind, factor,
+            state.last_load, self._worker.forgiven[group.index], group=group.index, postponable=True,
         )  # fmt: skip
         state.gradient.task = state.update_end
+        if factor is not None:
+            state.gradient.measured = None
 
     def _update(
-        self, group: Group, jobs: list[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None,
-        load: Transfer | None, forgiven: int,
-    ) -> None:  # fmt: skip
-        """``forgiven``: failures of the group's tasks that concern no gradient of this update."""
+        self, group: Group, jobs: list[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
+        factor: Tensor | None, load: Transfer | None, forgiven: int,
+    ) -> bool:  # fmt: skip
+        """Whether it was made. ``own``: the group's ranges when it was queued, which a commit may have replaced.
+        ``forgiven``: failures of the group's tasks that concern no gradient of this update.
+        """
         try:
             if self._worker.failures[group.index] != forgiven:
-                if undo is not None:
-                    return  # its step will be refused, and there is nothing to roll back
+                if shadows is not None:
+                    return False  # its step will be refused, and there is nothing to roll back
                 raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
             if load is not None:
                 load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
-            self.apply(group, jobs, gradient_kind, factor, undo)
+            self.apply(group, jobs, own, shadows, gradient_kind, factor)
             if factor is not None:
                 self._states[group].gradient.norms.clear()
         except BaseException:
-            self._worker.broken |= undo is None  # a rollback makes good what an early update left
+            self._worker.broken |= shadows is None or group in self._replaced  # else the ranges are what they were
             raise
+        return True
 
-    def _restore(self, group: Group, jobs: list[Job], undo: UndoLog) -> None:
-        """Make the ranges and step counts what they were."""
-        try:
-            for kind, kept in undo.ranges.items():
-                flat = self._storage.open(group, kind, load=False)
-                flat.copy_(kept)
-                self._storage.store(group, kind, flat)
-            for job, step in zip(jobs, undo.steps, strict=False):
-                job.step.copy_(step)
-        except BaseException:
-            self._worker.broken = True
-            raise
-        finally:
-            self._free(undo)
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        return self.shadows.free_spare()
 
-    def _free(self, undo: UndoLog | None) -> None:
-        if undo is not None:
-            self._undo_bytes -= undo.memory.num_bytes
-            self._storage.give(undo.memory)
-
-    def _kinds(self, group: Group) -> list[str]:
-        """The ranges that an update of ``group`` writes."""
-        return [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in self._storage]
+    def _own_ranges(self, group: Group) -> Ranges:
+        """What an update of ``group`` reads, and writes if there are no shadows, but for the gradient."""
+        kinds = [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in self._storage]
+        return {kind: self._storage.range(group, kind) for kind in kinds}
 
     @cached_property
     def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
     def apply(
-        self, group: Group, jobs: Sequence[Job], gradient_kind: str, factor: Tensor | None, undo: UndoLog | None
-    ) -> None:
-        """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does."""
-        opened = {kind: self._storage.open(group, kind) for kind in self._kinds(group)}
-        gradient = self._storage.open(group, gradient_kind)
-        if undo is not None:
-            undo.steps = [job.step.clone() for job in jobs]
-            parts = undo.memory.bytes.split([flat.numel() for flat in opened.values()])
-            undo.ranges = {kind: part.copy_(flat) for (kind, flat), part in zip(opened.items(), parts, strict=True)}
+        self, group: Group, jobs: Sequence[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
+        factor: Tensor | None,
+    ) -> None:  # fmt: skip
+        """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does.
+
+        With ``shadows`` its ``own`` ranges stay what they are, and those hold what the step makes of them.
+        """
+        storage = self._storage
+        opened, old = {kind: storage.open_at(each, kind) for kind, each in own.items()}, dict[str, Tensor]()
+        if shadows is not None:
+            new = {kind: storage.open_at(each, kind, load=False) for kind, each in shadows.items()}
+            # Bytes of a disk are staged, and changed where they are.
+            old = {kind: flat for kind, flat in opened.items() if flat.data_ptr() != new[kind].data_ptr()}
+            opened = new
+        gradient = storage.open(group, gradient_kind)
         for job in jobs:
             job.step.add_(1)
         if "master" not in opened and gradient_kind == "gradient":
-            self._update_whole(jobs, opened, gradient, factor)
+            self._update_whole(jobs, opened, old, gradient, factor)
         else:
             for job in jobs:
-                self._update_chunked(job, opened, flat_of(job.slot, gradient, gradient_kind), factor)
+                self._update_chunked(job, opened, old, flat_of(job.slot, gradient, gradient_kind), factor)
             self._loop.run()
         for kind, flat in opened.items():
-            self._storage.store(group, kind, flat)
+            storage.store_at((shadows or own)[kind], flat)
         if factor is not None:
-            self._storage.store(group, gradient_kind, gradient)
+            storage.store(group, gradient_kind, gradient)
 
     def _update_whole(
-        self, jobs: Sequence[Job], opened: dict[str, Tensor], gradient: Tensor, factor: Tensor | None
-    ) -> None:
+        self, jobs: Sequence[Job], opened: dict[str, Tensor], old: dict[str, Tensor], gradient: Tensor,
+        factor: Tensor | None,
+    ) -> None:  # fmt: skip
         """All fp32: one call for all parameters that share their numbers."""
+        for kind, flat in old.items():
+            opened[kind].copy_(flat)
         for hyper in dict.fromkeys(job.hyper for job in jobs):
             same = [job for job in jobs if job.hyper == hyper]
             weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
@@ -455,17 +466,28 @@ class HostUpdates(Mover):
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
             _fused_adamw(weights, gradients, exp_avgs, exp_avg_sqs, [job.step for job in same], hyper)
 
-    def _update_chunked(self, job: Job, opened: dict[str, Tensor], source: Tensor, factor: Tensor | None) -> None:
+    def _update_chunked(
+        self, job: Job, opened: dict[str, Tensor], old: dict[str, Tensor], source: Tensor, factor: Tensor | None
+    ) -> None:
         """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""
         slot, hyper = job.slot, job.hyper
         weight = slot.flat(opened["weight"])
-        master = slot.flat_fp32(opened["master"]) if "master" in opened else weight
-        exp_avg, exp_avg_sq = (slot.flat_fp32(opened[kind]) for kind in MOMENTS)
+        kinds = ("master" if "master" in opened else "weight", *MOMENTS)
+        held = master, exp_avg, exp_avg_sq = [
+            weight if kind == "weight" else slot.flat_fp32(opened[kind]) for kind in kinds
+        ]
+        was = [
+            None if kind not in old else slot.flat(old[kind]) if kind == "weight" else slot.flat_fp32(old[kind])
+            for kind in kinds
+        ]
         if master is not weight and weight.dtype == torch.bfloat16:
-            self._loop.add(master, weight, source, exp_avg, exp_avg_sq, job.step, factor, **vars(hyper))
+            self._loop.add(master, weight, source, exp_avg, exp_avg_sq, job.step, factor, old=was, **vars(hyper))
             return
         for start in range(0, slot.num_elements, WIDE_CHUNK):
             part = slice(start, start + WIDE_CHUNK)
+            for new, before in zip(held, was, strict=True):
+                if before is not None:
+                    new[part].copy_(before[part])
             values = self._wide[: len(source[part])].copy_(source[part])
             if factor is not None:
                 values.mul_(factor)

@@ -263,7 +263,10 @@ class Storage:
 
     def store(self, group: Group, kind: str, opened: Tensor) -> None:
         """The bytes that `open` gave were written to: staged ones are written back."""
-        reservation = self.range(group, kind)
+        self.store_at(self.range(group, kind), opened)
+
+    def store_at(self, reservation: Reservation, opened: Tensor) -> None:
+        """`store`, after `open_at`."""
         view = reservation.view()
         if view is None or view.device.type != "cpu":
             self.ledger.wait(reservation)
@@ -358,19 +361,25 @@ class Shadows:
             found[kind] = spare.pop()
         return found
 
-    def commit(self, group: Group, shadows: Ranges) -> None:
-        """What was written to ``shadows`` is what the group's ranges hold from now on."""
-        self.give_back({kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()})
+    def swap(self, group: Group, shadows: Ranges) -> Ranges:
+        """What was written to ``shadows`` is what the group's ranges hold from now on; those it had, for
+        `give_back`.
+        """
+        return {kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()}
 
-    def free_spare(self) -> None:
-        """Give unused shadows, which nothing reads or writes any more, back to their levels."""
+    def free_spare(self) -> bool:
+        """Give unused shadows, which nothing reads or writes any more, back to their levels; False if there are
+        none.
+        """
+        found = any(self.spare.values())
         for spare in self.spare.values():
             while spare:
                 shadow = spare.pop()
                 self.num_bytes -= shadow.num_bytes
                 self._storage.give(shadow)
+        return found
 
     def give_back(self, shadows: Ranges) -> None:
-        """Keep ranges for the next `take`. What is queued on them comes before its writes, in the lane's order."""
+        """Keep ranges for the next `take`; what is queued on them has to come before its writes."""
         for shadow in shadows.values():
             self.spare.setdefault((shadow.level, shadow.num_bytes), []).append(shadow)
