@@ -102,12 +102,13 @@ def test_a_way_back_takes_ram_and_the_links_time(small):
 
 @pytest.mark.parametrize("host", [8 * GiB, 420 * MiB, 300 * MiB])
 def test_ways_back_leave_ram_to_the_inputs_of_checkpoints(small, host):
-    """They take what is free, all of it where RAM is short:
-    with the inputs, which come and go, never more than there is.
+    """They take what is free, group by group, where RAM is short: with the inputs, which come and go, never more than
+    there is.
     """
     found = on(small, bounds=Bounds(320 * MiB, host, 8 * GiB), undo=True).predict(choice())
     assert not isinstance(found, Lacking)
-    assert found[1].host == host if host < GiB else found[1].host < host
+    assert found[1].host <= host
+    assert host > GiB or found[1].host > host - 8 * MiB  # less than one block's
 
 
 def test_states_that_ram_cannot_hold_go_to_the_disk(small):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch import Tensor
 from vblackwell.errors import StepAbandoned
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.offload.layout.groups import AccessTrace, Group, Slot, smallest_buffer
-from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
+from vblackwell.offload.layout.placement import (
+    MAX_LOCKED,
+    StreamedPlacement,
+    deferred_groups,
+    num_buffers,
+    shadowed_groups,
+)
 from vblackwell.offload.movement.gradients import GradientCollector, by_group
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
@@ -40,7 +47,7 @@ from vblackwell.offload.movement.state import (
 )
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import WeightStreamer
-from vblackwell.offload.storage.storage import Ranges, Shadows
+from vblackwell.offload.storage.storage import Ranges, Shadows, spaces_of
 
 ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
 
@@ -290,6 +297,7 @@ class StepControl(Mover):
         self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
         self.source: Any = None
         self.follow_clipping = True
+        self._shadowed: set[Group] | None = None  # groups for whose shadows there was room at the first early update
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
@@ -363,6 +371,8 @@ class StepControl(Mover):
 
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
         """Update ``group`` now; None if there is no room for a rollback."""
+        if self.source.undo and group not in self._shadowed_groups():
+            return None
         jobs = self.jobs(group)
         with defer_sigint():
             early = self._places[group].start_early(group, jobs, gradient, final=not self.source.undo)
@@ -370,6 +380,14 @@ class StepControl(Mover):
                 self._early[group] = early
                 self._states[group].to(Phase.EARLY)
         return early
+
+    def _shadowed_groups(self) -> set[Group]:
+        """Those whose shadows have room. Asked when gradients and states are placed and a forward has run."""
+        if self._shadowed is None:
+            level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
+            early = [group for group in self._groups if level0 is None or group not in level0.deferred]
+            self._shadowed = set(shadowed_groups(filter(Group.trainable, early), plan))
+        return self._shadowed
 
     def _keep(self, group: Group) -> None:
         early = self._early.pop(group)

@@ -1,10 +1,12 @@
 """What runs where: the share of updates that the CPU gets, and which updates wait for the next forward."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vblackwell.offload.layout.groups import find_groups
+from vblackwell.offload.layout.groups import find_groups, moment_ranges
 from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.placement import (
     LINK_USE,
@@ -14,6 +16,7 @@ from vblackwell.offload.layout.placement import (
     StreamingOptions,
     deferred_groups,
     pass_bytes,
+    shadowed_groups,
     share_for,
     share_of_all,
     spaces,
@@ -73,3 +76,17 @@ def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():
 
 def test_a_slow_cpu_gets_nothing():
     assert share_for(50e9, 2e7) == 0.0
+
+
+def test_the_first_groups_of_the_forward_have_shadows_where_room_is_short():
+    """Their updates are needed first; what lives on level 0 has none."""
+    groups, _ = find_groups(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))), torch.bfloat16, None)
+    ranges = [(group, kind) for group in groups for kind in ("weight", "master")] + moment_ranges(groups)
+    one = sum(groups[0].size_of(kind) for kind in ("weight", "master", "exp_avg", "exp_avg_sq"))
+    for free, expected in ((0, []), (one, groups[:1]), (4 * one - 1, groups[:3]), (100 * one, groups)):
+        plan = StoragePlan.empty(spaces([GiB, 6 * one + free + 64 * 4096]), [1], groups).with_ranges(ranges)
+        rest = plan.levels[1].free_bytes - free  # what rounding left
+        levels = (plan.levels[0], replace(plan.levels[1], capacity_bytes=plan.levels[1].capacity_bytes - rest))
+        assert shadowed_groups(groups, replace(plan, levels=levels)) == expected
+    kept = StoragePlan.empty(spaces([GiB, GiB]), [1], groups, resident=groups[:2], on_level0=groups).with_ranges(ranges)
+    assert shadowed_groups(groups, kept) == groups[2:]

@@ -24,7 +24,6 @@ from vblackwell.memory.level import DeviceLevel, Level, NullLevel
 from vblackwell.units import MiB, format_bytes, parse_bytes
 
 GPU_SHARE = 0.8
-HOST_SHARE = 0.5
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
 DEVICES = ("cuda:0", "cpu", "ssd", "arena", "null")
 

@@ -18,8 +18,8 @@ import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.facts import memory_facts, settle_cpu_kernels
-from vblackwell.machine.limits import ARENA_SHARE, default_disk_path, free_disk_bytes
-from vblackwell.memory.cache.config import GPU_SHARE, HOST_SHARE, LevelConfig, build_levels
+from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
+from vblackwell.memory.cache.config import GPU_SHARE, LevelConfig, build_levels
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
 from vblackwell.memory.cache.placement import Placement
 from vblackwell.memory.cache.policy import POLICIES

@@ -6,7 +6,7 @@ they multiply tokens with, and the last of those the head's and the loss's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -15,12 +15,19 @@ from vblackwell.offload.layout.groups import (
     GRADIENTS,
     KINDS,
     PARAMETER_KINDS,
+    Group,
     moment_ranges,
     num_elements,
     passing_bytes,
 )
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions, place_streamed, spaces
+from vblackwell.offload.layout.placement import (
+    StreamedPlacement,
+    StreamingOptions,
+    place_streamed,
+    shadowed_groups,
+    spaces,
+)
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
 # Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three
@@ -86,11 +93,14 @@ def forecast_step(
         + [(group, "accumulated") for group in sums if not group.is_fp32]
         + moment_ranges(trainable)
     )
-    lanes = _plan(model, found, storage, seconds, input_bytes, micro_batches, host_norms)
-    return StepForecast(_table(found, storage, undo), replace(lanes, stores_gradients=undo))
+    early = [group for group in trainable if group not in found.deferred]
+    shadowed = shadowed_groups(early, storage) if undo else early
+    deferred = [group for group in trainable if group not in shadowed]
+    lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
+    return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))
 
 
-def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[str, list[int]]:
+def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Group]) -> dict[str, list[int]]:
     """Ranges, 'staging' with what rounding adds, and what is in no range: loaded weights, gradients, shadows."""
     table, levels = storage.bytes_by_level(), storage.levels
     held, rest = [sum(row) for row in zip(*table.values(), strict=True)], [0] * (len(levels) - 1)
@@ -101,14 +111,12 @@ def _table(found: StreamedPlacement, storage: StoragePlan, undo: bool) -> dict[s
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
     table["leaving"] = [2 * largest, *rest]
     table["lent"] = [HELD * largest if found.on_level0 else 0, *rest]
-    if undo:  # a shadow of every range, where that is, as far as there is room
-        moving = [group for group in found.trainable if storage.range(group, "weight").level > 0]
+    if shadowed:
         ranges = [
-            storage.range(group, kind) for group in moving for kind in PARAMETER_KINDS if (group, kind) in storage
+            storage.range(group, kind) for group in shadowed for kind in PARAMETER_KINDS if (group, kind) in storage
         ]
         table["undo"] = [
-            min(level.free_bytes, sum(each.num_bytes for each in ranges if each.level == number)) if number else 0
-            for number, level in enumerate(levels)
+            sum(each.num_bytes for each in ranges if each.level == number) for number in range(len(levels))
         ]
     return table
 
@@ -132,13 +140,14 @@ def _plan(
     model: nn.Module,
     found: StreamedPlacement,
     storage: StoragePlan,
+    deferred: Collection[Group],
     seconds: Mapping[str, float],
     input_bytes: int,
     micro_batches: int,
     host_norms: bool,
 ) -> LanePlan:
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    on_level0, late = set(found.on_level0), set(found.deferred)
+    on_level0 = set(found.on_level0)
     multiplied = [sum(slot.num_elements for slot in g.slots if id(slot.param) not in looked_up) for g in found.groups]
     last = max((index for index, count in enumerate(multiplied) if count), default=len(found.groups) - 1)
     body = sum(count for index, count in enumerate(multiplied) if index != last) or 1
@@ -163,7 +172,7 @@ def _plan(
                 backward,
                 input_bytes=input_bytes if is_block else 0,
                 on_host=group not in on_level0 and bool(trained),
-                deferred=group in late,
+                deferred=group in deferred,
                 resident=storage.range(group, "weight").level == 0,
                 disk_read=states + read if trained else 0,
                 disk_write=states + on_disk.get("weight", 0) + written if trained else 0,

@@ -16,6 +16,7 @@ rolled back, as they are by default: they write next to what they read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupporte
 from vblackwell.offload.layout.groups import (
     EXACT,
     MIN_BUFFER_BYTES,
+    PARAMETER_KINDS,
     Formats,
     Group,
     Site,
@@ -297,6 +299,23 @@ def deferred_groups(groups: Sequence[Group], storage: StoragePlan | None = None)
             break
         left -= num_elements(group)
         found.append(group)
+    return found
+
+
+def shadowed_groups(groups: Iterable[Group], storage: StoragePlan) -> list[Group]:
+    """Those of ``groups``, in the order of the forward, that have room for shadows: the first, because updates of the
+    others, under the next forward, have the most time there. None of a group that lives on level 0.
+    """
+    free, found = [level.free_bytes for level in storage.levels], []
+    for group in groups:
+        ranges = [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
+        taken = Counter[int]()
+        for each in ranges:
+            taken[each.level] += each.num_bytes
+        if ranges and not taken[0] and all(free[level] >= num_bytes for level, num_bytes in taken.items()):
+            for level, num_bytes in taken.items():
+                free[level] -= num_bytes
+            found.append(group)
     return found
 
 
