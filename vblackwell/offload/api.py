@@ -10,6 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.offload.engine import offload_of, stream
 from vblackwell.offload.layout.groups import Formats, bytes_when_resident, compute_dtype_of, refuse_untrainable
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
@@ -30,6 +32,7 @@ from vblackwell.units import format_bytes, parse_bytes
 PLACEMENTS = ("auto", "resident", "streamed")
 _UPDATES: dict[str | float, str] = {"device": "level0", "host": "home"}  # the names of both in a placement
 
+_accelerated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `enable_vgpu_stack_optimization`
 # Of each stack the models by name, which are there while their finalizers are alive.
 _names: weakref.WeakKeyDictionary[VGPUStack, dict[str, weakref.finalize[Any, Any]]] = weakref.WeakKeyDictionary()
 
@@ -37,9 +40,9 @@ _names: weakref.WeakKeyDictionary[VGPUStack, dict[str, weakref.finalize[Any, Any
 def enable_vgpu_stack_optimization(
     model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
     compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
-    activations: str = "level0", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
+    activations: str = "auto", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
     states: str = "fp32", masters: str = "exact", rounding_seed: int = 0, activation_bytes: int | str = 0,
-    initialize: Initialize | None = None,
+    initialize: Initialize | None = None, accelerate: bool | None = None,
 ) -> nn.Module:  # fmt: skip
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
@@ -59,7 +62,8 @@ def enable_vgpu_stack_optimization(
         weight_bytes: what loaded weights may take of level 0. More than the few groups in use saves loads: a group that
             stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
             few groups.
-        activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`).
+        activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`),
+            or 'auto': in RAM where level 0 is a GPU.
         states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;
             updated on level 0, with or without a GPU). A stated choice: docs/numerics.md says what it changes.
         masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states
@@ -72,6 +76,9 @@ def enable_vgpu_stack_optimization(
             parameter and buffer there with its name and a CPU tensor of its shape and type, to be filled in place
             during the call, e.g. ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in
             order; tied parameters come once. Training then gives the bits of a model that was built with these values.
+        accelerate: run a causal model of transformers on fused operators until `release`, its loss in training in
+            chunks, without logits (`accelerate_causal_lm`). False keeps the model as it is; by default a GPU's are
+            accelerated. It rounds otherwise.
 
     What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for a model that is
     resident, and is ignored.
@@ -90,8 +97,8 @@ def enable_vgpu_stack_optimization(
     formats = Formats(states, masters, rounding_seed)
     update = _UPDATES.get(update, update)
     check_update(update, formats)
-    if activations not in ("level0", "host"):
-        raise ConfigurationError(f"activations {activations!r} is neither 'level0' nor 'host'")
+    if activations not in ("auto", "level0", "host"):
+        raise ConfigurationError(f"activations {activations!r} is none of 'auto', 'level0' and 'host'")
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
     if offload_of(model) is not None:
@@ -107,40 +114,52 @@ def enable_vgpu_stack_optimization(
     names = _names.setdefault(stack, {})
     if name in names and names[name].alive:
         raise KeyClash(f"the stack already holds a model named {name!r}: give this one another name=")
-    source = Source(model, initialize)
-    source.fill_buffers()
-    drop_idle_weights(stack)
-    needed = bytes_when_resident(model, compute_dtype, formats)
-    level, device = stack.levels[0], stack.level0_device
-    free = level.capacity_bytes - level.used_bytes
-    if placement == "resident" and needed > free:
-        raise InsufficientMemory(
-            f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 "
-            f"({level.name}) has {format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use "
-            "placement='streamed'",
-            needed_bytes=needed,
-            available_bytes=free,
-        )
-    usable = free * (1 - CUDA_ACTIVATION_SHARE) if device.type == "cuda" else free
-    if placement == "resident" or (placement == "auto" and needed <= usable):
-        engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
-    else:
-        store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
-        options = StreamingOptions(
-            compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
-            None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
-        )  # fmt: skip
-        measured = functools.partial(rates_together, device) if device.type == "cuda" else None
-        engine = stream(model, stack, name, options, source, store, measured)
-    names[name] = engine.finalizer
+    with ExitStack() as undone:
+        if accelerate is None:
+            accelerate = stack.level0_device.type == "cuda" and is_causal_lm(model)
+        if accelerate and not is_accelerated(model):
+            accelerate_causal_lm(model, loss="training")
+            undone.callback(_restore, model)
+            _accelerated.add(model)
+        source = Source(model, initialize)
+        source.fill_buffers()
+        drop_idle_weights(stack)
+        needed = bytes_when_resident(model, compute_dtype, formats)
+        level, device = stack.levels[0], stack.level0_device
+        free = level.capacity_bytes - level.used_bytes
+        if placement == "resident" and needed > free:
+            raise InsufficientMemory(
+                f"{name!r} needs {format_bytes(needed)} resident (weights, gradients, AdamW states), level 0 "
+                f"({level.name}) has {format_bytes(free)} free: raise fast_memory (the capacity of level 0) or use "
+                "placement='streamed'",
+                needed_bytes=needed,
+                available_bytes=free,
+            )
+        usable = free * (1 - CUDA_ACTIVATION_SHARE) if device.type == "cuda" else free
+        if placement == "resident" or (placement == "auto" and needed <= usable):
+            engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
+        else:
+            if activations == "auto":
+                has_ram = any(each.device is not None and each.device.type == "cpu" for each in stack.levels[1:])
+                activations = "host" if device.type == "cuda" and has_ram else "level0"
+            store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
+            options = StreamingOptions(
+                compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
+                None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
+            )  # fmt: skip
+            measured = functools.partial(rates_together, device) if device.type == "cuda" else None
+            engine = stream(model, stack, name, options, source, store, measured)
+        names[name] = engine.finalizer
+        undone.pop_all()
     return model
 
 
 def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """Take ``model`` out of its stack: a plain module again, on ``device``, with fp32 masters as its weights.
 
-    Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on.
-    A forward that Ctrl-C ended is forgotten. A model that was never offloaded is returned as it is.
+    Pending updates are finished first. Gradients, and the optimizer's states, come along, so that training may go on;
+    operators are those that the model came with. A forward that Ctrl-C ended is forgotten. A model that was never
+    offloaded is returned as it is.
 
     Raises:
         ConfigurationError: a forward runs in another thread; the model stays where it is.
@@ -150,7 +169,15 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         engine.release(torch.device(device))
         move_buffers(model, torch.device(device))
         engine.close()
+    _restore(model)
     return model
+
+
+def _restore(model: nn.Module) -> None:
+    """Give ``model`` its own operators back, if it got others here."""
+    if model in _accelerated:
+        _accelerated.remove(model)
+        restore_causal_lm(model)
 
 
 _counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.WeakKeyDictionary()

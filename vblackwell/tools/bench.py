@@ -298,7 +298,7 @@ def _train(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
         capacity = needed + needed // 4 + 16 * MiB
         stack = VGPUStack([LevelConfig("cuda:0" if device.type == "cuda" else "arena", capacity)])
         cleanup.callback(stack.close)
-        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=dtype)
+        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=dtype, accelerate=False)
         engine = offload_of(model)
         assert engine is not None
         cleanup.callback(engine.close)

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
-from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.nn.convert.causal_lm import _why_not_loss, accelerate_causal_lm, restore_causal_lm
+from vblackwell.nn.convert.causal_lm import _why_not_loss, accelerate_causal_lm, is_accelerated, restore_causal_lm
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, release
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -244,6 +244,28 @@ def test_streamed_training_is_that_of_the_resident_model(name, checkpointing, ma
     release(model)
     assert losses == expected and losses[-1] < losses[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_enabling_accelerates_a_causal_model_until_it_is_released(make_stack):  # noqa: F811
+    """On a GPU by itself; in evaluation logits stay. A refusal leaves the model as it was."""
+    plain = build("Llama").train()
+    model, as_it_is = copy.deepcopy(plain), copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(as_it_is, make_stack(64 << 10), placement="streamed")
+    assert not is_accelerated(as_it_is)  # no GPU
+    with pytest.raises(InsufficientMemory):
+        enable_vgpu_stack_optimization(model, make_stack(4 << 10), placement="streamed", accelerate=True)
+    assert not is_accelerated(model)
+    enable_vgpu_stack_optimization(model, make_stack(64 << 10), placement="streamed", accelerate=True)
+    accelerate_causal_lm(plain, loss="training")
+    assert model(**batch(0)).logits is None
+    model.eval()
+    with torch.no_grad():
+        assert model(**batch(0)).logits is not None
+    model.train()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    assert train(model, VGPUAdamW(model.parameters(), lr=1e-2)) == expected
+    release(model)
+    assert not is_accelerated(model) and model(**batch(0)).logits is not None
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

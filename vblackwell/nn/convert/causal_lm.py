@@ -96,14 +96,15 @@ _done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | 
 
 
 def accelerate_causal_lm(
-    model: nn.Module, *, modules: bool = True, loss: bool = True, chunk_tokens: int | None = None
+    model: nn.Module, *, modules: bool = True, loss: bool | str = True, chunk_tokens: int | None = None
 ) -> Conversion:
     """Make ``model`` run with fused operators, in place; copies and pickles of it are plain.
 
     Args:
         modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
-            output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN.
+            output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
+            only of a model in training; evaluation, which may compute with logits, keeps them.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
     Raises:
@@ -124,13 +125,20 @@ def accelerate_causal_lm(
     if loss:
         reason = _why_not_loss(model)
         if reason is None:
-            fused = _FusedLoss(model, chunk_tokens)
+            fused = _FusedLoss(model, chunk_tokens, only_training=loss == "training")
             head: Any = fused.head
             done.rows.append(Row("loss", next(name for name, each in model.named_modules() if each is head), "fused"))
         else:
             done.rows.append(Row("loss", "", None, reason))
     _done[model] = (swapped, fused)
     return done
+
+
+def is_causal_lm(model: Any) -> bool:
+    """Whether it is a causal language model of transformers."""
+    config = getattr(model, "config", None)
+    writes = callable(getattr(model, "can_generate", None)) and model.can_generate()
+    return writes and not getattr(config, "is_encoder_decoder", True)
 
 
 def is_accelerated(model: nn.Module) -> bool:
@@ -181,7 +189,8 @@ _NO_LOGITS = "{} on logits: a loss in chunks has none; leave labels out, or acce
 class _FusedLoss:
     """The hooks on one model, and its loss function. Copies of the model carry inert ones."""
 
-    def __init__(self, model: Any, chunk_tokens: int | None) -> None:
+    def __init__(self, model: Any, chunk_tokens: int | None, *, only_training: bool) -> None:
+        self._only_training = only_training
         self._original = model.loss_function
         self._had_own = "_loss_function" in model.__dict__
         self._signature = inspect.signature(type(model).forward)
@@ -215,7 +224,7 @@ class _FusedLoss:
         given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
         labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
         self._asked.options = None
-        if labels is not None and isinstance(kept, int) and kept == 0:
+        if labels is not None and isinstance(kept, int) and kept == 0 and (model.training or not self._only_training):
             count, ignored = given.get("num_items_in_batch"), given.get("ignore_index", IGNORED_TARGET)
             self._asked.options = (labels, given.get("shift_labels"), count, ignored)
 
