@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 
-SYSTEMS = ("plain", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
+SYSTEMS = ("plain", "lines", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,10 @@ RATIOS: list[tuple[str, str, str, tuple[float, float], tuple[float, float] | Non
     ("streamed, tokens/s over FSDP2 offload", "streamed", "fsdp2", (1.8, 2.2), (1.8, 2.2)),
     ("streamed, tokens/s over DeepSpeed ZeRO-3 offload", "streamed", "deepspeed", (1.8, 2.2), (1.8, 2.2)),
     ("resident, tokens/s over plain", "resident", "plain", (1.15, 1.4), (1.15, 1.4)),
+    ("three lines, tokens/s over plain", "lines", "plain", (1.2, 1.35), (0.95, 1.05)),
     ("stack enabled, everything fits, over plain", "enabled", "plain", (0.99, 1.0), (0.99, 1.0)),
 ]
-MEMORY_FLOOR, MEMORY_AIM = 6.8, 10.0
+MEMORY_FLOOR, MEMORY_AIM = 7.5, 10.0
 
 
 def ratio_lines(results: list[Result], *, clipped: bool) -> list[str]:
@@ -75,10 +76,12 @@ def ratio_lines(results: list[Result], *, clipped: bool) -> list[str]:
 
 
 def _memory_lines(ran: dict[str, Result]) -> list[str]:
-    mine, theirs = (ran[name].peak_reserved if name in ran else None for name in ("streamed", "plain"))
-    if not mine or not theirs:
-        return []
-    return [goal_line("peak reserved GPU memory, plain over streamed", theirs / mine, MEMORY_FLOOR, MEMORY_AIM)]
+    theirs = ran["plain"].peak_reserved if "plain" in ran else None
+    return [
+        goal_line(f"peak reserved GPU memory, plain over {name}", theirs / mine, MEMORY_FLOOR, MEMORY_AIM)
+        for name in ("streamed", "lines")
+        if theirs and name in ran and (mine := ran[name].peak_reserved)
+    ]
 
 
 def _loss_lines(ran: dict[str, Result]) -> list[str]:

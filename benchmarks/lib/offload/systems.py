@@ -1,6 +1,7 @@
 """The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in peers.py.
 
 plain      transformers' LlamaForCausalLM, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
+lines      the same model through the three lines of the README, which choose everything but the cap and the precision
 enabled    the same model, put into a stack in which all of it fits, and VGPUAdamW: what enabling the stack costs
 resident   our Decoder, bf16 compute weights with fp32 masters, all on level 0
 streamed   the same Decoder under the cap, streaming from the levels below
@@ -135,6 +136,19 @@ def build_plain(case: Case, device: torch.device) -> System:
     return System(model, optimizer, hf_loss(model, device), clip_of(case, model), notes=["torch AdamW, fused"])
 
 
+def build_lines(case: Case, device: torch.device) -> System:
+    """What a reader of the README runs; a recipe is not asked."""
+    from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization
+
+    model = hf_model(case, "meta").to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose buffers are computed, not drawn
+    drawn_weights(case, model, device)
+    stack = create_vgpu_stack(case.cap_bytes, device=device)
+    model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16)
+    settings = adamw_settings(case) | {"max_grad_norm": case.max_grad_norm, "update_in_backward": True}
+    return ours(model, VGPUAdamW(model.parameters(), **settings), hf_loss(model, device), stack)
+
+
 def build_enabled(case: Case, device: torch.device) -> System:
     """Plain PyTorch's model, in a stack that holds all of it on level 0."""
     from vblackwell import VGPUAdamW, enable_vgpu_stack_optimization
@@ -142,7 +156,7 @@ def build_enabled(case: Case, device: torch.device) -> System:
     stack = our_stack(case, device, streamed=False)
     model = hf_model(case, device)
     drawn_weights(case, model, device)
-    model = enable_vgpu_stack_optimization(model, stack, placement="resident")
+    model = enable_vgpu_stack_optimization(model, stack, placement="resident", accelerate=False)
     optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm)
     return ours(model, optimizer, hf_loss(model, device), stack)
 
