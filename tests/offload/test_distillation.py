@@ -102,6 +102,7 @@ def distilled(folder, weight_bytes: str | None, device: str) -> list[torch.Tenso
     student = small_student("llama")
     with VGPUStack({"levels": [{"capacity_mb": 64, "device": device}, {"capacity_mb": 64, "device": "cpu"}]}) as stack:
         placed = {"placement": "streamed", "compute_dtype": torch.bfloat16, "weight_bytes": weight_bytes}
+        placed["accelerate"] = False  # the student's logits are read next to its loss
         teacher = load_causal_lm(folder, stack, "teacher", trainable=False, **placed).eval()
         enable_vgpu_stack_optimization(student, stack, "student", **placed)
         optimizer = VGPUAdamW(student.parameters(), max_grad_norm=MAX_NORM, update_in_backward=True, **RATES)

@@ -59,7 +59,8 @@ def load_causal_lm(
         fp4: the format that frozen linears are packed to ('nvfp4'), with ``lora`` or not ``trainable``. fp4_layers,
             keep: which linears, as for `convert`.
         trust_remote_code: run code that lies in the folder, where the architecture is not one of transformers'.
-        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on.
+        placement: the keywords of `enable_vgpu_stack_optimization`: ``compute_dtype``, ``states`` and so on;
+            ``accelerate`` is False unless it is given.
 
     Raises:
         ConfigurationError: no such folder, or the id cannot be had; no causal model; fp4 without lora; an adapter for
@@ -94,6 +95,7 @@ def load_causal_lm(
             )  # fmt: skip
             if not trainable:
                 made.requires_grad_(False)
+        placement.setdefault("accelerate", False)
         return enable_vgpu_stack_optimization(made, stack, name, initialize=initialize, **placement)
 
 

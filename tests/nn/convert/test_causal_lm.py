@@ -257,7 +257,11 @@ def test_enabling_accelerates_a_causal_model_until_it_is_released(make_stack):  
     assert not is_accelerated(model)
     enable_vgpu_stack_optimization(model, make_stack(64 << 10), placement="streamed", accelerate=True)
     accelerate_causal_lm(plain, loss="training")
-    assert model(**batch(0)).logits is None
+    output = model(**batch(0))
+    for use in (lambda: output.logits / 2, lambda: torch.softmax(output.logits, -1), lambda: output.logits.shape):
+        with pytest.raises(Unsupported, match="accelerate=False"):
+            use()
+    assert not hasattr(output.logits, "dtype") and model(**batch(0), return_dict=False)[0] == output.loss
     model.eval()
     with torch.no_grad():
         assert model(**batch(0)).logits is not None

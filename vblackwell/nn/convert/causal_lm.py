@@ -104,7 +104,8 @@ def accelerate_causal_lm(
         modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
-            only of a model in training; evaluation, which may compute with logits, keeps them.
+            only of a model in training; evaluation, which may compute with logits, keeps them, and who computes with
+            a training output's logits is told that there are none.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
     Raises:
@@ -161,20 +162,19 @@ def restore_causal_lm(model: nn.Module) -> nn.Module:
     return model
 
 
-class LossInPlaceOfLogits:
-    """What the head gives instead of logits; who computes with it is told that there are none."""
+class _NoLogitsError(Unsupported, AttributeError):
+    """Also an AttributeError: libraries that look at outputs ask whether they have a dtype."""
 
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
+
+class NoLogits:
+    """What an output has instead of logits; who computes with it is told that there are none."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise Unsupported(_NO_LOGITS.format(getattr(func, "__name__", func)))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise Unsupported(_NO_LOGITS.format(name))
+        raise AttributeError(name) if name.startswith("__") else _NoLogitsError(_NO_LOGITS.format(name))
 
     def _refuse(self, *args: Any) -> Any:
         raise Unsupported(_NO_LOGITS.format("arithmetic"))
@@ -183,7 +183,17 @@ class LossInPlaceOfLogits:
     __getitem__ = __iter__ = __len__ = __float__ = _refuse
 
 
-_NO_LOGITS = "{} on logits: a loss in chunks has none; leave labels out, or accelerate_causal_lm(model, loss=False)"
+class LossInPlaceOfLogits(NoLogits):
+    """What the head gives the model's forward, which hands it to the loss function."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+_NO_LOGITS = (
+    "{} on logits: a loss in chunks has none; leave labels out, or accelerate_causal_lm(model, loss=False), or "
+    "enable_vgpu_stack_optimization(..., accelerate=False)"
+)
 
 
 class _FusedLoss:
@@ -249,6 +259,11 @@ class _FusedLoss:
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._asked.options = None
+        if self._only_training:
+            if isinstance(output, dict):
+                shown = {name: NoLogits() if isinstance(each, NoLogits) else each for name, each in output.items()}
+                return type(output)(**shown)
+            return tuple(NoLogits() if isinstance(each, NoLogits) else each for each in output)
         if isinstance(output, dict):
             kept = {name: value for name, value in output.items() if not isinstance(value, LossInPlaceOfLogits)}
             return type(output)(**kept) if len(kept) < len(output) else None
