@@ -59,6 +59,14 @@ def clipped() -> set[str]:
     return {f"{speed['streamed'] / speed['plain']:.3f}", f"{speed['streamed'] / speed['fsdp2']:.2f}"}
 
 
+def lines(date: str) -> set[str]:
+    speed, held = offload(date), offload(date, "peak_reserved")
+    rss = offload(date, "host_rss")["lines"]
+    ratios = {f"{speed['lines'] / speed['plain']:.3f}", f"{held['plain'] / held['lines']:.2f}", f"{rss / 1e9:.1f}"}
+    memory = {f"{held['lines'] / 1e9:.2f}", f"{held['plain'] / 1e9:.1f}"}
+    return ratios | memory | {f"{each:,.0f}" for each in speed.values()}
+
+
 def enabled() -> set[str]:
     speed = offload("2026-11-22T14:46")
     return {f"{speed['enabled'] / speed['plain']:.3f}", *(f"{each:,.0f}" for each in speed.values())}
@@ -90,6 +98,9 @@ def fp4(m: int) -> set[str]:
 
 
 SOURCES = {
+    "three lines of Python, clipping on": lambda: lines("2026-11-26T19:20"),
+    "three lines, no clipping": lambda: lines("2026-11-26T19:23"),
+    "three lines, every step clips": lambda: lines("2026-11-26T19:21"),
     "streamed, every setting by hand": streamed,
     "the same over peers": streamed,
     "the same over our own resident run": streamed,
