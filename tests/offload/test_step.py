@@ -513,3 +513,31 @@ def test_a_rollback_does_not_wait_for_updates_that_have_not_begun(make_stack: Ma
         optimizer.step()
     assert equal(model, plain)
     assert len(begun) == 1 + len(engine.groups)
+
+
+def test_a_step_that_does_not_clip_leaves_updates_on_the_host_running(make_stack: MakeStack):
+    """It needs the norms; the update of the group whose gradient came last has not even been made when it returns."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    ours = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    engine = offload_of(model)
+    go, apply = threading.Event(), engine.host_updates.apply
+
+    def late(group, *more) -> None:
+        if group is engine.groups[0]:
+            go.wait(60)
+        apply(group, *more)
+
+    engine.host_updates.apply = late
+    MLP.loss(model, 0).backward()
+    timer = threading.Timer(30, go.set)
+    timer.start()
+    ours.step()
+    assert not go.is_set(), "the step waited for an update"
+    timer.cancel()
+    go.set()
+    MLP.loss(plain, 0).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    theirs.step()
+    assert equal(model, plain)
