@@ -541,3 +541,58 @@ def test_a_step_that_does_not_clip_leaves_updates_on_the_host_running(make_stack
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     theirs.step()
     assert equal(model, plain)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_what_is_given_up_is_not_added_to_the_next_gradient(delay: float, make_stack: MakeStack):
+    """A rollback forgets an update that has not begun, and not the sum that came before it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2)))
+    model = copy.deepcopy(plain)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=2)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    set_worker_delay((lambda: time.sleep(delay)) if delay else None)
+    try:
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            for seed in range(4):
+                x = torch.randn(8, 48, generator=torch.Generator().manual_seed(seed))
+                module(x).square().mean().backward()
+                if seed == 1:
+                    optimizer.zero_grad()
+            optimizer.step()
+    finally:
+        set_worker_delay(None)
+    assert equal(model, plain)
+
+
+def test_an_interrupted_rollback_leaves_nothing_to_commit(make_stack: MakeStack):
+    """Ctrl-C comes while a forward waits for the one update that has begun; the others are forgotten as well."""
+    plain, model = build(MLP), build(MLP)
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    engine = offload_of(model)
+    begun, go, apply = threading.Event(), threading.Event(), engine.host_updates.apply
+
+    def late(*args) -> None:
+        begun.set()
+        go.wait(60)
+        apply(*args)
+
+    engine.host_updates.apply = late
+    MLP.loss(model, 0).backward()
+    assert begun.wait(60)
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go.set()
+
+    threading.Timer(0.2, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        MLP.loss(model, 1)
+    engine.host_updates.apply = apply
+    ours.step()  # of the gradients that are still there
+    MLP.loss(plain, 0).backward()
+    theirs.step()
+    assert equal(model, plain)

@@ -77,8 +77,8 @@ def enable_vgpu_stack_optimization(
             during the call, e.g. ``lambda name, tensor: tensor.copy_(checkpoint.get_tensor(name))``. Groups go in
             order; tied parameters come once. Training then gives the bits of a model that was built with these values.
         accelerate: run a causal model of transformers on fused operators until `release`, its loss in training in
-            chunks, without logits (`accelerate_causal_lm`). False keeps the model as it is; by default a GPU's are
-            accelerated. It rounds otherwise.
+            chunks, without logits (`accelerate_causal_lm`, which is called before this or not at all). False keeps the
+            model as it is; by default a GPU's are accelerated. It rounds otherwise.
 
     What concerns streaming (``groups`` to ``activations``, ``activation_bytes``) has no meaning for a model that is
     resident, and is ignored.
@@ -118,9 +118,9 @@ def enable_vgpu_stack_optimization(
         if accelerate is None:
             accelerate = stack.level0_device.type == "cuda" and is_causal_lm(model)
         if accelerate and not is_accelerated(model):
-            accelerate_causal_lm(model, loss="training")
-            undone.callback(_restore, model)
             _accelerated.add(model)
+            undone.callback(_restore, model)
+            accelerate_causal_lm(model, loss="training")
         source = Source(model, initialize)
         source.fill_buffers()
         drop_idle_weights(stack)

@@ -289,8 +289,7 @@ class StepControl(Mover):
         room = shared.room
         room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
-            room.end_update, room.sweep_updates = level0.end_oldest, level0.sweep
-        room.free_spare = self.free_shadows
+            room.end_update, room.sweep_updates, room.free_spare = level0.end_oldest, level0.sweep, level0.free_shadows
         self._early: dict[Group, EarlyUpdate] = {}
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
@@ -403,16 +402,16 @@ class StepControl(Mover):
         final = [group for group in early if self._early[group].is_final]
         for group in final:
             self._keep(group)
-        for group in early:
-            self._worker.cancel(self._states[group].update_end)
-        for group in early:
-            if group not in final:
-                place, state = self._places[group], self._states[group]
-                with defer_sigint():
+        with defer_sigint():  # of all: what is cancelled must not be committed
+            for group in early:
+                self._worker.cancel(self._states[group].update_end)
+            for group in early:
+                if group not in final:
+                    place, state = self._places[group], self._states[group]
                     place.roll_back(group, self._early[group])
                     del self._early[group]
                     state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
-                place.wait(group)
+                    place.wait(group)
         if final:  # after everything else is in order: the error comes once
             raise StepAbandoned(
                 f"{final[0].name!r} of {self._name!r} was updated after its backward, and with undo=False that is "
@@ -443,15 +442,10 @@ class StepControl(Mover):
         if self.level0 is not None:
             self.level0.drain()
 
-    def free_shadows(self) -> bool:
-        """Give up shadows that are not in use; False if there are none."""
-        freed = self.host_updates.free_shadows()
-        return (self.level0 is not None and self.level0.free_shadows()) or freed
-
     @property
     def shadow_bytes(self) -> int:
-        """What shadows take, in use or kept for the next step."""
-        return self.host_updates.shadows.num_bytes + (0 if self.level0 is None else self.level0.shadows.num_bytes)
+        """What shadows have taken at a time."""
+        return self.host_updates.shadows.peak_bytes + (0 if self.level0 is None else self.level0.shadows.peak_bytes)
 
     # -- gradients between backward and step ---------------------------------------------------------------------------
 
@@ -534,8 +528,9 @@ class StepControl(Mover):
         for group in self._groups:
             jobs, early = self.jobs(group, wanted), self._early.get(group)
             if early is not None and early.jobs == jobs:
-                self._keep(group)
-                self._places[group].commit(group, early)
+                with defer_sigint():
+                    self._keep(group)
+                    self._places[group].commit(group, early)
                 continue
             self.roll_back(group)
             if jobs:

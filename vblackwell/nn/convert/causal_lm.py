@@ -180,7 +180,7 @@ class NoLogits:
         raise Unsupported(_NO_LOGITS.format("arithmetic"))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
-    __getitem__ = __iter__ = __len__ = __float__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
 
 
 class LossInPlaceOfLogits(NoLogits):
@@ -259,6 +259,9 @@ class _FusedLoss:
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._asked.options = None
+        values = output.values() if isinstance(output, dict) else output
+        if not any(isinstance(each, NoLogits) for each in values):
+            return None
         if self._only_training:
             if isinstance(output, dict):
                 shown = {name: NoLogits() if isinstance(each, NoLogits) else each for name, each in output.items()}

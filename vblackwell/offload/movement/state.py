@@ -507,7 +507,7 @@ class Level0Room:
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
         self.end_update: FreeSome = lambda: False  # the oldest group that an update holds
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
-        self.free_spare: FreeSome = lambda: False  # shadows that are kept for the next step
+        self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
         self._stack, self._storage = stack, storage
         self._rooms.add(self)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from vblackwell.errors import StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group
-from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, defer_sigint, flat_of
+from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Outcome, Shared, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
@@ -316,7 +316,7 @@ class HostUpdates(Mover):
         self._weights = weights
         self._loop = MasterLoop()
         self.shadows = Shadows(self._storage)
-        self._replaced: dict[Group, Ranges] = {}  # by a commit, and perhaps still read by the update
+        self._ends: dict[Group, Outcome] = {}  # of committed updates: the ranges are those to read from then on
 
     def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` before its step, from the gradient in host memory; None if there is no room for shadows."""
@@ -324,29 +324,37 @@ class HostUpdates(Mover):
         shadows = None if final else self.shadows.take(group, self._own_ranges(group))
         if shadows is None and not final:
             return None  # this group is updated at the step, which is always right
-        steps = [job.step.clone() for job in jobs]
+        steps, earlier = [job.step.clone() for job in jobs], self._states[group].gradient.task
         try:
             self._queue(group, jobs, None, shadows)
         except BaseException:
-            self.shadows.give_back(shadows or {})
+            self.shadows.give_up(shadows or {})
             raise
-        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows))
+        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows, earlier))
 
     def commit(self, group: Group, early: EarlyUpdate) -> None:
-        if early.rollback is not None:
-            _, shadows = early.rollback
-            self._replaced[group] = self.shadows.swap(group, shadows)
+        if early.rollback is None:
+            return
+        self._worker.raise_failure()
+        old = self.shadows.swap(group, early.rollback[1])
+        try:
+            update = self._states[group].update_end
+            self._ends[group] = self._worker.submit(self._end_commit, group, update, old, group=group.index)
+        except BaseException:
+            self.shadows.swap(group, old)
+            self._worker.broken = True
+            raise
 
     def roll_back(self, group: Group, early: EarlyUpdate) -> None:
         """Make everything what it was before `start_early`; or raise what an earlier task did."""
         self._worker.raise_failure()
         state = self._states[group]
         state.update_end.exception()
-        steps, shadows = early.rollback
+        steps, shadows, earlier = early.rollback
         for job, step in zip(early.jobs, steps, strict=True):
             job.step.copy_(step)
-        self.shadows.give_back(shadows)
-        state.update_end = None
+        self.shadows.give_up(shadows)
+        state.update_end, state.gradient.task = None, earlier  # which may still add to the gradient
         state.version -= 1
 
     @defer_sigint()
@@ -359,12 +367,11 @@ class HostUpdates(Mover):
         state = self._states[group]
         task = state.update_end
         if task is not None:
-            failed = task.exception() is not None or not task.result()  # an interrupt leaves it to the next caller
-            if failed and group in self._replaced:  # its step has come: the group is a step behind others
-                self._replaced[group] = self.shadows.swap(group, self._replaced[group])
-                self._worker.broken = True
+            task.exception()  # an interrupt leaves it to be waited for by the next caller
+            if group in self._ends:
+                self._ends[group].exception()
+                del self._ends[group]
             state.update_end = None
-        self.shadows.give_back(self._replaced.pop(group, {}))
         state.update_is_stored()
         if task is not None:
             task.settle()
@@ -386,6 +393,7 @@ class HostUpdates(Mover):
         state.gradient.task = state.update_end
         if factor is not None:
             state.gradient.measured = None
+            state.gradient.level0_norms.clear()
 
     def _update(
         self, group: Group, jobs: list[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
@@ -405,13 +413,18 @@ class HostUpdates(Mover):
             if factor is not None:
                 self._states[group].gradient.norms.clear()
         except BaseException:
-            self._worker.broken |= shadows is None or group in self._replaced  # else the ranges are what they were
+            self._worker.broken |= shadows is None  # else the ranges are what they were
             raise
         return True
 
-    def free_shadows(self) -> bool:
-        """Give up shadows that are not in use; False if there are none."""
-        return self.shadows.free_spare()
+    def _end_commit(self, group: Group, update: Outcome, old: Ranges) -> None:
+        """After an ``update`` whose step has come: give up what it replaced, or, where it was not made, take it back:
+        the group is a step behind others then.
+        """
+        if update.exception() is not None or not update.result():
+            self._worker.broken = True
+            old = self.shadows.swap(group, old)
+        self.shadows.give_up(old)
 
     def _own_ranges(self, group: Group) -> Ranges:
         """What an update of ``group`` reads, and writes if there are no shadows, but for the gradient."""

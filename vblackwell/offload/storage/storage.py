@@ -332,14 +332,14 @@ class Storage:
 class Shadows:
     """Ranges that an update before its step writes instead of a group's own: a rollback without a copy.
 
-    They are of the same size on the same level, taken when first needed and kept for the next step; where there is no
-    room the update waits for its step.
+    They are of the same size on the same level. Where there is no room the update waits for its step.
     """
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self.spare: dict[tuple[int, int], list[Reservation]] = {}  # by level and bytes
-        self.num_bytes = 0
+        self._lock = threading.Lock()
+        self._num_bytes = self.peak_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
         """A shadow of each kind of ``group``; None if there is no room for all, or it lives on level 0 (an update at
@@ -354,7 +354,7 @@ class Shadows:
             try:
                 if not spare:
                     spare = [self._storage.take("shadow", original.num_bytes, original.level)]
-                    self.num_bytes += original.num_bytes
+                    self._count(original.num_bytes)
             except InsufficientMemory:
                 self.give_back(found)
                 return None
@@ -371,13 +371,22 @@ class Shadows:
         """Give unused shadows, which nothing reads or writes any more, back to their levels; False if there are
         none.
         """
-        found = any(self.spare.values())
-        for spare in self.spare.values():
-            while spare:
-                shadow = spare.pop()
-                self.num_bytes -= shadow.num_bytes
-                self._storage.give(shadow)
-        return found
+        spare = [shadow for each in self.spare.values() for shadow in each]
+        self.spare.clear()
+        for shadow in spare:
+            self.give_up({"": shadow})
+        return bool(spare)
+
+    def give_up(self, shadows: Ranges) -> None:
+        """Give ranges, which nothing reads or writes any more, back to their levels."""
+        for shadow in shadows.values():
+            self._count(-shadow.num_bytes)
+            self._storage.give(shadow)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def give_back(self, shadows: Ranges) -> None:
         """Keep ranges for the next `take`; what is queued on them has to come before its writes."""
