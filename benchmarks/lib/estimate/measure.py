@@ -69,8 +69,9 @@ class Training:
         host = 16 * sum(p.numel() for p in model.parameters()) + 2 * GiB
         stack = create_vgpu_stack(case.level0_bytes, host, 0, device=self.device)
         enable_vgpu_stack_optimization(
-            model, stack, placement="streamed", compute_dtype=torch.bfloat16, update="level0"
-        )
+            model, stack, placement="streamed", compute_dtype=torch.bfloat16, update="level0", activations="level0",
+            accelerate=False,
+        )  # fmt: skip
         self.model, self.optimizer = model, VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
