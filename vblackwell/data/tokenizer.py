@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from vblackwell.data.documents import TextFiles
 from vblackwell.errors import ConfigurationError, VBError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
+HEARD_S = 0.5
 SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary, but costs time and memory
 
 
@@ -45,10 +47,9 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     try:
         with suppress(BrokenPipeError):  # it has ended, and its exit code and last words say why
             for text in _sample(source):
-                process.stdin.write(json.dumps(text, ensure_ascii=False).encode() + b"\n")
-            process.stdin.write(b"null\n")
-            process.stdin.flush()
-        trained, complaint = process.stdout.read(), process.stderr.read()
+                _send(process.stdin, json.dumps(text, ensure_ascii=False).encode() + b"\n")
+            _send(process.stdin, b"null\n")
+        trained, complaint = _read_all(process.stdout, process.stderr)
         code = process.wait()
     finally:
         process.kill()
@@ -61,6 +62,27 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
         said = f"exit code {code}: {last}; give --tokenizer, or less text or more RAM"
         raise VBError(f"the process that trains the tokenizer ended with {said}")
     return Tokenizer.from_str(trained.decode())
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    """Write all of ``data``. A signal that comes just before a wait for the pipe is heard `HEARD_S` later."""
+    rest = memoryview(data)
+    while rest:
+        if select.select([], [pipe], [], HEARD_S)[1]:
+            rest = rest[os.write(pipe.fileno(), rest[: select.PIPE_BUF]) :]  # so much never blocks then
+
+
+def _read_all(*pipes: IO[bytes]) -> list[bytes]:
+    """What comes through ``pipes`` until they end, which hears signals as `_send` does."""
+    found = {pipe: bytearray() for pipe in pipes}
+    left = list(pipes)
+    while left:
+        for pipe in select.select(left, [], [], HEARD_S)[0]:
+            more = os.read(pipe.fileno(), MiB)
+            found[pipe] += more
+            if not more:
+                left.remove(pipe)
+    return [bytes(each) for each in found.values()]
 
 
 def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
