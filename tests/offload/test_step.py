@@ -596,3 +596,28 @@ def test_an_interrupted_rollback_leaves_nothing_to_commit(make_stack: MakeStack)
     MLP.loss(plain, 0).backward()
     theirs.step()
     assert equal(model, plain)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_final_update_that_has_not_begun_is_made_although_its_step_never_comes(dtype, make_stack: MakeStack):
+    """It has consumed its gradient, which may lie where the weight was: forgotten, it would leave that there."""
+    ends = []
+    for hold in (False, True):
+        model = build(MLP)
+        enable_vgpu_stack_optimization(
+            model, make_stack(LEVEL0), placement="streamed", update="home", compute_dtype=dtype
+        )
+        VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
+        if hold:
+            set_worker_delay(lambda: time.sleep(0.02))
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+                MLP.loss(model, 0).backward()
+                if not hold:
+                    offload_of(model).worker.drain()
+                with pytest.raises(StepAbandoned):
+                    MLP.loss(model, 1)
+        finally:
+            set_worker_delay(None)
+        ends.append(release(model))
+    assert equal(*ends)

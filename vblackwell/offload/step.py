@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -402,16 +403,16 @@ class StepControl(Mover):
         final = [group for group in early if self._early[group].is_final]
         for group in final:
             self._keep(group)
-        with defer_sigint():  # of all: what is cancelled must not be committed
+        early = [group for group in early if group not in final]
+        with defer_sigint() if early else nullcontext():  # of all: what is cancelled must not be committed
             for group in early:
                 self._worker.cancel(self._states[group].update_end)
             for group in early:
-                if group not in final:
-                    place, state = self._places[group], self._states[group]
-                    place.roll_back(group, self._early[group])
-                    del self._early[group]
-                    state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
-                    place.wait(group)
+                place, state = self._places[group], self._states[group]
+                place.roll_back(group, self._early[group])
+                del self._early[group]
+                state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
+                place.wait(group)
         if final:  # after everything else is in order: the error comes once
             raise StepAbandoned(
                 f"{final[0].name!r} of {self._name!r} was updated after its backward, and with undo=False that is "

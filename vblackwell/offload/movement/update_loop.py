@@ -335,12 +335,11 @@ class HostUpdates(Mover):
     def commit(self, group: Group, early: EarlyUpdate) -> None:
         if early.rollback is None:
             return
-        self._worker.raise_failure()
         old = self.shadows.swap(group, early.rollback[1])
         try:
             update = self._states[group].update_end
             self._ends[group] = self._worker.submit(self._end_commit, group, update, old, group=group.index)
-        except BaseException:
+        except BaseException:  # another task has failed meanwhile: this group stays a step behind
             self.shadows.swap(group, old)
             self._worker.broken = True
             raise
