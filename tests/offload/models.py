@@ -146,3 +146,8 @@ def build(case: Case, use_checkpoint: bool = False, seed: int = 0) -> nn.Module:
     """The case's model with weights from ``seed``."""
     torch.manual_seed(seed)
     return case.build(use_checkpoint)
+
+
+def equal(left: nn.Module, right: nn.Module) -> bool:
+    """Whether all parameters are, bit by bit but for the two zeros."""
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from tests.offload.models import CASES, build
+from tests.offload.models import CASES, build, equal
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
@@ -55,10 +55,6 @@ def late_worker() -> Iterator[None]:
     set_worker_delay(lambda: (pause.wait(0.02), None)[1])
     yield
     set_worker_delay(None)
-
-
-def equal(left: nn.Module, right: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 def test_reading_into_an_average_writes_nothing(make_stack: MakeStack):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from tests.offload.models import CASES, build
+from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
 from vblackwell.memory.transfer import set_transfer_delay
@@ -28,10 +28,6 @@ from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
 UPDATES = pytest.mark.parametrize("update", ["home", "level0"])
-
-
-def equal(left: nn.Module, right: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 @pytest.mark.each_value
@@ -486,138 +482,3 @@ def test_a_place_of_updates_has_two_names(name: str, older: str, make_stack: Mak
         model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update=update)
         found.append(offload_of(model).summary()["updated_on_level0"])
     assert found[0] == found[1] and bool(found[0]) == (name == "device")
-
-
-def test_a_rollback_does_not_wait_for_updates_that_have_not_begun(make_stack: MakeStack):
-    """They are forgotten: nothing of them is computed, and what was stored is as it was."""
-    plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
-    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    engine = offload_of(model)
-    hold, begun, apply = threading.Event(), list[str](), engine.host_updates.apply
-
-    def counted(group, *more) -> None:
-        begun.append(group.name)
-        hold.wait(60)
-        apply(group, *more)
-
-    engine.host_updates.apply = counted
-    MLP.loss(model, 0).backward()
-    wait_until(lambda: begun)
-    threading.Timer(0.1, hold.set).start()
-    ours.zero_grad()  # the step does not come
-    assert len(begun) == 1 < len(engine.groups)
-    for module, optimizer in ((model, ours), (plain, theirs)):
-        MLP.loss(module, 0).backward()
-        optimizer.step()
-    assert equal(model, plain)
-    assert len(begun) == 1 + len(engine.groups)
-
-
-def test_a_step_that_does_not_clip_leaves_updates_on_the_host_running(make_stack: MakeStack):
-    """It needs the norms; the update of the group whose gradient came last has not even been made when it returns."""
-    plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
-    ours = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    engine = offload_of(model)
-    go, apply = threading.Event(), engine.host_updates.apply
-
-    def late(group, *more) -> None:
-        if group is engine.groups[0]:
-            go.wait(60)
-        apply(group, *more)
-
-    engine.host_updates.apply = late
-    MLP.loss(model, 0).backward()
-    timer = threading.Timer(30, go.set)
-    timer.start()
-    ours.step()
-    assert not go.is_set(), "the step waited for an update"
-    timer.cancel()
-    go.set()
-    MLP.loss(plain, 0).backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    theirs.step()
-    assert equal(model, plain)
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.05])
-def test_what_is_given_up_is_not_added_to_the_next_gradient(delay: float, make_stack: MakeStack):
-    """A rollback forgets an update that has not begun, and not the sum that came before it."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2)))
-    model = copy.deepcopy(plain)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
-    ours = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=2)
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    set_worker_delay((lambda: time.sleep(delay)) if delay else None)
-    try:
-        for module, optimizer in ((model, ours), (plain, theirs)):
-            for seed in range(4):
-                x = torch.randn(8, 48, generator=torch.Generator().manual_seed(seed))
-                module(x).square().mean().backward()
-                if seed == 1:
-                    optimizer.zero_grad()
-            optimizer.step()
-    finally:
-        set_worker_delay(None)
-    assert equal(model, plain)
-
-
-def test_an_interrupted_rollback_leaves_nothing_to_commit(make_stack: MakeStack):
-    """Ctrl-C comes while a forward waits for the one update that has begun; the others are forgotten as well."""
-    plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
-    ours = VGPUAdamW(model.parameters(), update_in_backward=True)
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    engine = offload_of(model)
-    begun, go, apply = threading.Event(), threading.Event(), engine.host_updates.apply
-
-    def late(*args) -> None:
-        begun.set()
-        go.wait(60)
-        apply(*args)
-
-    engine.host_updates.apply = late
-    MLP.loss(model, 0).backward()
-    assert begun.wait(60)
-
-    def interrupt() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        go.set()
-
-    threading.Timer(0.2, interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        MLP.loss(model, 1)
-    engine.host_updates.apply = apply
-    ours.step()  # of the gradients that are still there
-    MLP.loss(plain, 0).backward()
-    theirs.step()
-    assert equal(model, plain)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_final_update_that_has_not_begun_is_made_although_its_step_never_comes(dtype, make_stack: MakeStack):
-    """It has consumed its gradient, which may lie where the weight was: forgotten, it would leave that there."""
-    ends = []
-    for hold in (False, True):
-        model = build(MLP)
-        enable_vgpu_stack_optimization(
-            model, make_stack(LEVEL0), placement="streamed", update="home", compute_dtype=dtype
-        )
-        VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
-        if hold:
-            set_worker_delay(lambda: time.sleep(0.02))
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
-                MLP.loss(model, 0).backward()
-                if not hold:
-                    offload_of(model).worker.drain()
-                with pytest.raises(StepAbandoned):
-                    MLP.loss(model, 1)
-        finally:
-            set_worker_delay(None)
-        ends.append(release(model))
-    assert equal(*ends)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from tests.offload.models import CASES, build
+from tests.offload.models import CASES, build, equal
 from vblackwell.memory.transfer import DoneTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement.lane import LaneEnd, LaneJob
@@ -24,10 +24,6 @@ from vblackwell.offload.storage.masters import join, round_from_fp32, split
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
 Optimizers = tuple[VGPUAdamW, torch.optim.Optimizer]
-
-
-def equal(left: nn.Module, right: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 @pytest.fixture
