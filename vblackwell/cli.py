@@ -307,7 +307,7 @@ def _estimate_flags(parser: Any) -> None:
     ram = "RAM for an offload stack, e.g. 32GiB; without a model, of the machine."
     add("--host-memory", "--ram", type=str, help=ram)
     add("--disk-memory", "--disk", type=str, help="Disk for an offload stack.")
-    add("--gpus", type=int, help="Number of such GPUs: plans tensor parallelism, FSDP and a pipeline.")
+    add("--gpus", type=int, help="Number of such GPUs: what dividing all states among them (FSDP) makes of it.")
     add("--topology", type=str, default="ring", help="How they are joined: ring, mesh or all_to_all.")
     add("--html", type=str, metavar="FILE", help="Write the estimate as a page as well.")
     _add_switch(parser, "--gradient-checkpointing", "Recompute blocks in backward.")

@@ -13,7 +13,7 @@ from vblackwell.planner.estimate.page import ORDER, page_of, timeline
 from vblackwell.planner.estimate.result import Estimated
 from vblackwell.planner.memory_estimate import ModelConfig, Run, estimate_trace
 from vblackwell.planner.model_spec import of_decoder
-from vblackwell.planner.parallel.plan import parallel_plan
+from vblackwell.planner.several_gpus import sharded_step
 from vblackwell.trace.allocator import replay
 from vblackwell.trace.trace import CATEGORIES
 
@@ -70,8 +70,8 @@ def test_the_page_is_whole_and_needs_nothing():
     run = Run(of_decoder(model, config.decoder()), 64, capability=card.capability)
     trace = run.trace(4)
     memory = estimate_trace(trace, run.capability)
-    parallel = parallel_plan(run, trace, 4, card, card.total_bytes, 2, "ring")
-    page = page_of(Estimated(run, 4, trace, memory, card, card.total_bytes, True, 90, parallel=parallel))
+    several = sharded_step(run, trace, 4, card, card.total_bytes, 2, "ring")
+    page = page_of(Estimated(run, 4, trace, memory, card, card.total_bytes, True, 90, several=several))
     reader = Reader()
     reader.feed(page)
     assert not reader.open and not reader.fetched
@@ -82,6 +82,6 @@ def test_the_page_is_whole_and_needs_nothing():
     assert set(ORDER) == {*CATEGORIES, "fragmentation", "context"}
     widths = [float(each) for each in re.findall(r'style="width:([\d.]+)%" title', page)]
     assert sum(widths) == pytest.approx(100, abs=0.1)  # the card is more than twice the peak: the bar is the peak alone
-    assert "fsdp" in page and "pipeline" in page
+    assert "on 2 such GPUs" in page
     tops = [float(y) for points in re.findall(r'points="([^"]+)"', page) for y in re.findall(r",([\d.]+)", points)]
     assert min(tops) >= 0 and max(tops) <= 300

@@ -268,20 +268,6 @@ def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextMana
     return nullcontext() if head is None else head.register_forward_pre_hook(reached)
 
 
-def weighted_calls(model: nn.Module, forward: Callable[[], Any]) -> list[tuple[str, tuple[Any, ...]]]:
-    """(name, inputs) of every call of a module with parameters, in the order of ``forward``, without gradients."""
-    calls: list[tuple[str, tuple[Any, ...]]] = []
-    with ExitStack() as hooks, torch.no_grad(), warnings.catch_warnings():
-        for name, module in model.named_modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                note = partial(lambda name, module, inputs: calls.append((name, inputs)), name)
-                hooks.enter_context(module.register_forward_pre_hook(note))
-        # Reentrant checkpointing says it; no gradient is wanted here.
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        forward()
-    return calls
-
-
 _known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
 
 
@@ -292,11 +278,19 @@ def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss
     remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
     if remembered and key in _known_heads:
         return modules[_known_heads[key]]
-    calls = weighted_calls(model, lambda: loss(model, make_batch()))
-    if not calls:
+    called: list[str] = []
+    with ExitStack() as hooks, torch.no_grad(), warnings.catch_warnings():
+        for name, module in modules.items():
+            if any(True for _ in module.parameters(recurse=False)):
+                note = partial(lambda name, *_: called.append(name), name)
+                hooks.enter_context(module.register_forward_pre_hook(note))
+        # Reentrant checkpointing says it; no gradient is wanted here.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        loss(model, make_batch())
+    if not called:
         return None
     if remembered:
         while len(_known_heads) >= MAX_KNOWN_HEADS:
             del _known_heads[next(iter(_known_heads))]
-        _known_heads[key] = calls[-1][0]
-    return modules[calls[-1][0]]
+        _known_heads[key] = called[-1]
+    return modules[called[-1]]

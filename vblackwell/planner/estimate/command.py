@@ -26,8 +26,7 @@ from vblackwell.planner.estimate.result import Advice, Estimated
 from vblackwell.planner.forecast import PLENTY, OffloadEstimate, estimate_offload, minimum_gpu_bytes
 from vblackwell.planner.memory_estimate import Run, estimate_trace, fits
 from vblackwell.planner.model_spec import check_batch, find_model
-from vblackwell.planner.parallel.plan import parallel_plan
-from vblackwell.planner.parallel.strategies import check_several
+from vblackwell.planner.several_gpus import check_several, sharded_step
 from vblackwell.trace.causal_lm import language_loss
 from vblackwell.trace.trace import Trace, Untraceable
 from vblackwell.trace.work import Work, phase_seconds
@@ -114,8 +113,8 @@ def estimate_command(
         if gpu_bytes is not None:
             found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
         if gpus is not None and card is not None and gpu_bytes is not None:
-            several = parallel_plan(run, found.trace, batch_size, card, gpu_bytes, gpus, topology)
-            found = replace(found, parallel=several)
+            several = sharded_step(run, found.trace, batch_size, card, gpu_bytes, gpus, topology)
+            found = replace(found, several=several)
         elif advice and found.measured is None and (found.fits is False or card is not None):
             found = replace(found, advice=advice_of(found, below))
     if page is not None:

@@ -75,17 +75,6 @@ def _plan(estimated: Estimated) -> str:
     )
     if estimated.advice:
         body += "<h3>What would help</h3>" + _list(estimated.advice)
-    if (parallel := estimated.parallel) is not None:
-        heads = ("", "tokens/s", "efficiency", "waiting", "sent a GPU", "one holds", "")
-        rows = "".join(f"<th>{head}</th>" for head in heads)
-        for each in parallel.strategies:
-            why = f'<td class="why" colspan="6">{escape(each.refused or "")}</td>'
-            cells = why if each.refused else "".join(f"<td>{cell}</td>" for cell in parallel.cells(each))
-            rows += f"</tr><tr><td>{each.name}</td>{cells}"
-        body += (
-            f'<h3>On {parallel.num_gpus} such GPUs</h3><p class="note">{parallel.topology}; {escape(parallel.link)}</p>'
-            f'<div class="scroll"><table><tr>{rows}</tr></table></div>'
-        )
     return body
 
 

@@ -9,7 +9,7 @@ from vblackwell.machine.gpus import KnownGPU
 from vblackwell.planner.estimate.measured import Measured
 from vblackwell.planner.forecast import OffloadEstimate
 from vblackwell.planner.memory_estimate import P99_BYTES, P99_PERCENT, MemoryEstimate, Run
-from vblackwell.planner.parallel.plan import ParallelPlan
+from vblackwell.planner.several_gpus import ShardedStep
 from vblackwell.trace.trace import Trace
 from vblackwell.units import format_bytes
 
@@ -64,7 +64,7 @@ class Estimated:
     stack: OffloadEstimate | None = None
     resident: float | None = None
     rates: str | None = None
-    parallel: ParallelPlan | None = None
+    several: ShardedStep | None = None
     advice: tuple[Advice, ...] = ()
     measured: Measured | None = None
 
@@ -100,13 +100,8 @@ class Estimated:
         ]
         if self.resident is not None:
             found.append(f"speeds by {self.rates}; {STREAMED_ERROR}")
-        if self.parallel is not None:
-            heads = any(size.is_heads for size in self.parallel.sizes)
-            found.append(
-                "several GPUs by formulas alone, never measured here: every message 10 us, tensor parallelism without "
-                "overlap, its activations and operators other than products whole on every GPU"
-                + ("" if heads else "; attention heads, which are not known here, that divide")
-            )
+        if self.several is not None:
+            found.append("several GPUs by formulas alone, never measured here: every message 10 us")
         return found
 
     def report(self) -> dict[str, Any]:
@@ -123,8 +118,8 @@ class Estimated:
             streamed, bottleneck = (stack.tokens_per_second, stack.bottleneck) if stack else (None, None)
             speed = {"resident": self.resident, "streamed": streamed, "bottleneck": bottleneck, "rates": self.rates}
             plan["speed"] = speed
-        if self.parallel is not None:
-            plan["parallel"] = self.parallel.as_dict()
+        if self.several is not None:
+            plan["several_gpus"] = self.several.as_dict()
         return {
             "model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values,
             "gpu_bytes": self.gpu_bytes, "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
@@ -154,6 +149,8 @@ class Estimated:
             lines.append(f"about {self.resident:,.0f} tokens/s")
         if stack is not None and stack.tokens_per_second is not None:
             lines.append(f"about {stack.tokens_per_second:,.0f} tokens/s streamed; busiest: {stack.bottleneck}")
+        if self.several is not None:
+            lines += self.several.lines()
         return lines
 
     def table(self) -> str:
@@ -163,8 +160,6 @@ class Estimated:
         lines += [f"  {text:<18}{format_bytes(values[name]):>12}" for name, text in shown.items()]
         whole = f"weights, gradients and optimizer states in full: {format_bytes(state)} ({state / 1e9:.1f} GB)"
         lines += ["", *(f"  {line}" for line in [whole, *self.plan_lines()])]
-        if self.parallel is not None:
-            lines += ["", *self.parallel.lines()]
         if self.advice:
             lines += ["", "  what would help:", *(f"    {each}" for each in self.advice)]
         return "\n".join([*lines, "", *(f"  assumes {text}" for text in self.assumptions())])
