@@ -3,6 +3,7 @@
     python benchmarks/bench_offload.py                                   # 2.70B, sequence 2048, batch 8, one H200
     python benchmarks/bench_offload.py --systems plain,lines --max-grad-norm 1e9  # clips, and it never bites
     python benchmarks/bench_offload.py --max-grad-norm 1.0 --systems plain,resident,streamed
+    python benchmarks/bench_offload.py --random 12 --seed 7              # plain and the three lines, on drawn cases
     python benchmarks/bench_offload.py --shape tiny --device cpu --seq 32 --batch 2 --cap 512KiB
 
 Every system trains the same decoder (transformers' Llama, or our Decoder, which computes the same) from the same
@@ -26,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.offload.case import SHAPES, SYSTEMS, Case, Recipe, Result
+from benchmarks.lib.offload.draw import Draw, draw_lines, draws
 from benchmarks.lib.offload.report import ratio_lines, row_of, table_lines
 from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
+from vblackwell.machine.facts import list_gpus
 from vblackwell.units import parse_bytes
 
 CHILD = Path(__file__).parent / "lib/offload/measure.py"
@@ -50,14 +53,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="sequences in a step")
     add("--steps", type=int, default=7, help="measured steps, the median counts")
     add("--warmup", type=int, default=3, help="steps before them")
-    add("--max-grad-norm", type=number_or_none, default=None, help="a number, or none")
+    add("--max-grad-norm", type=number_or_none, default=None, help="a number, or none; drawn cases: 1e9, never bites")
     add("--cap", type=parse_bytes, default=parse_bytes("8GiB"), help="GPU memory of the capped systems")
     add("--capped", type=names, default=["streamed", "lines"], help="systems that must obey the cap")
     add("--host-memory", type=parse_bytes, default=None, help="of our level 1; default 0.9 of the free RAM")
     add("--disk-memory", type=parse_bytes, default=0, help="of our disk level, for streamed")
     add("--disk-path", default=None)
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of weights and tokens, and of the draw")
+    add("--random", type=int, default=0, metavar="N", help="draw N models, tokens a step and caps")
     add("--learning-rate", type=float, default=1e-4, help="reached after 20 steps")
     add("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=level0,undo=false,...")
     add("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
@@ -67,6 +71,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS)}")
+    if args.random and args.max_grad_norm is None and "--max-grad-norm" not in (sys.argv if argv is None else argv):
+        args.max_grad_norm = 1e9
     return args
 
 
@@ -121,28 +127,47 @@ def main(argv: list[str] | None = None) -> list[Result]:
     read_csv(args.csv)  # before minutes of measuring, whether rows can be added
     began, about = time.monotonic(), machine()
     print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
-    results, rows = [], []
-    for system in args.systems:
+    results: list[Result] = []
 
-        def tell(text: str, system: str = system) -> None:
-            print(f"[{time.monotonic() - began:6.1f} s] {system}: {text}", flush=True)
+    def run(case: Case) -> Result:
+        def tell(text: str) -> None:
+            print(f"[{time.monotonic() - began:6.1f} s] {case.system}: {text}", flush=True)
 
         tell("starts")
-        case = case_of(system, args)
         result = run_system(case, args.limit, tell)
         if result.tokens_per_second and result.peak_reserved is not None:  # at once: what comes later may fail
             tell(f"{result.tokens_per_second:,.0f} tokens/s, {result.peak_reserved / 1e9:.2f} GB reserved")
         results.append(result)
-        rows.append(row_of(about, case, result))
-    lines = [
-        *table_lines(results),
-        "",
-        *ratio_lines(results, clipped=any((each.clipped_share or 0) > 0.2 for each in results)),
-    ]
+        append_csv(args.csv, [row_of(about, case, result)])
+        return result
+
+    if args.random:
+        lines = run_draws(args, run)
+    else:
+        for system in args.systems:
+            run(case_of(system, args))
+        clipped = any((each.clipped_share or 0) > 0.2 for each in results)
+        lines = [*table_lines(results), "", *ratio_lines(results, clipped=clipped)]
     print("\n".join(lines), flush=True)
-    append_csv(args.csv, rows)
     print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
     return results
+
+
+def run_draws(args: argparse.Namespace, run: Callable[[Case], Result]) -> list[str]:
+    """Plain PyTorch and the three lines on drawn cases; what to print of them."""
+    gpus = list_gpus() if args.device == "cuda" else []
+    if args.device == "cuda" and not gpus:
+        raise SystemExit("--random draws what a GPU can hold, and there is none: --device cpu draws tiny models")
+    pairs: list[tuple[Draw, Result, Result]] = []
+    for number, drawn in enumerate(draws(args.random, args.seed, gpus[0].total_bytes if gpus else None)):
+        print(f"draw {number + 1} of {args.random}: {drawn.name}", flush=True)
+        asked = argparse.Namespace(**vars(args) | {"seq": drawn.seq, "batch": drawn.batch, "cap": drawn.cap_bytes})
+        plain, ours = (
+            run(replace(case_of(system, asked), shape=f"drawn-{args.seed}-{number}", drawn=drawn.shape))
+            for system in ("plain", "lines")
+        )
+        pairs.append((drawn, plain, ours))
+    return draw_lines(pairs)
 
 
 if __name__ == "__main__":

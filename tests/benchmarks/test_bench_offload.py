@@ -99,6 +99,43 @@ def test_recipes_and_cases_travel(bench):
         Case("megatron")
 
 
+def test_drawn_cases_are_models_that_plain_pytorch_holds(bench):
+    """Parameters are counted as transformers builds them, and a seed gives its cases again."""
+    from benchmarks.lib.offload.case import FAMILIES, Case
+    from benchmarks.lib.offload.draw import ON_GPU, SHARE_OF_GPU, draws, plain_bytes, streamed_bytes
+    from benchmarks.lib.offload.systems import hf_model
+
+    gpu = 141 * 10**9
+    found = draws(200, 11, gpu)
+    assert found == draws(200, 11, gpu) != draws(200, 12, gpu)
+    assert {each.shape.family for each in found} == set(FAMILIES)
+    assert {each.shape.tied for each in found} == {True, False} and any(each.shape.vocab_size % 2 for each in found)
+    for each in found:
+        shape, tokens = each.shape, each.seq * each.batch
+        assert plain_bytes(shape, tokens) <= SHARE_OF_GPU * gpu and tokens <= 1.25 * ON_GPU.tokens[1]
+        assert each.cap_bytes > streamed_bytes(shape, tokens, ON_GPU.fixed) and shape.hidden_size % shape.num_heads == 0
+    sizes = sorted(each.shape.num_parameters for each in found)
+    assert sizes[0] < 0.6e9 and sizes[-1] > 4e9
+    for family in FAMILIES:
+        for each in [each for each in draws(40, 3, None) if each.shape.family == family][:3]:
+            case = Case("lines", "drawn", each.seq, each.batch, drawn=each.shape)
+            assert Case.from_json(case.to_json()) == case
+            model = hf_model(case, "meta")
+            assert sum(param.numel() for param in model.parameters()) == each.shape.num_parameters, each.name
+
+
+@pytest.mark.slow
+def test_drawn_cases_run(bench, tmp_path, capsys):
+    """Two tiny ones; the same losses as plain PyTorch, whatever the family, and a line for each."""
+    results = bench.main(words(tmp_path, "--random", "3", "--seed", "5"))
+    said = capsys.readouterr().out
+    assert [(each.system, each.status) for each in results] == [("plain", "ok"), ("lines", "ok")] * 3, said
+    for plain, lines in zip(results[::2], results[1::2], strict=True):
+        assert plain.losses == pytest.approx(lines.losses, abs=2e-3)  # as above
+    assert "worst of the draw" in said and "caps held: 3 of 3" in said
+    assert [row["shape"] for row in rows(tmp_path)] == [f"drawn-5-{n}" for n in (0, 0, 1, 1, 2, 2)]
+
+
 def test_ratios_know_floor_and_aim(bench):
     from benchmarks.lib.offload.case import Result
     from benchmarks.lib.offload.report import ratio_lines

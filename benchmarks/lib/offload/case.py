@@ -8,9 +8,14 @@ from dataclasses import asdict, dataclass, field, fields
 SYSTEMS = ("plain", "lines", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
 
 
+FAMILIES = ("llama", "mistral", "qwen2", "gpt2")  # as transformers names them
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-style decoder, embeddings not tied to the head. ``num_kv_heads`` None: as many as query heads."""
+    """A decoder of one of `FAMILIES`. ``num_kv_heads`` None: as many as query heads, as gpt2 always has; ``tied``: the
+    embeddings are the head; ``positions``: that gpt2 has embeddings of.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -18,20 +23,26 @@ class Shape:
     num_heads: int
     vocab_size: int = 32000
     num_kv_heads: int | None = None
+    family: str = "llama"
+    tied: bool = False
+    positions: int = 0
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: two square projections, two as wide as keys, three of the feed-forward, two
-        norms.
-        """
-        key_size = self.hidden_size // self.num_heads * (self.num_kv_heads or self.num_heads)
-        attention = 2 * self.hidden_size * (self.hidden_size + key_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        """Parameters of one block: projections of attention, feed-forward, two norms, and biases where there are."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        if self.family == "gpt2":
+            return 4 * hidden * (hidden + 1) + 2 * hidden * wide + wide + hidden + 4 * hidden
+        key_size = hidden // self.num_heads * (self.num_kv_heads or self.num_heads)
+        biases = hidden + 2 * key_size if self.family == "qwen2" else 0
+        return 2 * hidden * (hidden + key_size) + 3 * hidden * wide + 2 * hidden + biases
 
     @property
     def num_parameters(self) -> int:
         """All parameters."""
-        return self.num_layers * self.block_parameters + 2 * self.vocab_size * self.hidden_size + self.hidden_size
+        rows = self.vocab_size * (1 if self.tied else 2) + self.positions
+        last_norm = (2 if self.family == "gpt2" else 1) * self.hidden_size
+        return self.num_layers * self.block_parameters + rows * self.hidden_size + last_norm
 
 
 SHAPES = {
@@ -90,7 +101,7 @@ class Case:
 
     Attributes:
         system: one of `SYSTEMS`.
-        shape: a key of `SHAPES`.
+        shape: a key of `SHAPES`, or the name of ``drawn``.
         seq, batch: tokens in a sequence, sequences in a step.
         warmup, steps: unmeasured and measured steps.
         max_grad_norm: clip to this 2-norm; None neither clips nor measures.
@@ -101,6 +112,7 @@ class Case:
         cap_bytes: enforced on the process (CUDA), and level 0's capacity; None: the whole device.
         host_bytes, disk_bytes, disk_path: capacities of our lower levels; None: nine tenths of the free RAM, no disk.
         deterministic: deterministic kernels, so that losses may be compared bit by bit.
+        drawn: a shape that is none of `SHAPES`.
     """
 
     system: str
@@ -123,9 +135,10 @@ class Case:
     disk_path: str | None = None
     deterministic: bool = False
     recipe: Recipe = field(default_factory=Recipe)
+    drawn: Shape | None = None
 
     def __post_init__(self) -> None:
-        for value, known in ((self.system, SYSTEMS), (self.shape, SHAPES)):
+        for value, known in ((self.system, SYSTEMS), (self.shape, SHAPES if self.drawn is None else (self.shape,))):
             if value not in known:
                 raise ValueError(f"{value!r} is none of {', '.join(known)}")
         if min(self.seq, self.batch, self.steps, self.warmup) < 1:
@@ -133,7 +146,7 @@ class Case:
 
     @property
     def decoder(self) -> Shape:
-        return SHAPES[self.shape]
+        return self.drawn or SHAPES[self.shape]
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,6 +164,7 @@ class Case:
         values = json.loads(text)
         values["recipe"] = Recipe(**values["recipe"])
         values["betas"] = tuple(values["betas"])
+        values["drawn"] = values["drawn"] and Shape(**values["drawn"])
         return cls(**values)
 
 

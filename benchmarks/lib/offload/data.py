@@ -43,13 +43,13 @@ def next_tokens(ids_BS: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(name: str, shape: torch.Size, num_layers: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Initial fp32 value of a weight: 1 for norms, else normal(0, 0.02), into the residual stream / sqrt(2 *
-    layers).
+    """Initial fp32 value of a weight: 0 for biases, 1 for norms, else normal(0, 0.02), into the residual stream /
+    sqrt(2 * layers).
     """
     if len(shape) == 1:
-        return torch.ones(shape, device=device)
+        return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
     generator = torch.Generator(device).manual_seed(seed << 32 | zlib.crc32(name.encode()))
-    into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight"))
     spread = 0.02 / (2 * num_layers) ** 0.5 if into_residual else 0.02
     return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
 

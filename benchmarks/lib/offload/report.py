@@ -104,6 +104,7 @@ def row_of(about: dict[str, Any], case: Case, result: Result) -> dict[str, Any]:
         asked.pop(name)
     asked["parameters"] = case.decoder.num_parameters
     asked["recipe"] = " ".join(f"{name}={value}" for name, value in recipe.items() if value is not None)
+    asked["drawn"] = " ".join(f"{name}={value}" for name, value in (asked["drawn"] or {}).items())
     answer = asdict(result)
     for name in ("link_bytes", "link_busy"):
         answer[name] = " ".join(f"{link}={value:.6g}" for link, value in answer[name].items())

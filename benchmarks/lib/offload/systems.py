@@ -1,6 +1,6 @@
 """The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in peers.py.
 
-plain      transformers' LlamaForCausalLM, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
+plain      transformers' causal model, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
 lines      the same model through the three lines of the README, which choose everything but the cap and the precision
 enabled    the same model, put into a stack in which all of it fits, and VGPUAdamW: what enabling the stack costs
 resident   our Decoder, bf16 compute weights with fp32 masters, all on level 0
@@ -75,27 +75,37 @@ class System:
 
 
 def hf_config(shape: Shape, seq: int) -> Any:
-    """transformers' configuration of ``shape``, the decoder that `DecoderConfig` describes."""
-    from transformers import LlamaConfig
+    """transformers' configuration of ``shape``: of a llama the decoder that `DecoderConfig` describes."""
+    from transformers import AutoConfig
 
-    return LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+    same = {
+        "vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied, "use_cache": False,
+        "attn_implementation": "sdpa",
+    }  # fmt: skip
+    if shape.family == "gpt2":
+        return AutoConfig.for_model(
+            "gpt2", n_embd=shape.hidden_size, n_inner=shape.intermediate_size, n_layer=shape.num_layers,
+            n_head=shape.num_heads, n_positions=shape.positions, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+            **same,
+        )  # fmt: skip
+    whole = {"sliding_window": None} if shape.family == "mistral" else {}
+    return AutoConfig.for_model(
+        shape.family, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads or shape.num_heads, max_position_embeddings=max(seq, 2048),
-        rms_norm_eps=1e-5, tie_word_embeddings=False, use_cache=False,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **same, **whole,
     )  # fmt: skip
 
 
 def hf_model(case: Case, device: torch.device | str) -> Any:
-    """An uninitialised or freshly drawn LlamaForCausalLM on ``device`` that checkpoints its blocks."""
-    from transformers import LlamaForCausalLM
+    """An uninitialised or freshly drawn causal model on ``device`` that checkpoints its blocks."""
+    from transformers import AutoModelForCausalLM
 
     with torch.device(device):
-        model = LlamaForCausalLM(hf_config(case.decoder, case.seq))
+        model = AutoModelForCausalLM.from_config(hf_config(case.decoder, case.seq))
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     return model
 
 
@@ -141,7 +151,9 @@ def build_lines(case: Case, device: torch.device) -> System:
     from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization
 
     model = hf_model(case, "meta").to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose buffers are computed, not drawn
+    if case.decoder.family != "gpt2":
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # whose buffers are computed, not drawn
+    model.tie_weights()  # what is empty has been made anew
     drawn_weights(case, model, device)
     stack = create_vgpu_stack(case.cap_bytes, device=device)
     model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16)
