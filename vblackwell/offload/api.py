@@ -1,4 +1,4 @@
-"""`enable_vgpu_stack_optimization`, `release`, `offload_of`: a model goes into a stack and comes out again.
+"""`enable_vgpu_stack_optimization`, `release`, `model_plan`: a model goes into a stack and comes out again.
 
 *resident*: weights, gradients and states all fit level 0, and the model stays a plain module. *streamed*: the lower
 levels hold the model, and level 0 what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
@@ -20,7 +20,13 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm, is_accelerated, is_causal_lm, restore_causal_lm
 from vblackwell.offload.engine import offload_of, stream
-from vblackwell.offload.layout.groups import Formats, bytes_when_resident, compute_dtype_of, refuse_untrainable
+from vblackwell.offload.layout.groups import (
+    Formats,
+    bytes_when_resident,
+    compute_dtype_of,
+    num_elements,
+    refuse_untrainable,
+)
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
 from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
@@ -171,6 +177,39 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
         engine.close()
     _restore(model)
     return model
+
+
+def model_plan(model: nn.Module) -> str:
+    """Where ``model``'s bytes are and what is done to it where, in lines for people: what the defaults chose, too.
+
+    Raises:
+        ConfigurationError: it is in no stack.
+    """
+    engine = offload_of(model)
+    if engine is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} is in no stack: enable_vgpu_stack_optimization(model, stack) first"
+        )
+    found, levels = engine.summary(), engine.stack.levels
+    held = [sum(row) for row in zip(*found["bytes_by_level"].values(), strict=True)]
+    largest = format_bytes(found["largest_group_bytes"])
+    lines = [
+        f"{found['placement']}: {found['groups']} layer groups, the largest {largest}",
+        ", ".join(f"{format_bytes(size)} on {level.name}" for level, size in zip(levels, held, strict=False) if size),
+    ]
+    if found["placement"] == "streamed":
+        trained = [group for group in engine.groups if group.trainable()]
+        above = sum(num_elements(group) for group in trained if group.name in found["updated_on_level0"])
+        share = above / max(1, sum(map(num_elements, trained)))
+        where = f"{share:.0%} of the parameters on {levels[0].name}, others on the CPU" if above else "on the CPU"
+        lines += [
+            f"loaded weights may take {format_bytes(found['weights_budget_bytes'])} of {levels[0].name}",
+            f"AdamW: {where}",
+            f"inputs of checkpoints wait {'in RAM' if found['activations'] else 'on ' + levels[0].name}",
+        ]
+    if is_accelerated(model):
+        lines.append("operators of accelerate_causal_lm" + (", until release" if model in _accelerated else ""))
+    return "\n".join(lines)
 
 
 def _restore(model: nn.Module) -> None:
