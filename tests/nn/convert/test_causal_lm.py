@@ -32,9 +32,9 @@ GPT2 = {
 MOE = {**SHAPE, "num_local_experts": 4, "output_router_logits": True}
 # architecture: (shape, how many modules of each kind run fused, what is said about the rest)
 MODELS = {
-    "Llama": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
-    "Qwen2": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
-    "Qwen3": ({**SHAPE, "head_dim": 8}, {"norm": 9, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
+    "Llama": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
+    "Qwen2": (SHAPE, {"norm": 5, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
+    "Qwen3": ({**SHAPE, "head_dim": 8}, {"norm": 9, "feed_forward": 2, "layer": 2, "rotary": 2, "loss": 1}, ""),
     "Phi3": (SHAPE, {"norm": 5, "feed_forward": 2, "rotary": 2, "loss": 1}, ""),
     "Mixtral": (MOE, {"norm": 5, "gate": 2, "rotary": 2, "loss": 1}, ""),
     "GPT2": (GPT2, {"loss": 1}, ""),

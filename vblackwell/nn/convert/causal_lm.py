@@ -32,7 +32,8 @@ from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 @dataclass(frozen=True)
 class Row:
-    kind: str  # linear, experts, attention, activation, norm, feed_forward, gate (of experts), rotary, adapter or loss
+    # linear, experts, attention, activation, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
+    kind: str
     name: str  # of the module; '' for the model
     became: str | None = None  # what computes it now; None if it was left
     reason: str = ""  # why it was left
@@ -101,7 +102,8 @@ def accelerate_causal_lm(
     """Make ``model`` run with fused operators, in place; copies and pickles of it are plain.
 
     Args:
-        modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4.
+        modules: replace norms, feed-forwards, gates of experts, rotary positions and adapters over FP4, and let layers
+            that transformers checkpoints compute their feed-forward in chunks of tokens.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
             only of a model in training; evaluation, which may compute with logits, keeps them, and who computes with

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
-from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, on_gpu
+from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, may_be_lean, on_gpu
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
@@ -84,13 +85,17 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
+def _epsilon_name(norm: nn.Module) -> str | None:
+    names = ("variance_epsilon", "eps", "epsilon")
+    return next((name for name in names if isinstance(getattr(norm, name, None), float)), None)
+
+
 def fused_norm(module: nn.Module) -> Overrides | str | None:
     """Methods that make ``module`` a fused RMSNorm; why not; or None if it does not look like one."""
     if "RMSNorm" not in type(module).__name__ and not isinstance(module, nn.RMSNorm):
         return None
     weight = module._parameters.get("weight")
-    names = ("variance_epsilon", "eps", "epsilon")
-    eps_name = next((name for name in names if isinstance(getattr(module, name, None), float)), None)
+    eps_name = _epsilon_name(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1:
         return "it has no weight of one dimension, or other parameters"
     if eps_name is None:
@@ -144,6 +149,89 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     otherwise = "it computes something else than down(silu(gate(x)) * up(x))"
     why = _why_not(lambda: type(module).forward(twin, x), lambda: forward(twin, x), otherwise)
     return why or {"forward": forward}
+
+
+# -- layers that transformers checkpoints one by one -------------------------------------------------------------------
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
+
+
+class _Stub(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
+        return self.function(hidden_states)
+
+
+class _Nothing:
+    """Added to a tensor, it leaves that."""
+
+    def __radd__(self, x: Tensor) -> Tensor:
+        return x
+
+    __add__ = __radd__
+
+
+_WITHOUT_MLP: dict[str, nn.Module] = {
+    "post_attention_layernorm": _Stub(lambda x: x),
+    "mlp": _Stub(lambda x: _Nothing()),
+}
+
+
+def _pass_of(original: type, layer: Any, modules: dict[str, nn.Module], *args: Any, **options: Any) -> Any:
+    """The forward of class ``original`` for ``layer`` with some of its modules replaced, and no checkpoint."""
+    twin = twin_of(layer, _modules={**layer._modules, **modules})
+    twin.__dict__["gradient_checkpointing"] = False
+    return original.forward(twin, *args, **options)
+
+
+def fused_layer(module: nn.Module) -> Overrides | str | None:
+    """As `fused_norm`, for a layer that is ``h = x + attention(norm(x))`` and then ``h + mlp(norm(h))``: where
+    transformers checkpoints it, the second half keeps ``h`` alone and is computed in chunks of tokens.
+    """
+    if set(module._modules) != _PARTS or not hasattr(module, "gradient_checkpointing"):
+        return None
+    norm, mlp = module.get_submodule("post_attention_layernorm"), module.get_submodule("mlp")
+    with torch.random.fork_rng(devices=[]):  # these two are asked once more
+        fused = isinstance(fused_norm(norm), dict) and isinstance(fused_feed_forward(mlp), dict)
+    if not fused or "gate_proj" not in mlp._modules:
+        return None
+    x, otherwise = _random(2, 3, 8), "it computes something else than h + mlp(norm(h)) after attention"
+    stubs: dict[str, nn.Module] = {
+        "input_layernorm": _Stub(torch.cos), "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
+        "post_attention_layernorm": _Stub(torch.tanh), "mlp": _Stub(torch.square),
+    }  # fmt: skip
+    h = x + torch.sin(3 * torch.cos(x))
+    first, pass_of = {**stubs, **_WITHOUT_MLP}, functools.partial(_pass_of, plain_class(module), module)
+    why = _why_not(lambda: pass_of(stubs, x), lambda: h + torch.tanh(h).square(), otherwise)
+    why = why or _why_not(lambda: pass_of(first, x), lambda: h, otherwise)
+    return why or dict(_layer_methods(plain_class(module), _epsilon_name(norm) or ""))
+
+
+@functools.cache
+def _layer_methods(original: Any, eps_name: str) -> Overrides:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if self.training and self.gradient_checkpointing and not torch.compiler.is_compiling():
+            options[_PASSES] = []  # the very list comes again with the second pass of a checkpoint of this layer alone
+        return original.__call__(self, *args, **options)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        passes = options.pop(_PASSES, None)
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if passes is None or not may_be_lean(hidden_states, norm, mlp, linears):
+            return original.forward(self, hidden_states, *args, **options)
+        # What a second pass in backward makes of the layer is thrown away, but for what it saves.
+        wanted = not passes or torch._C._current_graph_task_id() == -1
+        passes.append(None)
+        h = _pass_of(original, self, _WITHOUT_MLP, hidden_states, *args, **options)
+        weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        return feed_forward_block(h, norm.weight, getattr(norm, eps_name), *weights, wanted)
+
+    return {"__call__": call, "forward": forward}
 
 
 def _gate(self: Any, gate_up_out: Tensor) -> Tensor:
@@ -233,6 +321,7 @@ KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {
     "norm": fused_norm,
     "feed_forward": fused_feed_forward,
     "gate": fused_gate,
+    "layer": fused_layer,
     "rotary": fused_rotation,
     "adapter": fused_adapter,
 }

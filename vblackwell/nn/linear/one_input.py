@@ -38,8 +38,11 @@ def hooked(module: nn.Module) -> bool:
 
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
-    """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain, of one type, no autocast."""
-    if not x.is_cuda or torch.is_autocast_enabled(x.device.type):
+    """Whether our operators may multiply ``x`` by the linears' weights: CUDA, plain, of one type, that of autocast too
+    where it is on.
+    """
+    kind = x.device.type
+    if not x.is_cuda or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype):
         return False
     return all(is_plain(linear) and linear.weight.dtype == x.dtype for linear in linears)  # type: ignore[union-attr]
 
@@ -262,11 +265,18 @@ def lean_feed_forward(
 
     ``linears`` are gate, up and down of ``mlp``, ``down(silu(gate) * up)``; without ``wanted`` the result is not used.
     """
-    if hooked(mlp) or not _plain(x, norm) or not may_fuse(x, *linears):
+    if not isinstance(norm, nn.RMSNorm) or not may_be_lean(x, norm, mlp, linears):
         return None
     weights = [linear.weight for linear in linears]
     eps = _epsilon(norm, norm.weight)
     return feed_forward_block(x + residual, norm.weight, eps, *weights, wanted)  # type: ignore[arg-type]
+
+
+def may_be_lean(x: Tensor, norm: Any, mlp: nn.Module, linears: tuple[nn.Module, ...]) -> bool:
+    """Whether `feed_forward_block` may compute ``mlp(norm(x))``, which ``linears`` and the weight of ``norm`` are."""
+    if hooked(mlp) or hooked(norm) or norm.weight is None or norm.weight.dtype != x.dtype:
+        return False
+    return may_fuse(x, *linears)
 
 
 def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:

@@ -1,0 +1,178 @@
+"""Layers of transformers under its checkpoints: the half after attention keeps the residual stream alone. On a GPU
+only, so here in Triton's interpreter, as if linears on the CPU might be fused.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.nn.convert.test_causal_lm import batch, build, gradients
+from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
+from vblackwell.kernels.runtime.registry import use_backend
+from vblackwell.nn.convert import fused_modules
+from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
+from vblackwell.nn.linear import one_input
+from vblackwell.offload.api import enable_vgpu_stack_optimization, release
+from vblackwell.offload.optimizer import VGPUAdamW
+
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes fp32 products by other kernels")
+
+
+def checkpointed(name: str, reentrant: bool = False) -> nn.Module:
+    model = build(name).train()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.fixture
+def wanted(monkeypatch) -> list[bool]:
+    """Linears on the CPU may be fused; for each feed-forward of a layer whether its result was wanted."""
+    found: list[bool] = []
+    op = fused_modules.feed_forward_block
+
+    def noted(*args):
+        found.append(args[-1])
+        return op(*args)
+
+    monkeypatch.setattr(one_input, "may_fuse", lambda x, *linears: all(map(one_input.is_plain, linears)))
+    monkeypatch.setattr(fused_modules, "feed_forward_block", noted)
+    return found
+
+
+def assert_close(found, expected) -> None:
+    """Of fp32 sums in another order."""
+    (loss, grads), (right_loss, right) = found, expected
+    torch.testing.assert_close(loss, right_loss, rtol=1e-6, atol=0)
+    for grad, other in zip(grads, right, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
+def test_the_second_pass_of_a_checkpoint_computes_no_feed_forward(name, reentrant, wanted):
+    plain = checkpointed(name, reentrant)
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    inputs = batch()
+    assert_close(gradients(model, **inputs), gradients(plain, **inputs))
+    assert wanted == [True, True, False, False]
+
+
+@on_the_cpu
+def test_without_a_checkpoint_nothing_is_computed_twice(wanted):
+    plain = build("Llama").train()
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    with use_backend("swiglu", "torch"):
+        assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    assert not wanted
+
+
+def twice(model: nn.Module, x: torch.Tensor, way: str) -> list[torch.Tensor]:
+    """Gradients of two layers under one checkpoint of the user's, each called in a ``way``."""
+    layers = model.model.layers
+    positions = torch.arange(x.shape[1])[None]
+    tables = model.model.rotary_emb(x, positions)
+
+    def both(x):
+        for layer in layers:
+            x = getattr(layer, way)(x, position_embeddings=tables)
+        return x
+
+    model.zero_grad()
+    checkpoint(both, x, use_reentrant=False).square().sum().backward()
+    return [param.grad.clone() for param in layers.parameters()]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("way", ["__call__", "forward"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_checkpoint_around_several_layers_gets_what_each_gives_the_next(way, own, wanted):
+    """Its second pass is in backward, too, and needs the results of all layers but the last."""
+    plain = checkpointed("Llama") if own else build("Llama").train()
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    with use_backend("swiglu", "torch"):
+        for found, right in zip(twice(model, x, way), twice(plain, x, way), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["mlp", "post_attention_layernorm", "mlp.up_proj"])
+def test_parts_with_hooks_are_called(name, wanted):
+    model = checkpointed("Llama")
+    accelerate_causal_lm(model, loss=False)
+    calls = []
+    model.model.layers[1].get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(name))
+    with use_backend("swiglu", "torch"):
+        gradients(model, **batch())
+    assert len(calls) == 2 and wanted == [True, False]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("where", [{"update": "home", "activations": "host"}, {"update": "level0"}])
+def test_streamed_as_resident(where, wanted, make_stack):  # noqa: F811
+    """Weights that come and go under the lean half: the bits of a model that stays."""
+    runs = []
+    for placement, level0 in (("resident", 8 << 20), ("streamed", 96 << 10)):
+        model = checkpointed("Llama")
+        enable_vgpu_stack_optimization(model, make_stack(level0), placement=placement, accelerate=True, **where)
+        optimizer, losses = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True), []
+        for step in range(3):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        release(model)
+        runs.append((losses, [param.detach().clone() for param in model.parameters()]))
+    (losses, weights), (streamed_losses, streamed_weights) = runs
+    assert losses == streamed_losses and wanted == 6 * [True, True, False, False]
+    assert all(torch.equal(a, b) for a, b in zip(weights, streamed_weights, strict=True))
+
+
+class Wrapped:
+    """As FSDP2 makes a layer's class one of its own."""
+
+
+def test_a_class_of_the_layers_class_computes_the_same():
+    plain = checkpointed("Llama")
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    for layer in model.model.layers:
+        layer.__class__ = type("Wrapped", (Wrapped, type(layer)), {})
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_gpu_needs_less_memory_and_gives_the_same_gradients(autocast):
+    """bf16 gradients as near to fp32's as those of transformers' own layers, in less memory."""
+    exact = checkpointed("Llama").cuda()
+    plain = copy.deepcopy(exact).bfloat16()
+    model = copy.deepcopy(plain)
+    report = accelerate_causal_lm(model, loss=False)
+    assert len(report.replaced["layer"]) == 2
+    ids = torch.randint(97, (64, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    inputs = {"input_ids": ids, "labels": ids}
+    _, right = gradients(exact, **inputs)
+    errors, peaks = [], []
+    for each in (plain, model):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            _, found = gradients(each, **inputs)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        pairs = list(zip(found, right, strict=True))
+        errors.append(sum(float((a.float() - b).square().sum()) for a, b in pairs) ** 0.5)
+    assert errors[1] <= 1.1 * errors[0]  # the same roundings, fewer of them; sums in another order move it by percents
+    assert peaks[1] < peaks[0]
