@@ -108,7 +108,7 @@ class Ours(System):
                     cache.close()
             return
         with level0_for(self.model, len(numbers), len(numbers[0]) + new) as (cache, chunk):
-            self.passing = None if cache is None else len(cache._passing._storage)
+            self.passing = None if cache is None else sum(layer.order is not None for layer in cache.layers)
             yield from columns(self.model, numbers, new, GREEDY, 0, chunk, cache)
 
     def must_bytes(self, rows: int, new: int) -> float:
