@@ -117,22 +117,25 @@ def accelerate_causal_lm(
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
     done, fused = Conversion(model, _undo=[lambda: restore_causal_lm(model)]), None
     swapped: list[nn.Module] = []
-    for (name, module), (kind, find) in itertools.product(model.named_modules() if modules else (), KINDS.items()):
-        found = find(module)
-        if isinstance(found, str):
-            done.rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
-        elif found is not None:
-            swap(module, found)
-            swapped.append(module)
-            done.rows.append(Row(kind, name, "fused"))
-    if loss:
-        reason = _why_not_loss(model)
-        if reason is None:
-            fused = _FusedLoss(model, chunk_tokens, only_training=loss == "training")
-            head: Any = fused.head
-            done.rows.append(Row("loss", next(name for name, each in model.named_modules() if each is head), "fused"))
-        else:
-            done.rows.append(Row("loss", "", None, reason))
+    with torch.random.fork_rng(devices=[]):  # probes draw numbers
+        for (name, module), (kind, find) in itertools.product(model.named_modules() if modules else (), KINDS.items()):
+            found = find(module)
+            if isinstance(found, str):
+                done.rows.append(Row(kind, name, None, f"{kind} ({type(module).__name__}): {found}"))
+            elif found is not None:
+                swap(module, found)
+                swapped.append(module)
+                done.rows.append(Row(kind, name, "fused"))
+        if loss:
+            reason = _why_not_loss(model)
+            if reason is None:
+                fused = _FusedLoss(model, chunk_tokens, only_training=loss == "training")
+                head: Any = fused.head
+                done.rows.append(
+                    Row("loss", next(name for name, each in model.named_modules() if each is head), "fused")
+                )
+            else:
+                done.rows.append(Row("loss", "", None, reason))
     _done[model] = (swapped, fused)
     return done
 
