@@ -69,7 +69,7 @@ def enable_vgpu_stack_optimization(
             stays over the turn from forward to backward, or from backward to forward, is not loaded again. Default: a
             few groups.
         activations: where the inputs of checkpointed layers wait for backward, 'level0' or 'host' (`ActivationStore`),
-            or 'auto': in RAM where level 0 is a GPU.
+            or 'auto': in RAM, as far as that has room, where level 0 is a GPU.
         states: of AdamW's moments: 'fp32', or '8bit' for 2.03 bytes a parameter instead of 8 (bf16 or fp32 weights;
             updated on level 0, with or without a GPU). A stated choice: docs/numerics.md says what it changes.
         masters: 'exact' (fp32), or 'stochastic': bf16 weights are all there is, rounded at random; with 8-bit states
@@ -145,10 +145,12 @@ def enable_vgpu_stack_optimization(
         if placement == "resident" or (placement == "auto" and needed <= usable):
             engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
         else:
-            if activations == "auto":
+            chosen = activations == "auto"
+            if chosen:
                 has_ram = any(each.device is not None and each.device.type == "cpu" for each in stack.levels[1:])
                 activations = "host" if device.type == "cuda" and has_ram else "level0"
-            store = ActivationStore(stack, f"{name}/activations") if activations == "host" else None
+            named = f"{name}/activations"
+            store = ActivationStore(stack, named, may_stay=chosen) if activations == "host" else None
             options = StreamingOptions(
                 compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
                 None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,

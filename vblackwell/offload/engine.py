@@ -162,7 +162,7 @@ class Offload:
             self.detach()
             raise
         if activations is not None:
-            activations.leave_out(self.weights)
+            activations.leave_out(self.weights, _weakly(self._free_spare))
         prefetcher = _weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
         self.finalizer = weakref.finalize(
@@ -197,6 +197,11 @@ class Offload:
         keep(model.register_load_state_dict_pre_hook(SiteHook(_refuse_assignment)))
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
+
+    def _free_spare(self, _: Any) -> bool:
+        """Give the memory of shadows that are not in use back to its level; False if there is none."""
+        with self.lock:
+            return self.level0 is not None and self.level0.free_shadows()
 
     def is_sliced(self, group: Group) -> bool:
         """Whether ``group`` is never on level 0 as a whole."""

@@ -386,7 +386,7 @@ class StepControl(Mover):
         if self._shadowed is None:
             level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
             early = [group for group in self._groups if level0 is None or group not in level0.deferred]
-            self._shadowed = set(shadowed_groups(filter(Group.trainable, early), plan))
+            self._shadowed = set(shadowed_groups(filter(Group.all_trainable, early), plan))
         return self._shadowed
 
     def _keep(self, group: Group) -> None:

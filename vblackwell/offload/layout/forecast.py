@@ -94,7 +94,7 @@ def forecast_step(
         + moment_ranges(trainable)
     )
     early = [group for group in trainable if group not in found.deferred]
-    shadowed = shadowed_groups(early, storage) if undo else early
+    shadowed = shadowed_groups(filter(Group.all_trainable, early), storage) if undo else early
     deferred = [group for group in trainable if group not in shadowed]
     lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))

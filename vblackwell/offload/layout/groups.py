@@ -265,6 +265,10 @@ class Group:
         """Slots whose parameter requires a gradient now: users freeze and unfreeze."""
         return [slot for slot in self.slots if slot.param.requires_grad]
 
+    def all_trainable(self) -> bool:
+        """Whether all of it is trained: only then is it updated before its step."""
+        return len(self.trainable()) == len(self.slots)
+
 
 def moment_ranges(groups: Sequence[Group]) -> list[tuple[Group, str]]:
     """The ranges that the moments of ``groups`` need, kind by kind."""

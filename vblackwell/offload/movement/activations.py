@@ -49,6 +49,7 @@ class HostBuffers:
                 f"{name!r} needs host memory, and the stack has no level in RAM below level 0: add a 'cpu' level"
             )
         self.level = level
+        self.free_some: Callable[[Any], bool] = lambda _: False  # gives RAM that is not in use back to its level
         self._stack = stack
         self._name = name
         # Of each range the last copies into and out of it, which may still be under way.
@@ -80,7 +81,12 @@ class HostBuffers:
         if self._free:
             self._end(max(self._free, key=_size))
         try:
-            buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
+            try:
+                buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
+            except InsufficientMemory:
+                if not self.free_some(None):
+                    raise
+                buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
         except InsufficientMemory as error:
             level = self._stack.levels[self.level]
             raise InsufficientMemory(
@@ -191,10 +197,14 @@ class ActivationStore:
     """The boundary activations of whatever runs forward inside `forward_of`; tensors under ``smallest_bytes`` stay.
 
     They go from level 0 to the first level in RAM below: raises ConfigurationError where ``stack`` has none, and
-    InsufficientMemory where that is full.
+    InsufficientMemory where that is full, or, with ``may_stay``, leaves them where they are.
     """
 
-    def __init__(self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES) -> None:
+    def __init__(
+        self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES,
+        may_stay: bool = False,
+    ) -> None:  # fmt: skip
+        self._may_stay = may_stay
         self._stack = stack
         self._device = stack.level0_device
         self._smallest_bytes = smallest_bytes
@@ -229,9 +239,10 @@ class ActivationStore:
             self._tape, self._count, self._count_before = before
             raise
 
-    def leave_out(self, weights: WeightStreamer) -> None:
-        """Weights that these have loaded stay. Held weakly: what closes a dead model's store must not keep it alive."""
+    def leave_out(self, weights: WeightStreamer, free_some: Callable[[Any], bool] | None = None) -> None:
+        """Weights that these have loaded stay; ``free_some`` gives spare RAM back. Neither keeps a dead model alive."""
         self._weights = weakref.ref(weights)
+        self._buffers.free_some = free_some or self._buffers.free_some
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Around one checkpoint: saved-tensor hooks for what it keeps. Hooks that are active already come first."""
@@ -304,9 +315,15 @@ class ActivationStore:
         return boundary
 
     def _send(self, boundary: Boundary) -> None:
+        """Start the copy to host memory; where there is no room and it may stay, nothing is done."""
         assert boundary.resident is not None
         length, start = boundary.span_bytes // boundary.dtype.itemsize, boundary.resident.storage_offset()
-        buffer = self._buffers.take(boundary.span_bytes)
+        try:
+            buffer = self._buffers.take(boundary.span_bytes)
+        except InsufficientMemory:
+            if self._may_stay:
+                return
+            raise
         try:
             boundary.sent = self._stack.write(buffer, boundary.resident.as_strided((length,), (1,), start))
         except BaseException:
@@ -324,7 +341,9 @@ class ActivationStore:
     def _let_go(self, boundary: Boundary) -> None:
         if boundary.sent is None:
             self._send(boundary)
-        assert boundary.sent is not None and boundary.resident is not None
+        if boundary.sent is None:
+            return  # it stays
+        assert boundary.resident is not None
         self._stalls.wait_for(boundary.sent)  # the stream that may reuse the memory waits, the host does not
         boundary.sent.let_go()
         boundary.spoiled = boundary.resident._version != boundary.version

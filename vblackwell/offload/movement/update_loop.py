@@ -323,6 +323,7 @@ class HostUpdates(Mover):
         self.wait(group)
         shadows = None if final else self.shadows.take(group, self._own_ranges(group))
         if shadows is None and not final:
+            self.shadows.free_spare()  # of some kinds, there was room for
             return None  # this group is updated at the step, which is always right
         steps, earlier = [job.step.clone() for job in jobs], self._states[group].gradient.task
         try:
