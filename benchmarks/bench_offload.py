@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lib.child_process import run_child
-from benchmarks.lib.offload.case import SHAPES, SYSTEMS, Case, Recipe, Result
+from benchmarks.lib.offload.case import PEAK, SHAPES, SYSTEMS, Case, Recipe, Result
 from benchmarks.lib.offload.draw import Draw, draw_lines, draws
 from benchmarks.lib.offload.report import ratio_lines, row_of, table_lines
 from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
@@ -47,10 +47,11 @@ def names(text: str) -> list[str]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--systems", type=names, default=[s for s in SYSTEMS if s != "enabled"], help=", ".join(SYSTEMS))
+    add("--systems", type=names, default=[s for s in SYSTEMS if s not in ("enabled", "held")], help=", ".join(SYSTEMS))
     add("--shape", choices=tuple(SHAPES), default="2.70B")
     add("--seq", type=int, default=2048, help="tokens in a sequence")
-    add("--batch", type=int, default=8, help="sequences in a step")
+    add("--batch", type=int, default=8, help="sequences in a forward")
+    add("--accumulation", type=int, default=1, help="forwards and backwards in a step")
     add("--steps", type=int, default=7, help="measured steps, the median counts")
     add("--warmup", type=int, default=3, help="steps before them")
     add("--max-grad-norm", type=number_or_none, default=None, help="a number, or none; drawn cases: 1e9, never bites")
@@ -71,6 +72,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS)}")
+    if args.accumulation > 1 and "deepspeed" in args.systems:
+        parser.error("--accumulation: DeepSpeed's engine is not asked for it here")
     if args.random and args.max_grad_norm is None and "--max-grad-norm" not in (sys.argv if argv is None else argv):
         args.max_grad_norm = 1e9
     return args
@@ -81,7 +84,7 @@ def case_of(system: str, args: argparse.Namespace) -> Case:
     same = ("shape", "seq", "batch", "warmup", "steps", "max_grad_norm", "learning_rate", "seed", "device", "disk_path")
     return Case(
         system,
-        **{name: getattr(args, name) for name in (*same, "deterministic", "recipe")},
+        **{name: getattr(args, name) for name in (*same, "deterministic", "recipe", "accumulation")},
         cap_bytes=args.cap if system in args.capped else None,
         host_bytes=args.host_memory,
         disk_bytes=args.disk_memory,
@@ -136,7 +139,11 @@ def main(argv: list[str] | None = None) -> list[Result]:
         tell("starts")
         result = run_system(case, args.limit, tell)
         if result.tokens_per_second and result.peak_reserved is not None:  # at once: what comes later may fail
-            tell(f"{result.tokens_per_second:,.0f} tokens/s, {result.peak_reserved / 1e9:.2f} GB reserved")
+            share = 6 * case.decoder.num_parameters * result.tokens_per_second / PEAK
+            tell(
+                f"{result.tokens_per_second:,.0f} tokens/s ({share:.1%} of {PEAK / 1e12:.0f} TFLOP/s as 6PT), "
+                f"{result.peak_reserved / 1e9:.2f} GB reserved"
+            )
         results.append(result)
         append_csv(args.csv, [row_of(about, case, result)])
         return result

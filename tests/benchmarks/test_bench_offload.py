@@ -126,8 +126,8 @@ def test_drawn_cases_are_models_that_plain_pytorch_holds(bench):
 
 @pytest.mark.slow
 def test_drawn_cases_run(bench, tmp_path, capsys):
-    """Two tiny ones; the same losses as plain PyTorch, whatever the family, and a line for each."""
-    results = bench.main(words(tmp_path, "--random", "3", "--seed", "5"))
+    """Three tiny ones, a step in two parts; the same losses as plain PyTorch, whatever the family, a line for each."""
+    results = bench.main(words(tmp_path, "--random", "3", "--seed", "5", "--accumulation", "2"))
     said = capsys.readouterr().out
     assert [(each.system, each.status) for each in results] == [("plain", "ok"), ("lines", "ok")] * 3, said
     for plain, lines in zip(results[::2], results[1::2], strict=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 
-SYSTEMS = ("plain", "lines", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
+SYSTEMS = ("plain", "lines", "held", "enabled", "resident", "streamed", "fsdp2", "deepspeed")
+PEAK = 989e12  # FLOP/s in bf16 of an H100 or H200, by its data sheet
 
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt2")  # as transformers names them
@@ -50,6 +51,7 @@ SHAPES = {
     "1.36B": Shape(2048, 5632, 24, 16),
     "2.70B": Shape(2560, 6912, 32, 20),
     "6.7B": Shape(4096, 11008, 32, 32),
+    "14B": Shape(5120, 13824, 48, 40, 152064, 8, "qwen2"),
 }
 
 
@@ -102,7 +104,7 @@ class Case:
     Attributes:
         system: one of `SYSTEMS`.
         shape: a key of `SHAPES`, or the name of ``drawn``.
-        seq, batch: tokens in a sequence, sequences in a step.
+        seq, batch: tokens in a sequence, sequences in a forward. accumulation: forwards and backwards in a step.
         warmup, steps: unmeasured and measured steps.
         max_grad_norm: clip to this 2-norm; None neither clips nor measures.
         learning_rate, rise_steps: the rate climbs linearly to ``learning_rate`` within ``rise_steps`` steps and stays.
@@ -136,13 +138,14 @@ class Case:
     deterministic: bool = False
     recipe: Recipe = field(default_factory=Recipe)
     drawn: Shape | None = None
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         for value, known in ((self.system, SYSTEMS), (self.shape, SHAPES if self.drawn is None else (self.shape,))):
             if value not in known:
                 raise ValueError(f"{value!r} is none of {', '.join(known)}")
-        if min(self.seq, self.batch, self.steps, self.warmup) < 1:
-            raise ValueError("seq, batch, steps and warmup must be at least 1")
+        if min(self.seq, self.batch, self.steps, self.warmup, self.accumulation) < 1:
+            raise ValueError("seq, batch, steps, warmup and accumulation must be at least 1")
 
     @property
     def decoder(self) -> Shape:
@@ -150,7 +153,7 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.seq * self.batch
+        return self.seq * self.batch * self.accumulation
 
     def rate_at(self, step: int) -> float:
         """Learning rate of step 0, 1, ..."""

@@ -86,7 +86,7 @@ class Run:
 
     def step(self, ids_BS: torch.Tensor, number: int) -> Callable[[], float]:
         """One step on tokens that are on the device; its loss, on the way to the host."""
-        loss = send_back(self.system.step(ids_BS, self.case.rate_at(number)))
+        loss = send_back(self.system.step(ids_BS, self.case.rate_at(number), self.case.accumulation))
         if self.cuda:
             free, total = torch.cuda.mem_get_info(self.device)
             self.gpu_used = max(self.gpu_used, total - free)
@@ -131,7 +131,7 @@ def stalls_of(system: System) -> float:
 def train(run: Run) -> Result:
     """The case's steps, measured."""
     case, system = run.case, run.system
-    batch, seq, warmup, steps = case.batch, case.seq, case.warmup, case.steps
+    batch, seq, warmup, steps = case.batch * case.accumulation, case.seq, case.warmup, case.steps
     batches = token_batches(case.decoder.vocab_size, batch, seq, warmup + steps, case.seed)
     result = Result(case.system, tokens=batch * seq, build_seconds=run.build_seconds, notes=list(system.notes))
     run.drain()

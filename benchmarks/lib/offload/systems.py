@@ -2,6 +2,7 @@
 
 plain      transformers' causal model, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
 lines      the same model through the three lines of the README, which choose everything but the cap and the precision
+held       the same three lines where level 0 holds all of it
 enabled    the same model, put into a stack in which all of it fits, and VGPUAdamW: what enabling the stack costs
 resident   our Decoder, bf16 compute weights with fp32 masters, all on level 0
 streamed   the same Decoder under the cap, streaming from the levels below
@@ -52,13 +53,19 @@ class System:
     notes: list[str] = field(default_factory=list)
     _clipped: Tensor | None = None
 
-    def step(self, ids_BS: Tensor, learning_rate: float) -> Tensor:
-        """One training step; the loss, which may still be on its way."""
+    def step(self, ids_BS: Tensor, learning_rate: float, accumulation: int = 1) -> Tensor:
+        """One training step of so many parts; the mean loss, which may still be on its way."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = self.loss_of(ids_BS)
+        *first, last = ids_BS.chunk(accumulation)
+        total = torch.zeros((), device=ids_BS.device)
+        for part in first:
+            loss = self.loss_of(part) / accumulation
+            loss.backward()
+            total += loss.detach()
+        loss = self.loss_of(last) / accumulation
         self.backward(loss)
-        return loss.detach()
+        return total + loss.detach()
 
     def backward(self, loss: Tensor) -> None:
         """Gradients, clipping and the update."""
@@ -146,7 +153,12 @@ def build_plain(case: Case, device: torch.device) -> System:
     return System(model, optimizer, hf_loss(model, device), clip_of(case, model), notes=["torch AdamW, fused"])
 
 
-def build_lines(case: Case, device: torch.device) -> System:
+def build_held(case: Case, device: torch.device) -> System:
+    """The three lines without a cap."""
+    return build_lines(case, device, placement="resident")
+
+
+def build_lines(case: Case, device: torch.device, placement: str = "auto") -> System:
     """What a reader of the README runs; a recipe is not asked."""
     from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization
 
@@ -156,9 +168,10 @@ def build_lines(case: Case, device: torch.device) -> System:
     model.tie_weights()  # what is empty has been made anew
     drawn_weights(case, model, device)
     stack = create_vgpu_stack(case.cap_bytes, device=device)
-    model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16)
-    settings = adamw_settings(case) | {"max_grad_norm": case.max_grad_norm, "update_in_backward": True}
-    return ours(model, VGPUAdamW(model.parameters(), **settings), hf_loss(model, device), stack)
+    model = enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement=placement)
+    clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
+    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, update_in_backward=True)
+    return ours(model, optimizer, hf_loss(model, device), stack)
 
 
 def build_enabled(case: Case, device: torch.device) -> System:
@@ -223,7 +236,8 @@ def _build_decoder(
     if case.recipe.loss_chunk_tokens is not None:
         model.loss_chunk_tokens = case.recipe.loss_chunk_tokens
     enable_vgpu_stack_optimization(model, stack, placement=placement, compute_dtype=torch.bfloat16, **placing)
-    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), max_grad_norm=case.max_grad_norm, **updating)
+    clipping = {"max_grad_norm": case.max_grad_norm, "accumulation_steps": case.accumulation}
+    optimizer = VGPUAdamW(model.parameters(), **adamw_settings(case), **clipping, **updating)
     return ours(model, optimizer, lambda ids_BS: model(ids_BS, next_tokens(ids_BS)), stack)
 
 
