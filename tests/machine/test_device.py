@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vblackwell import cli
-from vblackwell.errors import Unsupported
+from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine import device as machine
-from vblackwell.machine.device import choose_precision
+from vblackwell.machine.device import choose_precision, hold_cap
 from vblackwell.machine.facts import GPUFacts
 from vblackwell.units import GiB
 
@@ -90,3 +90,47 @@ def test_precision_by_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert choose_precision("auto", True, cuda) is torch.bfloat16
     assert choose_precision("fp16", False, cuda) is torch.float16
+
+
+# -- the cap of a process ----------------------------------------------------------------------------------------------
+
+
+class FakeGPU:
+    """What torch.cuda says of a GPU of 1,000 bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.share, self.held, self.total_memory = 1.0, 0, 1000
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "get_device_properties", lambda device: self)
+        monkeypatch.setattr(cuda, "memory_allocated", lambda device: self.held)
+        monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda device: self.share)
+        monkeypatch.setattr(
+            cuda, "set_per_process_memory_fraction", lambda share, device: setattr(self, "share", share)
+        )
+
+
+def test_caps_add_up_while_they_are_held(monkeypatch):
+    gpu, device = FakeGPU(monkeypatch), torch.device("cuda", 0)
+    first, second = hold_cap(device, 200), hold_cap(device, 300)
+    assert gpu.share == 0.5
+    first()
+    first()  # once is enough
+    assert gpu.share == 0.3
+    second()
+    assert gpu.share == 1.0
+    gpu.share = 0.1  # what the user capped stays capped
+    release = hold_cap(device, 200)
+    assert gpu.share == 0.1
+    release()
+    assert gpu.share == 0.1
+
+
+def test_a_cap_below_what_is_held_is_refused(monkeypatch):
+    gpu, device = FakeGPU(monkeypatch), torch.device("cuda", 0)
+    gpu.held = 500
+    with pytest.raises(InsufficientMemory, match="caps this process at 300 B of cuda:0, and torch holds 500 B there"):
+        hold_cap(device, 300)
+    assert gpu.share == 1.0
+    hold_cap(device, 600)()
+    assert gpu.share == 1.0

@@ -71,7 +71,9 @@ class Places:
         """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
         wants_disk = self.disk_memory is not None or self.disk_path is not None
         disk = self.disk_memory if wants_disk else 0
-        stack = create_vgpu_stack(self.fast_memory, self.host_memory, disk, self.disk_path, device=device)
+        stack = create_vgpu_stack(
+            self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
+        )
         cleanup.callback(stack.close)
         model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=self.adapter, **self.packing)
         engine = offload_of(model)

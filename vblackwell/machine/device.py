@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vblackwell.errors import Unsupported
+from vblackwell.errors import InsufficientMemory, Unsupported
 from vblackwell.machine.facts import hides_gpus, list_gpus, settle_cpu_kernels, why_no_cuda
+from vblackwell.units import format_bytes
 
 
 def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
@@ -60,6 +61,41 @@ def cap_process(device: torch.device, fast_memory: int) -> None:
     """Make torch refuse to hold more than ``fast_memory`` bytes of the GPU (the CUDA context is outside its count)."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, fast_memory / total), device)
+
+
+_caps: dict[torch.device, dict[object, int]] = {}  # bytes of a GPU that each holder of a cap may take
+_before: dict[torch.device, float] = {}  # torch's share of the GPU while nobody held one
+
+
+def hold_cap(device: torch.device, num_bytes: int) -> Callable[[], None]:
+    """Cap the process at ``num_bytes`` of ``device``, in addition to what others hold, until the result is called.
+
+    Raises InsufficientMemory where torch holds more than that already.
+    """
+    total, caps, key = torch.cuda.get_device_properties(device).total_memory, _caps.setdefault(device, {}), object()
+    torch.cuda.empty_cache()
+    held, allowed = torch.cuda.memory_allocated(device), num_bytes + sum(caps.values())
+    if held > allowed:
+        raise InsufficientMemory(
+            f"fast_memory caps this process at {format_bytes(allowed)} of {device}, and torch holds "
+            f"{format_bytes(held)} there: free what is on the GPU, give more, or cap_process=False",
+            needed_bytes=held,
+            available_bytes=allowed,
+        )
+    if not caps:
+        _before[device] = torch.cuda.get_per_process_memory_fraction(device)
+
+    def apply() -> None:
+        share = sum(caps.values()) / total if caps else 1.0
+        torch.cuda.set_per_process_memory_fraction(min(share, _before[device]), device)
+
+    def release() -> None:
+        if caps.pop(key, None) is not None:
+            apply()
+
+    caps[key] = num_bytes
+    apply()
+    return release
 
 
 def peak_gpu_bytes(device: torch.device) -> dict[str, int] | None:

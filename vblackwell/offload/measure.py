@@ -252,7 +252,7 @@ def group_seconds(device: torch.device, update: str = "level0") -> float:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plain = copy.deepcopy(streamed).to(device, dtype)
     x = torch.zeros(width, width, device=device, dtype=dtype)
-    with create_vgpu_stack(*GROUP_LEVELS, 0, device=device) as stack:
+    with create_vgpu_stack(*GROUP_LEVELS, 0, device=device, cap_process=False) as stack:
         names = tuple(name for name, _ in streamed.named_children())
         options = StreamingOptions(dtype, names, update, weight_bytes=GROUP_WEIGHTS)
         with closing(stream(streamed, stack, "model", options, Source(streamed, None))) as engine:

@@ -299,7 +299,7 @@ def build_stack(
     if plan is not None:
         bounds = plan.bounds
         sizes = (plan.choice.level0_bytes if device.type == "cuda" else bounds.gpu, bounds.host, bounds.disk)
-    return create_vgpu_stack(*sizes, config.disk_path, device=device)
+    return create_vgpu_stack(*sizes, config.disk_path, device=device, cap_process=False)  # `prepare` does, first of all
 
 
 def _refuse_lack(asked: int, state_bytes: int | None, total: int, free: int, said: str, remedy: str) -> None:

@@ -67,7 +67,7 @@ class Training:
 
         model = materialise(model.float(), "cpu")
         host = 16 * sum(p.numel() for p in model.parameters()) + 2 * GiB
-        stack = create_vgpu_stack(case.level0_bytes, host, 0, device=self.device)
+        stack = create_vgpu_stack(case.level0_bytes, host, 0, device=self.device, cap_process=False)
         enable_vgpu_stack_optimization(
             model, stack, placement="streamed", compute_dtype=torch.bfloat16, update="level0", activations="level0",
             accelerate=False,

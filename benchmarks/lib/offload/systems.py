@@ -263,7 +263,7 @@ def our_stack(case: Case, device: torch.device, *, streamed: bool) -> Any:
         fast = parse_bytes(case.recipe.level0_bytes)
     host = case.host_bytes if case.host_bytes is not None else int(HOST_SHARE * psutil.virtual_memory().available)
     disk = case.disk_bytes if streamed else 0
-    return create_vgpu_stack(fast, host, disk, case.disk_path, device=device)
+    return create_vgpu_stack(fast, host, disk, case.disk_path, device=device, cap_process=False)
 
 
 def attention_kernels(case: Case) -> AbstractContextManager[object]:

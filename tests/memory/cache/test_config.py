@@ -126,6 +126,25 @@ def test_create_vgpu_stack_takes_sizes(disk_path: str):
         create_vgpu_stack(0, "4MiB", 0)
 
 
+@pytest.mark.gpu
+def test_fast_memory_caps_all_that_torch_takes_of_a_gpu():
+    device, size = torch.device("cuda", 0), GiB
+    before = torch.cuda.get_per_process_memory_fraction(device)
+
+    def take() -> None:
+        torch.empty(size, dtype=torch.uint8, device=device)
+
+    take()
+    torch.cuda.empty_cache()
+    cap = torch.cuda.memory_reserved(device) + size // 2
+    with create_vgpu_stack(cap, "4MiB", 0, device=device), pytest.raises(torch.OutOfMemoryError):
+        take()
+    with create_vgpu_stack(cap, "4MiB", 0, device=device, cap_process=False):
+        take()
+    assert torch.cuda.get_per_process_memory_fraction(device) == before
+    take()
+
+
 # One level by itself.
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
+from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import memory_facts, settle_cpu_kernels
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.cache.config import GPU_SHARE, LevelConfig, build_levels
@@ -69,6 +70,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self.prefetchers: list[Callable[[Any], bool]] = []
         self._mover = ThreadPoolExecutor(1, thread_name_prefix="vblackwell-prefetch")
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
+        self._at_close: Callable[[], object] = lambda: None
 
     def register(
         self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
@@ -319,6 +321,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                     entry.resident = None
                 self._entries.clear()
             super().close()
+            self._at_close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -333,16 +336,20 @@ def create_vgpu_stack(
     device: torch.device | str | None = None,
     policy: str = "lru",
     promotion: str = "direct",
+    cap_process: bool = True,
 ) -> VGPUStack:
     """Probe the machine and make a stack: GPU, RAM, disk; a capped arena over RAM and disk where torch can use no GPU.
 
     Args:
         fast_memory: cap of level 0, bytes or ``'8GiB'``. host_memory, disk_memory: of those below; 0 leaves one out.
+            Of a GPU it is the cap of all that torch allocates there while the stack is open, activations included.
         disk_path: directory for the disk level; by default ``$VBLACKWELL_DISK_PATH``, else the first of the temporary,
             the cache and the current directory that is on a disk.
         device: level 0's; by default the first GPU. ``'cpu'`` makes level 0 an arena in RAM.
+        cap_process: False: a GPU's ``fast_memory`` caps level 0 alone.
 
-    Raises ConfigurationError for a size that the machine does not have, or where no directory is on a disk.
+    Raises ConfigurationError for a size that the machine does not have, or where no directory is on a disk;
+    InsufficientMemory where torch holds more of the GPU already than ``fast_memory``.
     """
     available = memory_facts().available_bytes
     chosen = torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if device is None else device)
@@ -359,4 +366,13 @@ def create_vgpu_stack(
         path = disk_path or default_disk_path()
         if free := free_disk_bytes(path) if disk is None else disk:
             levels.append(LevelConfig("ssd", free, path=path))
-    return VGPUStack(levels, policy=policy, promotion=promotion)
+    stack = VGPUStack(levels, policy=policy, promotion=promotion)
+    if cap_process and fast is not None and chosen.type == "cuda":
+        try:
+            uncapped = weakref.finalize(stack, hold_cap(stack.level0_device, fast))
+        except BaseException:
+            stack.close()
+            raise
+        uncapped.atexit = False  # CUDA may have gone before
+        stack._at_close = uncapped
+    return stack
