@@ -501,7 +501,7 @@ class Offload:
         with self.lock:
             self.step_control.drain()
             self.weights.drop_all()
-            self.finalizer()
+        self.finalizer()  # without the lock: a forward that packs holds the activations' and wants this one
 
 
 # -- hooks that keep no model alive ------------------------------------------------------------------------------------

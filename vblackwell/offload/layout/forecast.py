@@ -93,8 +93,8 @@ def forecast_step(
         + [(group, "accumulated") for group in sums if not group.is_fp32]
         + moment_ranges(trainable)
     )
-    early = [group for group in trainable if group not in found.deferred]
-    shadowed = shadowed_groups(filter(Group.all_trainable, early), storage) if undo else early
+    early = [group for group in trainable if group not in found.deferred and group.all_trainable()]
+    shadowed = shadowed_groups(early, storage) if undo else early
     deferred = [group for group in trainable if group not in shadowed]
     lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))
