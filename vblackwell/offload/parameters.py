@@ -252,6 +252,8 @@ def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> Non
 class SiteHook:
     """A module hook that a deep copy or a pickle of the module does not carry: that is a plain module."""
 
+    ignores_output = True
+
     def __init__(self, call: Callable[..., None] = lambda *args: None) -> None:
         self._call = call
 

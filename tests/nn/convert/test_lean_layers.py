@@ -5,6 +5,7 @@ only, so here in Triton's interpreter, as if linears on the CPU might be fused.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def checkpointed(name: str, reentrant: bool = False) -> nn.Module:
 
 
 @pytest.fixture
-def wanted(monkeypatch) -> list[bool]:
+def wanted(monkeypatch) -> Iterator[list[bool]]:
     """Linears on the CPU may be fused; for each feed-forward of a layer whether its result was wanted."""
     found: list[bool] = []
     op = fused_modules.feed_forward_block
@@ -42,7 +43,8 @@ def wanted(monkeypatch) -> list[bool]:
 
     monkeypatch.setattr(one_input, "may_fuse", lambda x, *linears: all(map(one_input.is_plain, linears)))
     monkeypatch.setattr(fused_modules, "feed_forward_block", noted)
-    return found
+    with use_backend("rms_norm", "triton"), use_backend("swiglu", "triton"):
+        yield found
 
 
 def assert_close(found, expected) -> None:
@@ -70,8 +72,7 @@ def test_without_a_checkpoint_nothing_is_computed_twice(wanted):
     plain = build("Llama").train()
     model = copy.deepcopy(plain)
     accelerate_causal_lm(model, loss=False)
-    with use_backend("swiglu", "torch"):
-        assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
     assert not wanted
 
 
@@ -100,9 +101,8 @@ def test_a_checkpoint_around_several_layers_gets_what_each_gives_the_next(way, o
     model = copy.deepcopy(plain)
     accelerate_causal_lm(model, loss=False)
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    with use_backend("swiglu", "torch"):
-        for found, right in zip(twice(model, x, way), twice(plain, x, way), strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+    for found, right in zip(twice(model, x, way), twice(plain, x, way), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
 
 
 @on_the_cpu
@@ -112,8 +112,7 @@ def test_parts_with_hooks_are_called(name, wanted):
     accelerate_causal_lm(model, loss=False)
     calls = []
     model.model.layers[1].get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(name))
-    with use_backend("swiglu", "torch"):
-        gradients(model, **batch())
+    gradients(model, **batch())
     assert len(calls) == 2 and wanted == [True, False]
 
 
@@ -137,6 +136,75 @@ def test_streamed_as_resident(where, wanted, make_stack):  # noqa: F811
     (losses, weights), (streamed_losses, streamed_weights) = runs
     assert losses == streamed_losses and wanted == 6 * [True, True, False, False]
     assert all(torch.equal(a, b) for a, b in zip(weights, streamed_weights, strict=True))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hooks_of_a_layer_get_its_output_in_both_passes(reentrant, wanted):
+    """transformers 5.17 runs them in the second pass as well, where a penalty saves what they are given."""
+    plain = checkpointed("Llama", reentrant)
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    found = []
+    for each in (model, plain):
+        scale = torch.ones(32, requires_grad=True)
+        for layer in each.model.layers:
+            layer.register_forward_hook(lambda module, args, output, scale=scale: output * scale)
+        found.append((*gradients(each, **batch()), scale.grad))
+    assert_close(found[0][:2], found[1][:2])
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=1e-4, atol=1e-6)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["mlp", "post_attention_layernorm", "mlp.down_proj"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_was_changed_since_is_called(name, replaced, wanted):
+    """A forward of the instance's own, or another module in its place."""
+    plain = checkpointed("Llama")
+    model = copy.deepcopy(plain)
+    accelerate_causal_lm(model, loss=False)
+    for each in (model, plain):
+        layer = each.model.layers[1]
+        if not replaced:
+            part = layer.get_submodule(name)
+            part.forward = lambda x, theirs=part.forward: theirs(x) * 2
+        elif name == "mlp.down_proj":
+            layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Tanh())
+        else:
+            setattr(layer, name, nn.Sequential(layer.get_submodule(name), nn.Tanh()))
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    assert wanted == [True, False]  # of the other layer
+
+
+@on_the_cpu
+def test_a_layer_whose_forward_is_its_own_is_left(wanted):
+    model = checkpointed("Llama")
+    first, second = model.model.layers
+    first.forward = first.forward
+    report = accelerate_causal_lm(model, loss=False)
+    assert report.replaced["layer"] == ["model.layers.1"]
+    seen = []
+    second.self_attn.register_forward_pre_hook(lambda module, args, options: seen.append(options), with_kwargs=True)
+    second.forward = second.forward  # from now on, too
+    gradients(model, **batch())
+    assert not wanted and seen and not any("_vb_passes" in options for options in seen)
+
+
+@on_the_cpu
+def test_where_triton_does_not_run_it_is_left(wanted):
+    """As the registry says: fp64, which would lose half of its digits, an old GPU, a choice."""
+    model = checkpointed("Llama")
+    accelerate_causal_lm(model, loss=False)
+    with use_backend("swiglu", "torch"):
+        gradients(model, **batch())
+    assert not wanted
+
+
+def test_a_layer_keeps_the_name_of_its_class():
+    """By which auto-wrapping and device maps find it."""
+    model = checkpointed("Llama")
+    accelerate_causal_lm(model)
+    assert {type(layer).__name__ for layer in model.model.layers} == {"LlamaDecoderLayer"}
 
 
 class Wrapped:

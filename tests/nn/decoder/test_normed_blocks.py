@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -39,6 +40,8 @@ class Counting(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def fusing(monkeypatch):
     monkeypatch.setattr(one_input, "may_fuse", lambda x, *linears: all(is_plain(linear) for linear in linears))
+    with use_backend("rms_norm", "triton"), use_backend("swiglu", "triton"):
+        yield
 
 
 def tokens(seed: int = 0) -> torch.Tensor:
@@ -75,6 +78,21 @@ def test_modules_with_hooks_are_called(name):
     model.layers[1].get_submodule(name).register_forward_pre_hook(lambda *_: calls.append(name))
     _, counts = trained(model)
     assert len(calls) == 2 and sum(counts.get(half, 0) for half in HALVES) == 8 - 2
+
+
+@pytest.mark.parametrize("name", ["layers.1", "layers.1.mlp"])
+def test_hooks_get_the_output_in_both_passes(name):
+    """A checkpoint's second pass runs them as well, and they may save what they are given."""
+    found = []
+    for checkpointing in (True, False):
+        model = Decoder(CONFIG, seed=3)
+        model.gradient_checkpointing = checkpointing
+        scale = torch.ones(32, requires_grad=True)
+        model.model.get_submodule(name).register_forward_hook(lambda module, args, output, scale=scale: output * scale)
+        values, _ = trained(model)
+        found.append([*values, scale.grad])
+    for got, right in zip(*found, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
 
 
 def test_a_hook_on_attention_sees_a_tensor():

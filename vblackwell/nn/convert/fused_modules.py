@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from vblackwell.kernels.pointwise.linears import feed_forward_block
 from vblackwell.kernels.pointwise.rows import rms_norm, rotary, swiglu
-from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, may_be_lean, on_gpu
+from vblackwell.nn.linear.one_input import hooked, linears_of_one_input, may_be_lean, on_gpu, output_is_read
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, adapted_linear
 
 ROTARY_NAME = "apply_rotary_pos_emb"
@@ -42,7 +42,8 @@ def _fused_class(original: type, overrides: tuple[tuple[str, Callable[..., Any]]
 
     ours = {"__reduce_ex__": plain_copy, "__module__": original.__module__, "_vb_original": original}
     contents = {**dict(overrides), **ours, "_vb_overrides": overrides}
-    return type(f"Fused{original.__name__}", (original,), contents)
+    # The name stays: auto-wrapping and device maps find layers by it.
+    return type(original.__name__, (original,), contents | {"__qualname__": original.__qualname__})
 
 
 def swap(module: nn.Module, overrides: Overrides) -> None:
@@ -184,7 +185,7 @@ _WITHOUT_MLP: dict[str, nn.Module] = {
 def _pass_of(original: type, layer: Any, modules: dict[str, nn.Module], *args: Any, **options: Any) -> Any:
     """The forward of class ``original`` for ``layer`` with some of its modules replaced, and no checkpoint."""
     twin = twin_of(layer, _modules={**layer._modules, **modules})
-    twin.__dict__["gradient_checkpointing"] = False
+    twin.__dict__.update(gradient_checkpointing=False, training=options.pop("training", layer.training))
     return original.forward(twin, *args, **options)
 
 
@@ -192,7 +193,7 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for a layer that is ``h = x + attention(norm(x))`` and then ``h + mlp(norm(h))``: where
     transformers checkpoints it, the second half keeps ``h`` alone and is computed in chunks of tokens.
     """
-    if set(module._modules) != _PARTS or not hasattr(module, "gradient_checkpointing"):
+    if set(module._modules) != _PARTS or not hasattr(module, "gradient_checkpointing") or "forward" in module.__dict__:
         return None
     norm, mlp = module.get_submodule("post_attention_layernorm"), module.get_submodule("mlp")
     fused = isinstance(fused_norm(norm), dict) and isinstance(fused_feed_forward(mlp), dict)
@@ -204,29 +205,36 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
         "post_attention_layernorm": _Stub(torch.tanh), "mlp": _Stub(torch.square),
     }  # fmt: skip
     h = x + torch.sin(3 * torch.cos(x))
-    first, pass_of = {**stubs, **_WITHOUT_MLP}, functools.partial(_pass_of, plain_class(module), module)
-    why = _why_not(lambda: pass_of(stubs, x), lambda: h + torch.tanh(h).square(), otherwise)
-    why = why or _why_not(lambda: pass_of(first, x), lambda: h, otherwise)
+    first, why = {**stubs, **_WITHOUT_MLP}, None
+    for training in (True, False):
+        pass_of = functools.partial(_pass_of, plain_class(module), module, training=training)
+        why = why or _why_not(lambda: pass_of(stubs, x), lambda: h + torch.tanh(h).square(), otherwise)  # noqa: B023
+        why = why or _why_not(lambda: pass_of(first, x), lambda: h, otherwise)  # noqa: B023
     return why or dict(_layer_methods(plain_class(module), _epsilon_name(norm) or ""))
 
 
 @functools.cache
 def _layer_methods(original: Any, eps_name: str) -> Overrides:
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if self.training and self.gradient_checkpointing and not torch.compiler.is_compiling():
+        compiled = self._compiled_call_impl is not None or torch.compiler.is_compiling()
+        if self.training and self.gradient_checkpointing and not compiled and "forward" not in self.__dict__:
             options[_PASSES] = []  # the very list comes again with the second pass of a checkpoint of this layer alone
         return original.__call__(self, *args, **options)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         passes = options.pop(_PASSES, None)
         norm, mlp = self.post_attention_layernorm, self.mlp
-        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if passes is None or not may_be_lean(hidden_states, norm, mlp, linears):
+        ours = type(norm).forward is _norm_forward(eps_name) and type(mlp).forward is _separate_forward
+        ours = ours and not any("forward" in each.__dict__ for each in (norm, mlp))  # still what was probed
+        linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if ours else ()
+        if passes is None or not ours or not may_be_lean(hidden_states, norm, mlp, linears):
             return original.forward(self, hidden_states, *args, **options)
-        # What a second pass in backward makes of the layer is thrown away, but for what it saves.
-        wanted = not passes or torch._C._current_graph_task_id() == -1
+        # What a second pass in backward makes of the layer is thrown away, but for what it saves and hooks read.
+        wanted = not passes or torch._C._current_graph_task_id() == -1 or output_is_read(self)
         passes.append(None)
         h = _pass_of(original, self, _WITHOUT_MLP, hidden_states, *args, **options)
+        if h.dtype != hidden_states.dtype:
+            return h + mlp(norm(h))
         weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
         return feed_forward_block(h, norm.weight, getattr(norm, eps_name), *weights, wanted)
 

@@ -31,6 +31,7 @@ from vblackwell.nn.linear.one_input import (
     lean_feed_forward,
     linears_of_one_input,
     normed,
+    output_is_read,
 )
 
 BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
@@ -189,7 +190,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor, wanted: bool = True) -> Tensor:
         gate_BSF, up_BSF = linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)
-        return gated_product(gate_BSF, up_BSF, self.down_proj, wanted)
+        return gated_product(gate_BSF, up_BSF, self.down_proj, wanted or output_is_read(self))
 
 
 class DecoderLayer(nn.Module):
@@ -213,6 +214,7 @@ class DecoderLayer(nn.Module):
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        wanted = wanted or output_is_read(self)
         # Hooks that see attention's input expect a tensor.
         rows_BSD = norm(x_BSD) if hooked(attention) else normed(x_BSD, norm, *projections, recompute=lean)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)

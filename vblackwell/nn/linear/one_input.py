@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _global_forward_hooks
 
 from vblackwell.kernels.fp4.layout import TILE_N, is_tiled
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.norm import MAX_ROWS, fp4_norm_linear, max_rows
 from vblackwell.kernels.pointwise.linears import feed_forward_block, normed_linears, shared_input_linears
 from vblackwell.kernels.pointwise.rows import swiglu, swiglu_linear
+from vblackwell.kernels.runtime.registry import runs_triton
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 
@@ -27,14 +29,21 @@ MIN_FIELD = 9  # of an E5M3 scale that is also a normal E4M3 one: 2^-6
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class."""
-    return type(linear) is nn.Linear and linear.bias is None and not hooked(linear)
+    """Whether ``linear`` is the product with its weight alone: no bias, no hooks, no other class or forward."""
+    plain = type(linear) is nn.Linear and "forward" not in linear.__dict__
+    return plain and linear.bias is None and not hooked(linear)
 
 
 def hooked(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs more than its forward."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+
+
+def output_is_read(module: nn.Module) -> bool:
+    """Whether hooks get what ``module`` gives: also in the second pass of a checkpoint, which throws it away itself."""
+    hooks = [*module._forward_hooks.values(), *_global_forward_hooks.values()]
+    return any(not getattr(hook, "ignores_output", False) for hook in hooks)
 
 
 def may_fuse(x: Tensor, *linears: nn.Module) -> bool:
@@ -276,7 +285,7 @@ def may_be_lean(x: Tensor, norm: Any, mlp: nn.Module, linears: tuple[nn.Module, 
     """Whether `feed_forward_block` may compute ``mlp(norm(x))``, which ``linears`` and the weight of ``norm`` are."""
     if hooked(mlp) or hooked(norm) or norm.weight is None or norm.weight.dtype != x.dtype:
         return False
-    return may_fuse(x, *linears)
+    return may_fuse(x, *linears) and runs_triton("rms_norm", x, x.shape[-1]) and runs_triton("swiglu", x, 0)
 
 
 def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:
