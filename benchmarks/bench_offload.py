@@ -72,7 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in [*args.systems, *args.capped]:
         if name not in SYSTEMS:
             parser.error(f"system {name!r} is none of {', '.join(SYSTEMS)}")
-    if args.accumulation > 1 and "deepspeed" in args.systems:
+    if args.accumulation > 1 and "deepspeed" in args.systems and not args.random:
         parser.error("--accumulation: DeepSpeed's engine is not asked for it here")
     if args.random and args.max_grad_norm is None and "--max-grad-norm" not in (sys.argv if argv is None else argv):
         args.max_grad_norm = 1e9
