@@ -6,8 +6,6 @@ and number of rows in turns; ratios are to cuBLAS bf16 in the same run. ``--peer
 adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which
 launches one layer at a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to
 the time there is.
-``--prebuild``
-compiles for sm_90a without a GPU, into the cache folder, what the other options will need.
 """
 
 from __future__ import annotations
@@ -21,56 +19,29 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, plans_of, run_plan
+from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, plans_of, run_plan
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
 from benchmarks.lib.kernels.fp4_report import print_table, write_rows
 from benchmarks.lib.kernels.graph_timing import Replay, graph_of, turns_us
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, mma_plan, reference, w4a8, wgmma_plan
+from vblackwell.kernels.fp4 import layout, reference, w4a8
 from vblackwell.kernels.fp4 import norm as fp4_norm
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
-from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.pointwise.rows import rms_norm
-from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime import tuning as cache
 from vblackwell.numerics.formats import FORMATS
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
-PROCESSORS = 132  # of an H200
 CHECK_SHAPES = ((40, 136), (200, 1000), (1056, 4096), (512, 14336), (9000, 520))
 CHECK_ROWS = (1, 3, 4, 8, 13, 16, 33, 64, 100, 256, 300)
 Call = Callable[[torch.Tensor], torch.Tensor]
-
-
-def prebuild(args: argparse.Namespace) -> None:
-    """Compile for sm_90a, in parallel, into the cache, what ``args`` will run."""
-    files = {MmaPlan: mma_plan.MMA_FILES, WgmmaPlan: wgmma_plan.WGMMA_FILES}
-    jobs = [(fp4_launch.DEQUANTIZE_FILES, {"FP16": 0, "OUT": out}) for out in range(3)]
-    jobs += [(w4a8.E4M3_FILES, w4a8.prepare_macros(False, k)) for _, k in args.shapes]
-    for (n, k), m in itertools.product(args.shapes, args.rows):
-        if m >= w4a8.MIN_ROWS:
-            jobs.append((w4a8.FILES, w4a8.plan_w4a8(m, n, k, PROCESSORS).macros(False, k)))
-        for plan in plans_of(m, n, k):
-            jobs += [(files[type(plan)], part.macros(False)) for part in parts_of(plan, m, n)]
-        if m <= fp4_norm.max_rows((9, 0), n, k):
-            fused = mma_plan.plan_mma(m, n, k, True)
-            jobs.append((mma_plan.MMA_FILES, fused.macros(False, norm=True)))
-    for (n, k), m, fp16 in itertools.product(CHECK_SHAPES, CHECK_ROWS, (False, True) if args.check else ()):
-        parts = (part for plan in plans_of(m, n, k) for part in parts_of(plan, m, n))
-        jobs += [(files[type(part)], part.macros(fp16, True)) for part in parts]
-    distinct = {str(job): job for job in jobs}.values()
-    with ThreadPoolExecutor(16) as pool:
-        done = list(pool.map(lambda job: nvrtc.cached_cubin(job[0], job[1], "sm_90a"), distinct))
-    print(len(done), "kernels")
 
 
 def error_over_bound(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> float:
@@ -313,7 +284,6 @@ def main() -> None:
     add = parser.add_argument
     add("--check", action="store_true")
     add("--bench", action="store_true")
-    add("--prebuild", action="store_true")
     add("--peers", default="none", help="all, none, or names like humming,torchao")
     add(
         "--peer-seconds",
@@ -328,9 +298,6 @@ def main() -> None:
     add("--out", type=Path, default=None)
     add("--without", action="append", default=[], metavar="PEER=WHY", help="leave it out, and say why")
     args = parser.parse_args()
-    if args.prebuild:
-        prebuild(args)
-        return
     print(cache.machine(torch.device("cuda", 0)))
     if args.check:
         check()
