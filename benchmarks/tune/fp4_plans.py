@@ -4,8 +4,7 @@ kernels/fp4/wgmma_plan.py come from.
 ``python benchmarks/tune/fp4_plans.py --cells 16x4096x4096,64x4096x4096 --csv plans.csv`` on a Hopper GPU. A cell is M x
 N x K. Plans are compiled in parallel, checked against float64 (a wrong or unrepeatable one is not timed), then timed as
 in bench_fp4.py, by CUDA graphs of 24 layers. All plans are timed once, the best in turns with cuBLAS and what the rule
-chooses today. Each cell is measured in a separate process: one in which a plan hangs is ended and named. ``--list``
-counts the plans of each cell and needs no GPU.
+chooses today. Each cell is measured in a separate process: one in which a plan hangs is ended and named.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +27,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.child_process import run_child, say
-from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, parts_of, run_plan
+from benchmarks.lib.kernels.fp4_layers import Tiled, layers_of, parts_of, run_plan
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
 from benchmarks.tune.fp4_candidates import Plan, plans
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import mma_plan, tuning, w4a8, wgmma_plan
-from vblackwell.kernels.fp4.linear import fp4_linear
-from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan
+from vblackwell.kernels.fp4 import mma_plan, tuning, wgmma_plan
+from vblackwell.kernels.fp4.mma_plan import MmaPlan
 from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime import tuning as cache
 
 Cell = tuple[int, int, int]
-SHAPES = ("4096x4096", "6144x4096", "14336x4096", "4096x14336", "8192x8192", "28672x8192")
-OPEN = {  # rows of x: the shapes whose rule is interpolated, or misses its floor
-    1: SHAPES, 4: (SHAPES[1], *SHAPES[4:]), 8: (SHAPES[2], SHAPES[4]), 32: (SHAPES[0], SHAPES[2]),
-    64: SHAPES, 128: SHAPES, 256: SHAPES, 1024: SHAPES, 4096: SHAPES,
-}  # fmt: skip
 FINALISTS = 6  # plans of a cell that are timed in turns, next to the rule's
 CELL_SECONDS = 60.0  # of a cell's process
-
-
-def open_cells() -> list[Cell]:
-    """The cells of ``OPEN``."""
-    # Fewer than 1024 rows first, as they have the most plans; a shape's cells together, as its layers take longest to
-    # make.
-    cells = parse_cells(",".join(f"{m}x{shape}" for m, shapes in OPEN.items() for shape in shapes))
-    return sorted(cells, key=lambda cell: (cell[0] >= 1024, cell[1] * cell[2], cell[1], abs(cell[0] - 64)))
 
 
 def parse_cells(text: str) -> list[Cell]:
@@ -65,41 +48,16 @@ def parse_cells(text: str) -> list[Cell]:
     return [(size[0], size[1], size[2]) for size in sizes]
 
 
-def parts(m: int, n: int, k: int, x: torch.Tensor, packed: list[Tiled]) -> dict[str, list[Callable[[], object]]]:
-    """The ops, by name, and w4a8 by its tiles, for many rows."""
-    if m < 1024:
-        return {}
-    op = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
-    found: dict[str, list[Callable[[], object]]] = {"op": [functools.partial(op, x, *w, None) for w in packed]}
-    tops = [w4a8.row_tops(w[1], n, k) for w in packed]
-    each = list(zip(packed, tops, strict=True))
-    op = functools.partial(w4a8.fp4_linear_w4a8, activation="none", n=n, k=k)
-    found["w4a8"] = [functools.partial(op, x, *w, top, None) for w, top in each]
-    for width in w4a8.STEP_CYCLES:
-        run = functools.partial(w4a8.run_w4a8, _w4a8(width, m, n, k), x, bias=None, activation="none", n=n, k=k)
-        found[f"w4a8: tiles of {width}"] = [functools.partial(run, weight=(*w, top)) for w, top in each]
-    return found
-
-
-def _w4a8(width: int, m: int, n: int, k: int) -> w4a8.W4A8Plan:
-    """Tiles of this width, with the head that the op's own plan has."""
-    chosen = w4a8.plan_w4a8(m, n, k, MULTIPROCESSORS)
-    return replace(w4a8.of_width(width), head_rows=chosen.head_rows)
-
-
 Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 
 
 def sources(m: int, n: int, k: int) -> list[Source]:
     """What a cell runs, but for what other tools have compiled."""
-    found = [
-        (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, part.macros(False))
-        for plan in plans(m, n, k)
-        for part in parts_of(plan, m, n)
+    found = (part for plan in plans(m, n, k) for part in parts_of(plan, m, n))
+    return [
+        (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, tuple(part.macros(False).items()))
+        for part in found
     ]
-    if m >= 1024:
-        found += [(w4a8.FILES, _w4a8(width, m, n, k).macros(False, k)) for width in w4a8.STEP_CYCLES]
-    return [(files, tuple(macros.items())) for files, macros in found]
 
 
 def compile_for(source: Source) -> None:
@@ -142,13 +100,9 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
     finalists = [plan for _, place, plan in timed if place == 0] + finalists
     systems = [[functools.partial(torch.nn.functional.linear, x, d) for d in dense]]
     systems += [[functools.partial(run_plan, plan, x, p, n) for p in packed] for plan in finalists]
-    others = parts(m, n, k, x, packed)
-    cublas, *ours = alternating_us([*systems, *others.values()], rounds)
+    cublas, *ours = alternating_us(systems, rounds)
     rows += [["once", repr(plan), round(us, 2), round(cublas, 2)] for us, _, plan in timed]
-    rows += [
-        ["turns", name, round(us, 2), round(cublas, 2)]
-        for name, us in zip([*map(repr, finalists), *others], ours, strict=True)
-    ]
+    rows += [["turns", repr(plan), round(us, 2), round(cublas, 2)] for plan, us in zip(finalists, ours, strict=True)]
     return rows
 
 
@@ -184,32 +138,16 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
 
 def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
     """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
-    brief_names = {repr(plan): brief(plan) for plan in plans(*cell)}
-    rule = repr(plans(*cell)[0]) if plans(*cell) else ""
+    rule = repr(plans(*cell)[0])
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
     once = sum(stage == "once" for stage, *_ in rows)
     print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
     for us, cublas, name in sorted(turns):
-        print(
-            f"   {cublas / us:.3f} {us:.2f} "
-            f"{brief_names.get(name, name)}{' (the rule' + chr(39) + 's)' if name == rule else ''}"
-        )
+        print(f"   {cublas / us:.3f} {us:.2f} {name}{', as the rule chooses' if name == rule else ''}")
     for stage, name, *_ in rows:
         if stage not in ("turns", "once"):
             print(f"   {stage} {name}")
     sys.stdout.flush()
-
-
-def brief(plan: Plan) -> str:
-    if isinstance(plan, MmaPlan):
-        return (
-            f"mma t{plan.tokens} {plan.row_warps}x{plan.k_warps} s{plan.splits} pf{plan.prefetch} mb{plan.min_blocks}"
-            f" chunk {plan.chunk}x{plan.x_stages}"
-        )
-    return (
-        f"wgmma t{plan.tokens} g{plan.groups} kg{plan.k_groups} s{plan.splits} st{plan.stages} pf{plan.prefetch}"
-        f" mb{plan.min_blocks} w{plan.windows_per_step}"
-    )
 
 
 def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
@@ -250,14 +188,12 @@ def plan_of(text: str) -> Plan | None:
     """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is,
     of before 2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
     """
-    if not text.startswith(("MmaPlan(", "WgmmaPlan(")) or re.search(
-        "direct=|clusters=|image=|raw=True|helped=[1-9]", text
-    ):
+    if not text.startswith(("MmaPlan(", "WgmmaPlan(")):
         return None
+    today = re.sub(r", (ordered=\d|raw=False|helped=0)", "", text).replace("together=", "windows_per_step=")
     try:
-        today = re.sub(r", (ordered=\d|raw=False|helped=0)", "", text).replace("together=", "windows_per_step=")
         plan = eval(today, {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
-    except ConfigurationError:
+    except (TypeError, ConfigurationError):  # a field, or a value, that is gone
         return None
     in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
     return None if in_turns else plan
@@ -273,22 +209,17 @@ def write(path: Path, rows: list[list[object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--cells", type=parse_cells, default=open_cells(), help="MxNxK,MxNxK,..; default: open floors")
+    what = parser.add_mutually_exclusive_group(required=True).add_argument
+    what("--cells", type=parse_cells, help="MxNxK,MxNxK,..")
+    what("--table", type=Path, nargs="+", metavar="CSV", help="ship what earlier --csv found fastest")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=75.0, help="start no further cell after so many")
     add("--csv", type=Path, default=None)
-    add("--list", action="store_true")
-    add("--table", type=Path, nargs="+", default=None, metavar="CSV", help="ship what earlier --csv found fastest")
     args = parser.parse_args()
     if args.table:
         shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")
         shipped.unlink(missing_ok=True)
         cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
-        return
-    if args.list:
-        for cell in args.cells:
-            print(cell, len(plans(*cell)))
-        print(len(dict.fromkeys(plan for cell in args.cells for plan in plans(*cell))), "kernels,", LAYERS, "layers")
         return
     sweep(args.cells, args.rounds, args.seconds, args.csv)
 
