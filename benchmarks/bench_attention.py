@@ -4,15 +4,13 @@
 
 Times (medians of CUDA-graph replays, bf16, forward and backward apart), the own kernel's error against float64, ratios
 in the same run with their floors and aims, and peak memory. What the own kernel makes of a mask (bits, tile lists) is
-counted. ``--sweep`` times plans of the own kernels, ``--tune`` keeps the times on this machine, for the dispatcher to
-choose by.
+counted. ``--tune`` keeps the times on this machine, for the dispatcher to choose by.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.kernels.attention_report import TIMES, Rows, goals, ratios, runnable
-from benchmarks.lib.kernels.graph_timing import alternating_us
-from benchmarks.lib.results import append_csv, machine
-from benchmarks.tune.attention_plans import STARTED, leaves_of, say, sweep, time_us
+from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
+from benchmarks.lib.results import append_csv, machine, seconds_since_start, tell
 from vblackwell.kernels.runtime import tuning
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import BACKENDS, Variant
+
+
+def time_us(call: Callable[[], object]) -> float:
+    """Median time of ``call`` in us, replayed from a CUDA graph."""
+    return graph_us([call], 7)
+
+
+def leaves_of(batch: int, heads: int, kv_heads: int, length: int, head: int) -> list[Tensor]:
+    """Queries, keys and values (B, N, S, H) as views of (B, S, N, H), which is how projections give them."""
+    return [
+        torch.randn(batch, length, n, head, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
 
 
 def documents(length: int, count: int) -> Tensor:
@@ -77,19 +87,21 @@ def time_both(call: Callable[[], Tensor], leaves: list[Tensor]) -> tuple[float, 
     The forward is inference's. Backward is what both take beyond a forward with gradients, for which a dispatcher may
     run another backend than for one without.
     """
-    out = call()
-    dout = torch.randn_like(out)
-    del out
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = torch.autograd.grad(call(), leaves, dout)
-    extra = (torch.cuda.max_memory_allocated() - before) / 2**20
-    del gradients
+    dout = torch.randn_like(call())
+    extra = extra_mb(call, leaves, dout)
     with torch.no_grad():
         forward = time_us(call)
     both = time_us(lambda: torch.autograd.grad(call(), leaves, dout))
     return forward, both - time_us(call), both, extra
+
+
+def extra_mb(call: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> float:
+    """MB that forward and backward take at their peak, beyond what is held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(call(), leaves, dout)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def dispatcher_over(best: str, key: str, leaves: list[Tensor], variant: Variant) -> float:
@@ -123,23 +135,19 @@ def flops(case: dict[str, Any]) -> float:
     return 4 * batch * heads * length**2 * head * (0.5 if case.get("causal") else 1.0)
 
 
-def wanted_cases(quick: bool, only: str) -> dict[str, dict[str, Any]]:
-    return {name: case for name, case in cases(quick).items() if only in name}
-
-
 def bench(wanted: dict[str, dict[str, Any]], quick: bool, seconds: float, path: Path | None, keep: bool) -> Rows:
     """A row a case and system; ``path``, and with ``keep`` this machine's table, get the times by which the dispatcher
     chooses.
     """
     rows: Rows = []
     for number, (name, case) in enumerate(wanted.items()):
-        if seconds and time.perf_counter() - STARTED > seconds:
-            say("no time left for", ", ".join([*wanted][number:]))
+        if seconds and seconds_since_start() > seconds:
+            tell(f"no time left for {', '.join([*wanted][number:])}")
             break
         rows += bench_case(name, case, quick, path, keep)
         torch.cuda.empty_cache()
         for line in goals([row for row in rows if row["case"] == name])[1:]:
-            say(line)
+            tell(line)
     return rows
 
 
@@ -156,7 +164,7 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
         except Exception as error:  # another system's failure must not hide ours
             if system in ("triton", "dispatcher"):
                 raise
-            say(f"{name}: {system} failed: {error!r:.200}")
+            tell(f"{name}: {system} failed: {error!r:.200}")
             continue
         rows.append({
             "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both,
@@ -194,7 +202,7 @@ def keep_times(
 
 def print_row(row: dict[str, Any]) -> None:
     words = "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if v != "")
-    say(words)
+    tell(words)
 
 
 def memory_line() -> str:
@@ -202,12 +210,7 @@ def memory_line() -> str:
     leaves = leaves_of(1, 4, 4, 16384, 128)
     extra = {}
     for system in ("triton", "math"):
-        call, dout = runner(system, leaves, Variant(causal=True)), torch.randn_like(leaves[0])
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.autograd.grad(call(), leaves, dout)
-        extra[system] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        extra[system] = extra_mb(runner(system, leaves, Variant(causal=True)), leaves, torch.randn_like(leaves[0]))
         torch.cuda.empty_cache()
     return (
         f"peak memory S=16k, 4 heads: {extra['triton']:.0f} MB against {extra['math']:.0f} MB unfused: "
@@ -232,8 +235,6 @@ def main() -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer cases")
     add("--only", default="", help="cases whose name has this")
-    add("--sweep", type=float, default=0.0, metavar="SECONDS", help="time plans of the own kernels first")
-    add("--no-table", action="store_true", help="no comparison")
     add("--seconds", type=float, default=0.0, help="start no case later than this")
     add(
         "--tune",
@@ -244,14 +245,12 @@ def main() -> None:
     add("--out", type=Path, help="CSV to append to")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    say(torch.cuda.get_device_name(), torch.__version__)
-    lines = sweep(arguments.sweep) if arguments.sweep else []
-    wanted = wanted_cases(arguments.quick, arguments.only)
-    if not arguments.no_table:
-        rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
-        lines += [*ratios(rows), "", *goals(rows), memory_line()]
-        if arguments.out is not None:
-            append_csv(arguments.out, [{**machine(), **row} for row in rows])
+    tell(f"{torch.cuda.get_device_name()} {torch.__version__}")
+    wanted = {name: case for name, case in cases(arguments.quick).items() if arguments.only in name}
+    rows = bench(wanted, arguments.quick, arguments.seconds, arguments.table, arguments.tune)
+    lines = [*ratios(rows), "", *goals(rows), memory_line()]
+    if arguments.out is not None:
+        append_csv(arguments.out, [{**machine(), **row} for row in rows])
     print("\n".join(lines))
 
 

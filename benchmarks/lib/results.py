@@ -6,6 +6,7 @@ import csv
 import os
 import platform
 import sys
+import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,17 @@ RESULTS = REPO / "benchmarks" / "results"
 PACKAGES = ("torch", "triton", "transformers", "deepspeed")
 WIDTH = 66
 GB = 1e9
+STARTED = time.monotonic()
+
+
+def seconds_since_start() -> float:
+    """Since the benchmark's process began to import."""
+    return time.monotonic() - STARTED
+
+
+def tell(text: str) -> None:
+    """A line with the time, at once: a run that is cut short has told what it found."""
+    print(f"[{seconds_since_start():6.1f} s] {text}", flush=True)
 
 
 def machine() -> dict[str, Any]:
