@@ -14,10 +14,10 @@ the table, with floors and aims, comes last.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import SHAPES, SYSTEMS, Case, Loading, Point
 from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
-from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
+from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
 from vblackwell.units import parse_bytes
 
 INDEX = "model.safetensors.index.json"
@@ -97,54 +97,47 @@ class Run:
     """Processes one after the other, and what they said."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.began = args, time.monotonic()
-        self.about = machine()
+        self.args, self.about = args, told_machine()
         self.rates: dict[str, float] = {}
         self.points: list[Point] = []
         self.loadings: list[Loading] = []
 
-    def tell(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
-
-    def left(self) -> float:
-        return self.args.deadline - (time.monotonic() - self.began)
-
     def start(self, case: Case) -> None:
         """One system, within what is left of the time."""
-        if self.left() < 5:
-            self.tell(f"{case.system}: no time is left")
+        left = self.args.deadline - seconds_since_start()
+        if left < 5:
+            tell(case.system, "no time is left")
             return
-        self.tell(f"{case.system}: starts")
-        limit = self.args.accelerate_seconds if case.system == "accelerate" else self.left()
+        tell(case.system, "starts")
+        limit = min(left, self.args.accelerate_seconds) if case.system == "accelerate" else left
         run_child(
-            FOLDER_CHILD if case.system == "folder" else CHILD, case.to_json(), min(limit, self.left()),
-            lambda event: self._hear(case, event), lambda text: self.tell(f"{case.system}: {text}"),
+            FOLDER_CHILD if case.system == "folder" else CHILD, case.to_json(), limit,
+            lambda event: self._hear(case, event), functools.partial(tell, case.system),
         )  # fmt: skip
 
     def _hear(self, case: Case, event: dict[str, Any]) -> None:
         kind = event["kind"]
         if kind == "rates":
             self.rates = event["rates"]
-            self.tell("rates: " + ", ".join(f"{name} {value:.1f}" for name, value in self.rates.items()))
+            tell("rates", ", ".join(f"{name} {value:.1f}" for name, value in self.rates.items()))
         elif kind == "point":
             point = Point(**event["point"])
             self.points.append(point)
-            self.tell(line_of(point))
+            tell(line_of(point))
             append_csv(self.args.csv, [row_of(self.about, case, self.rates, point)])
         elif kind == "loading":
             loading = Loading(**event["loading"])
             self.loadings.append(loading)
-            self.tell(loading_line(loading))
+            tell(loading_line(loading))
             append_csv(self.args.csv, [row_of(self.about, case, self.rates, loading)])
         else:
-            self.tell(f"{case.system}: {event.get('text') or event.get('error')}")
+            tell(case.system, event.get("text") or event["error"])
 
 
 def main(argv: list[str] | None = None) -> Run:
     args = parse(argv)
     read_csv(args.csv)  # before minutes of measuring, whether rows can be added
     run = Run(args)
-    print(", ".join(f"{key} {value}" for key, value in run.about.items() if value), flush=True)
     print(f"{args.shape}, prompt {args.prompt}, new {args.new}; GB of 1e9 bytes\n{HEAD}", flush=True)
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     folder, stays = folder_for(args.folder, num_bytes)
@@ -166,7 +159,7 @@ def tell_all(run: Run) -> None:
     """Print the table and the ratios."""
     lines = ["", HEAD, *map(line_of, run.points), "", *map(loading_line, run.loadings), ""]
     print("\n".join([*lines, *ratio_lines(run.points, run.loadings, run.rates)]), flush=True)
-    print(f"rows appended to {run.args.csv}; {time.monotonic() - run.began:.0f} s in all", flush=True)
+    print(f"rows appended to {run.args.csv}; {seconds_since_start():.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ aim, and appends to benchmarks/results/lora.csv as results come. bitsandbytes mu
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,17 @@ from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
 from benchmarks.lib.generate.case import Case as FolderCase
 from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
-from benchmarks.lib.results import GB, RESULTS, append_csv, goal_header, goal_line, machine, read_csv
+from benchmarks.lib.results import (
+    GB,
+    RESULTS,
+    append_csv,
+    goal_header,
+    goal_line,
+    read_csv,
+    seconds_since_start,
+    tell,
+    told_machine,
+)
 from vblackwell.units import parse_bytes
 
 CHILD = Path(__file__).parent / "lib/generate/lora_measure.py"
@@ -91,8 +101,7 @@ def ratio_lines(results: list[Result]) -> list[str]:
 def main(argv: list[str] | None = None) -> list[Result]:
     args = parse(argv)
     read_csv(args.csv)
-    began, about = time.monotonic(), machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
+    about = told_machine()
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     (folder, stays), results = folder_for(args.folder, num_bytes), list[Result]()
     case = Case(
@@ -102,18 +111,15 @@ def main(argv: list[str] | None = None) -> list[Result]:
     )  # fmt: skip
 
     def run(script: Path, argument: str, system: str, hear: Any) -> None:
-        def tell(text: str) -> None:
-            print(f"[{time.monotonic() - began:6.1f} s] {system}: {text}", flush=True)
-
         def heard(event: dict[str, Any]) -> None:
             if event["kind"] == "result":
                 hear(event["result"])
             else:
-                tell(str(event.get("text") or event.get("rates") or event.get("error")))
+                tell(system, str(event.get("text") or event.get("rates") or event.get("error")))
 
-        tell("starts")
-        left = args.deadline - (time.monotonic() - began)
-        run_child(script, argument, left, heard, tell)
+        tell(system, "starts")
+        left = args.deadline - seconds_since_start()
+        run_child(script, argument, left, heard, functools.partial(tell, system))
 
     def keep(case: Case, values: dict[str, Any]) -> None:
         result = Result(**values)
@@ -133,7 +139,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         if not (folder / INDEX).is_file():
             run(FOLDER_CHILD, writer.to_json(), "folder", None)
         for system in args.systems:
-            left = args.deadline - (time.monotonic() - began)
+            left = args.deadline - seconds_since_start()
             later = len(args.systems) - args.systems.index(system)
             one = replace(case, system=system, limit_seconds=left / later - 4)  # the process begins and ends, too
             run(CHILD, one.to_json(), system, lambda values, one=one: keep(one, values))
@@ -141,7 +147,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         print("\n".join(["", *curve_lines(results), "", *ratio_lines(results)]), flush=True)
         if not stays:
             shutil.rmtree(folder, ignore_errors=True)
-    print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
+    print(f"rows appended to {args.csv}; {seconds_since_start():.0f} s in all", flush=True)
     return results
 
 

@@ -15,9 +15,9 @@ aims, and appends to benchmarks/results/offload.csv.
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.lib.child_process import run_child
 from benchmarks.lib.offload.case import PEAK, SHAPES, SYSTEMS, Case, Recipe, Result
 from benchmarks.lib.offload.draw import Draw, draw_lines, draws
 from benchmarks.lib.offload.report import ratio_lines, row_of, table_lines
-from benchmarks.lib.results import RESULTS, append_csv, machine, read_csv
+from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
 from vblackwell.machine.facts import list_gpus
 from vblackwell.units import parse_bytes
 
@@ -128,21 +128,18 @@ def run_system(case: Case, limit_seconds: float, tell: Callable[[str], None]) ->
 def main(argv: list[str] | None = None) -> list[Result]:
     args = parse(argv)
     read_csv(args.csv)  # before minutes of measuring, whether rows can be added
-    began, about = time.monotonic(), machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
+    about = told_machine()
     results: list[Result] = []
 
     def run(case: Case) -> Result:
-        def tell(text: str) -> None:
-            print(f"[{time.monotonic() - began:6.1f} s] {case.system}: {text}", flush=True)
-
-        tell("starts")
-        result = run_system(case, args.limit, tell)
+        tell(case.system, "starts")
+        result = run_system(case, args.limit, functools.partial(tell, case.system))
         if result.tokens_per_second and result.peak_reserved is not None:  # at once: what comes later may fail
             share = 6 * case.decoder.num_parameters * result.tokens_per_second / PEAK
             tell(
+                case.system,
                 f"{result.tokens_per_second:,.0f} tokens/s ({share:.1%} of {PEAK / 1e12:.0f} TFLOP/s as 6PT), "
-                f"{result.peak_reserved / 1e9:.2f} GB reserved"
+                f"{result.peak_reserved / 1e9:.2f} GB reserved",
             )
         results.append(result)
         append_csv(args.csv, [row_of(about, case, result)])
@@ -156,7 +153,7 @@ def main(argv: list[str] | None = None) -> list[Result]:
         clipped = any((each.clipped_share or 0) > 0.2 for each in results)
         lines = [*table_lines(results), "", *ratio_lines(results, clipped=clipped)]
     print("\n".join(lines), flush=True)
-    print(f"rows appended to {args.csv}; {time.monotonic() - began:.0f} s in all", flush=True)
+    print(f"rows appended to {args.csv}; {seconds_since_start():.0f} s in all", flush=True)
     return results
 
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.lib.results import RESULTS, append_csv, machine
+from benchmarks.lib.results import RESULTS, append_csv, told_machine
 from vblackwell import VGPUStack
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.config import LevelConfig
@@ -210,8 +210,7 @@ def workload_small(path: str) -> list[Result]:
 # Reporting.
 
 
-def show(results: list[Result], about: dict[str, Any]) -> None:
-    print(", ".join(f"{key} {value}" for key, value in about.items() if value))
+def show(results: list[Result]) -> None:
     print(f"{'':52}{'value':>12} {'unit':<11}{'limit':>9}{'ratio':>8}{'floor':>7}")
     for r in results:
         limit = "" if r.limit is None else f"{r.limit:>9.4g}{r.ratio:>8.3f}"
@@ -235,8 +234,8 @@ def main() -> None:
             start = time.perf_counter()
             results += part()
             print(f"{results[-1].name}: measured in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    about = machine()
-    show(results, about)
+    about = told_machine()
+    show(results)
     if not args.quick:
         append_csv(RESULTS / "stack.csv", [about | asdict(result) for result in results])
 

@@ -29,9 +29,9 @@ def seconds_since_start() -> float:
     return time.monotonic() - STARTED
 
 
-def tell(text: str) -> None:
+def tell(*parts: str) -> None:
     """A line with the time, at once: a run that is cut short has told what it found."""
-    print(f"[{seconds_since_start():6.1f} s] {text}", flush=True)
+    print(f"[{seconds_since_start():6.1f} s] {': '.join(parts)}", flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -49,6 +49,13 @@ def machine() -> dict[str, Any]:
         **versions,
         "command": " ".join(["python", *map(_relative, sys.argv)]),
     }
+
+
+def told_machine() -> dict[str, Any]:
+    """`machine`, printed."""
+    about = machine()
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value), flush=True)
+    return about
 
 
 def _relative(argument: str) -> str:

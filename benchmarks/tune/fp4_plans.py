@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 from benchmarks.lib.child_process import run_child, say
 from benchmarks.lib.kernels.fp4_layers import Tiled, layers_of, parts_of, run_plan
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
+from benchmarks.lib.results import seconds_since_start, tell
 from benchmarks.tune.fp4_candidates import Plan, plans
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import launch as fp4_launch
@@ -107,13 +107,13 @@ def measure(cell: Cell, rounds: int) -> list[list[object]]:
 
 
 def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> None:
-    began, rows = time.monotonic(), []
+    rows = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 4) - 2)) as pool:
         wanted = dict.fromkeys(source for cell in cells for source in sources(*cell))
         jobs = {source: pool.submit(compile_for, source) for source in wanted}
 
         for cell in cells:
-            if time.monotonic() - began > seconds:
+            if seconds_since_start() > seconds:
                 break
             for source in sources(*cell):
                 jobs[source].result()
@@ -128,7 +128,7 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
                 print(f"NEVER ENDED: {cell} {plans(*cell)[place]!r}")
                 found = [["never ended", repr(plans(*cell)[place]), "", ""]]
             elif found:
-                show(cell, found, time.monotonic() - began)
+                show(cell, found)
             rows.extend([*cell, *row] for row in found)
         if path:
             write(path, rows)
@@ -136,12 +136,12 @@ def sweep(cells: list[Cell], rounds: int, seconds: float, path: Path | None) -> 
             job.cancel()
 
 
-def show(cell: Cell, rows: list[list[object]], seconds: float) -> None:
+def show(cell: Cell, rows: list[list[object]]) -> None:
     """The cell's ratios to cuBLAS, best first; plans that were wrong or refused in full."""
     rule = repr(plans(*cell)[0])
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
     once = sum(stage == "once" for stage, *_ in rows)
-    print(f"[{seconds:.0f} s] {'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
+    tell(f"{'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
     for us, cublas, name in sorted(turns):
         print(f"   {cublas / us:.3f} {us:.2f} {name}{', as the rule chooses' if name == rule else ''}")
     for stage, name, *_ in rows:
