@@ -4,7 +4,7 @@
     python benchmarks/bench_two_part.py --linear     # on a CUDA GPU
 
 ``--linear``: medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2, and ratios to cuBLAS in
-the same run. Every row is printed as it comes, the table again at the end; the exit code is 1 where a floor is missed.
+the same run. Every row is printed as it comes; the exit code is 1 where a floor is missed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,29 +25,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.lib.kernels.graph_timing import alternating_us
+from benchmarks.lib.results import tell
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.nn.convert.linears import enable_vb_optimization
 
 LAYERS = 24
-Row = tuple[str, str, str, bool]  # what, measured, floor, whether it is met
 
 
-class Rows(list[Row]):
-    """The table, each row printed when it is known: a run that is cut short has told what it found."""
-
-    def append(self, row: Row) -> None:
-        super().append(row)
-        print(f"[{time.perf_counter() - BEGAN:5.1f} s] {line_of(row)}", flush=True)
-
-
-BEGAN = time.perf_counter()
-
-
-def line_of(row: Row, width: int = 0) -> str:
-    what, measured, floor, met = row
-    return f"{what:{width}}  {measured}  [{floor}: {'met' if met else 'MISSED'}]"
+def tell_row(what: str, measured: str, floor: str, met: bool) -> bool:
+    """A row as soon as it is known; ``met`` again."""
+    tell(f"{what}  {measured}  [{floor}: {'met' if met else 'MISSED'}]")
+    return met
 
 
 def compiled(calls: Sequence[Callable[[], object]]) -> None:
@@ -65,7 +55,7 @@ def deep_model(device: str) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(762, 762) for _ in range(62)))
 
 
-def start_rows(rows: Rows, device: str) -> None:
+def start_row(device: str) -> bool:
     model = deep_model(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     began = time.perf_counter()
@@ -76,7 +66,7 @@ def start_rows(rows: Rows, device: str) -> None:
         model(torch.randn(4, 762, device=device)).sum().item()
     first = time.perf_counter() - began
     text = f"{1000 * took:.1f} ms, first forward {1000 * first:.0f} ms"
-    rows.append((f"start of 62 layers, {parameters / 1e6:.0f} M parameters", text, "1 s", took < 1))
+    return tell_row(f"start of 62 layers, {parameters / 1e6:.0f} M parameters", text, "1 s", took < 1)
 
 
 def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
@@ -88,7 +78,7 @@ def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
     return codes, fine, scales, torch.tensor(2.0**-7, device=device)
 
 
-def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
+def linear_rows(n: int, k: int, counts: list[int]) -> Iterator[bool]:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     ours_of = functools.partial(two_part_linear, format=layout.TILED_PARTS, activation="none", n=n, k=k)
@@ -106,11 +96,7 @@ def linear_rows(rows: Rows, n: int, k: int, counts: list[int]) -> None:
             9,
         )
         text = f"{bf16 / ours:.3f} x ({ours:.2f} us; bf16 {bf16:.2f}, coarse alone {coarse:.2f})"
-        rows.append((f"two-part linear {n}x{k}, M={m}", text, "1.5 x", bf16 / ours >= 1.5 or m > 16))
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",") if word]
+        yield tell_row(f"two-part linear {n}x{k}, M={m}", text, "1.5 x", bf16 / ours >= 1.5 or m > 16)
 
 
 def main() -> None:
@@ -120,19 +106,22 @@ def main() -> None:
         add(f"--{name}", action="store_true")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="of --start")
     add("--shape", default="8192x8192", help="NxK of --linear")
-    add("--rows", type=numbers, default=[1, 2, 4, 8, 16, 64], help="of --linear")
+    add(
+        "--rows",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[1, 2, 4, 8, 16, 64],
+        help="of --linear",
+    )
     args = parser.parse_args()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"torch {torch.__version__}, {machine}", flush=True)
-    rows = Rows()
+    met: list[bool] = []
     if args.linear:
         n, k = (int(size) for size in args.shape.split("x"))
-        linear_rows(rows, n, k, args.rows)
+        met += linear_rows(n, k, args.rows)
     if args.start:
-        start_rows(rows, args.device)
-    width = max((len(row[0]) for row in rows), default=0)
-    print("\n".join(line_of(row, width) for row in rows))
-    raise SystemExit(not all(met for *_, met in rows))
+        met.append(start_row(args.device))
+    raise SystemExit(not all(met))
 
 
 if __name__ == "__main__":
