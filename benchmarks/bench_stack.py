@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.lib.results import RESULTS, append_csv, told_machine
-from vblackwell import VGPUStack
+from vblackwell import VGPUStack, create_vgpu_stack
 from vblackwell.machine.limits import default_disk_path
-from vblackwell.memory.cache.config import LevelConfig
 from vblackwell.memory.disk import DiskLevel, ScratchFile, memory_at
 from vblackwell.memory.host import HostLevel, map_slab
 from vblackwell.memory.level import Level, Transfer
@@ -149,12 +148,8 @@ def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
     plain, disk, host = PlainDisk(path, size), DiskLevel(path, size), HostLevel(size)
     extent, slab = disk.allocate(size), host.view(host.allocate(size))
     slab.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
-    source = slab.clone()
-    disk.write(extent, slab).wait()
-    slab.zero_()
-    disk.read(extent, slab).wait()
-    assert torch.equal(slab, source), "the disk changed bytes"
-    plain.buffer.copy_(source)
+    plain.buffer.copy_(slab)
+    check_bytes(disk, extent, plain.buffer, slab)
     name = f"{format_bytes(size)}{'' if plain.file.direct else ', no O_DIRECT here'}"
     found = [
         bandwidth(
@@ -170,32 +165,19 @@ def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
 # The stack itself.
 
 
-def make_stack(path: str, *sizes: int, **settings: Any) -> VGPUStack:
-    """Fast memory, RAM and disk of these sizes."""
-    devices = ("cuda:0" if CUDA else "arena", "cpu", "ssd")
-    levels = [
-        LevelConfig(device, size, path=path if device == "ssd" else None)
-        for device, size in zip(devices, sizes, strict=False)
-    ]
-    return VGPUStack(levels, **settings)
-
-
 def access_all(stack: VGPUStack, keys: list[str]) -> None:
     """One after another, letting go of each."""
     for key in keys:
         stack.access(key)
 
 
-def hit_rate(stack: VGPUStack) -> float:
-    level = stack.get_stats()["levels"][0]
-    return 100 * level["hits"] / max(1, level["hits"] + level["misses"])
-
-
 def workload_small(path: str) -> list[Result]:
     """20 tensors of 1 MiB over 10, 50 and 200 MiB, accessed round and round."""
     results = []
     for policy in ("lru", "next_use"):
-        with make_stack(path, 10 * MiB, 50 * MiB, 200 * MiB, policy=policy) as stack:
+        with create_vgpu_stack(
+            10 * MiB, 50 * MiB, 200 * MiB, path, device=DEVICE, policy=policy, cap_process=False
+        ) as stack:
             tensors = {f"k{i}": torch.randn(MiB // 4) for i in range(20)}
             for key, tensor in tensors.items():
                 stack.register(key, tensor, priority=7)
@@ -203,7 +185,9 @@ def workload_small(path: str) -> list[Result]:
                 assert torch.equal(stack.access(key).cpu(), tensor)
             seconds = seconds_of(lambda stack=stack, keys=list(tensors) * 10: access_all(stack, keys))
             results.append(Result(f"20 x 1 MiB over 10/50/200 MiB, {policy}", 200 / seconds, "accesses/s"))
-            results.append(Result(f"20 x 1 MiB, {policy}, hits", hit_rate(stack), "%"))
+            level = stack.get_stats()["levels"][0]
+            hits = 100 * level["hits"] / (level["hits"] + level["misses"])
+            results.append(Result(f"20 x 1 MiB, {policy}, hits", hits, "%"))
     return results
 
 
