@@ -40,6 +40,7 @@ from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
+from vblackwell.machine.device import cap_process
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.rates import Rates
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -96,8 +97,7 @@ class Bench:
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()
         if self.cuda:
             torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), self.device)
+            cap_process(self.device, cap)
         host = min(int(0.5 * memory_facts().available_bytes), MAX_HOST)
         self.machine = Machine(Bounds(cap, host), self.rates, self.cuda, undo=False, may_clip=False)
         self.stack = create_vgpu_stack(cap, host, 0, device=self.device)

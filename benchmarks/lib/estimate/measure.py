@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.lib.estimate.cases import Case
 from benchmarks.lib.estimate.models import Built, build, materialise
+from benchmarks.lib.offload.loop import Clock
 from vblackwell.offload.measure import issue_seconds
 from vblackwell.planner.memory_estimate import OPTIMIZERS
 from vblackwell.units import GiB, MiB
@@ -134,14 +135,13 @@ def _give_back() -> int:
 def _time(training: Training) -> float:
     for _ in range(WARM_STEPS):
         training.step()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_STEPS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    clock = Clock(torch.device(training.device))
+    clock.mark()
+    for _ in range(TIMED_STEPS):
         training.step()
-        mark.record()
+        clock.mark()
     training.finish()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
+    return statistics.median(clock.intervals())
 
 
 def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, expected: int = 0) -> dict[str, Any]:

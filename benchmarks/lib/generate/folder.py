@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from benchmarks.lib.child_process import say
 from benchmarks.lib.generate.case import Case, Shape
+from benchmarks.lib.kernels.graph_timing import median_us
 
 THREADS = 8
 SPREAD = 0.02
@@ -110,15 +111,8 @@ def link_gbps(device: torch.device) -> float:
 def hbm_gbps(device: torch.device) -> float:
     """GB/s of a copy inside the GPU, read and written bytes."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return 2 * source.nbytes / statistics.median(times[1:]) / 1e9
+    target = torch.empty_like(source).copy_(source)  # the first does not count
+    return 2 * source.nbytes / median_us(lambda: target.copy_(source), 5) / 1e3
 
 
 def make(case: Case) -> None:

@@ -24,6 +24,8 @@ import torch
 
 from benchmarks.lib.child_process import answer, say
 from benchmarks.lib.generate.lora_case import Case, Result
+from benchmarks.lib.offload.loop import Clock
+from vblackwell.machine.device import cap_process
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
@@ -51,19 +53,16 @@ def rows_of_text(case: Case) -> torch.Tensor:
 
 def ours(case: Case, device: torch.device, result: Result) -> Step:
     from vblackwell.generate.causal_lm import load_causal_lm
-    from vblackwell.memory.cache.stack import VGPUStack
+    from vblackwell.memory.cache.stack import create_vgpu_stack
     from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
     from vblackwell.nn.convert.lora import Lora
     from vblackwell.offload.api import offload_of
     from vblackwell.offload.optimizer import VGPUAdamW
 
-    levels = [
-        {"device": "cuda:0" if device.type == "cuda" else "arena", "capacity_mb": case.cap_bytes / (1 << 20)},
-        {"device": "cpu", "capacity_mb": case.host_bytes / (1 << 20)},
-    ]
+    stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, 0, device=device, cap_process=False)
     dtype = getattr(torch, case.dtype)
     model: Any = load_causal_lm(
-        case.folder, VGPUStack({"levels": levels}), dtype=dtype, lora=Lora(case.rank, case.alpha), fp4="nvfp4",
+        case.folder, stack, dtype=dtype, lora=Lora(case.rank, case.alpha), fp4="nvfp4",
         placement=case.placement, compute_dtype=dtype, seed=case.seed,
     )  # fmt: skip
     engine = offload_of(model)
@@ -140,9 +139,9 @@ def train(case: Case, device: torch.device) -> Result:
         "phase",
         text=f"opened in {result.opened_seconds:.1f} s, {result.placement}, {result.trained / 1e6:.2f} M trained",
     )
-    losses, marks, trained_from = [], [], time.perf_counter()
+    losses, clock, trained_from = [], Clock(device), time.perf_counter()
     for number, ids_BS in enumerate(rows):
-        marks.append(_mark(cuda))
+        clock.mark()
         losses.append(step(ids_BS.to(device, non_blocking=True), case.rate_at(number)))
         if number % TOLD == 0:
             loss, mean = float(losses[-1]), (time.perf_counter() - trained_from) / (number + 1)
@@ -154,36 +153,22 @@ def train(case: Case, device: torch.device) -> Result:
             if time.perf_counter() - began > case.limit_seconds:
                 result.status = f"ok, {number + 1} of {case.steps} steps in the time"
                 break
-    marks.append(_mark(cuda))
+    clock.mark()
     result.losses = [float(loss) for loss in losses]
+    result.step_seconds = clock.intervals()
     if cuda:
-        torch.cuda.synchronize()
-        result.step_seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
-        result.peak_reserved, result.peak_allocated = (
-            torch.cuda.max_memory_reserved(),
-            torch.cuda.max_memory_allocated(),
-        )
-    else:
-        result.step_seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        result.peak_reserved = torch.cuda.max_memory_reserved()
+        result.peak_allocated = torch.cuda.max_memory_allocated()
     counted = result.step_seconds[SKIPPED:] or result.step_seconds
     result.tokens_per_second = case.batch * case.seq / statistics.median(counted)
     return result
-
-
-def _mark(cuda: bool) -> Any:
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def main(argument: str) -> None:
     case = Case.from_json(argument)
     device = torch.device("cuda", 0) if case.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total), 0)
+        cap_process(device, case.cap_bytes)
     say("result", result=asdict(train(case, device)))
 
 

@@ -28,6 +28,7 @@ from vblackwell.errors import VBError
 from vblackwell.generate.generate import columns, stepper
 from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.generate.steps import level0_for
+from vblackwell.machine.device import cap_process
 from vblackwell.offload.layout.generation import MIN_WORKSPACE, cache_shape, token_bytes, workspace_bytes
 
 GREEDY = Sampling(temperature=0)
@@ -76,14 +77,10 @@ class Ours(System):
 
     def open(self, rows: int) -> None:
         from vblackwell.generate.load import open_streamed
-        from vblackwell.memory.cache.stack import VGPUStack
+        from vblackwell.memory.cache.stack import create_vgpu_stack
 
         case = self.case
-        levels = [
-            {"device": "cuda:0" if self.cuda else "arena", "capacity_mb": case.cap_bytes / (1 << 20)},
-            {"device": "cpu", "capacity_mb": case.host_bytes / (1 << 20)},
-        ]
-        self.stack = VGPUStack({"levels": levels})
+        self.stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, 0, device=self.device, cap_process=False)
         fp4 = "nvfp4" if case.system.endswith("fp4") else None
         self.model = open_streamed(Path(case.folder), self.stack, fp4=fp4)
         self.through = False
@@ -248,8 +245,7 @@ def main(argument: str) -> None:
     if cuda:
         torch.cuda.init()
         if case.system in CAPPED:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total), 0)
+            cap_process(torch.device("cuda", 0), case.cap_bytes)
         torch.zeros(1, device="cuda")
     import transformers.models.llama.modeling_llama  # noqa: F401 (not counted as memory that a folder takes)
 

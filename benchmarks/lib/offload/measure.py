@@ -29,6 +29,7 @@ from benchmarks.lib.offload.case import Case, Result
 from benchmarks.lib.offload.data import token_batches
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.offload.systems import System, attention_kernels
+from vblackwell.machine.device import cap_process, make_deterministic
 from vblackwell.train.trainer import send_back
 
 
@@ -51,21 +52,16 @@ class Run:
         self.cuda = self.device.type == "cuda"
         self.gpu_used = 0
         if case.deterministic:
-            from vblackwell.machine.device import make_deterministic
-
             make_deterministic(self.device)
         if self.cuda:
-            self._say_and_cap()
+            torch.cuda.init()  # is no part of what building takes
+            if case.cap_bytes is not None:
+                cap_process(self.device, case.cap_bytes)
         began = time.perf_counter()
         self.system = builder_of(case.system)(case, self.device)
         self.synchronize()
         self.build_seconds = time.perf_counter() - began
         say("phase", text=f"built in {self.build_seconds:.1f} s, {since_start():.1f} s after the process began")
-
-    def _say_and_cap(self) -> None:
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if self.case.cap_bytes is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.case.cap_bytes / total), self.device)
 
     def synchronize(self) -> None:
         if self.cuda:
