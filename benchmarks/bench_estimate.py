@@ -72,7 +72,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--jobs", type=int, default=8, help="cases at a time")
     add("--limit", type=float, default=600.0, metavar="SECONDS", help="for all measurements together")
     add("--case-limit", type=float, default=60.0, metavar="SECONDS", help="for one case")
-    add("--gpu-bytes", type=int, default=0, help="that cases may share; 0: four fifths of the GPU's")
     add("--capability", default="9.0", help="of the GPU that predictions are for")
     add("--gpu", default="H200", help="whose rates predicted step times go by, if none are measured")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -166,13 +165,13 @@ def measure_all(args: argparse.Namespace, told: Answers, start: str) -> Answers:
     alone, tasks = list[Task](), list[Task]()
     for case in cases:
         arguments = {"values": asdict(case), "device": args.device, "timed": case.name in timed}
-        need = told.get(case.name, {}).get("peak_p50", 16 * GiB)
+        need = told[case.name].get("peak_p50", 16 * GiB)
         (alone if case.name in timed else tasks).append(Task(case.name, measure, arguments, need))
     limited = [
-        _boundary_task(case, told, args.device) for case in limits if "smallest_cap" in told.get(_key(case, told), {})
+        _boundary_task(case.name, told[case.name], args.device) for case in limits if "smallest_cap" in told[case.name]
     ][: args.boundary + SPARES_RUN]
     gpus = list_gpus()
-    shared = args.gpu_bytes or (gpus[0].total_bytes * 4 // 5 if gpus else 64 * GiB)
+    shared = gpus[0].total_bytes * 4 // 5 if gpus else 64 * GiB  # cases share it
     found: Answers = {}
     with until_stopped():
         Pool(1, deadline, args.case_limit, start=start).run(alone, tell, found)
@@ -181,29 +180,20 @@ def measure_all(args: argparse.Namespace, told: Answers, start: str) -> Answers:
     return found
 
 
-def _key(case: Case, told: Answers) -> str:
-    """The key of a boundary's prediction; a card's batch is known by its prediction alone."""
-    if case.name in told:
-        return case.name
-    return next((key for key in told if key.startswith(f"{case.number:03d} ")), case.name)
-
-
-def _boundary_task(case: Case, told: Answers, device: str) -> Task:
-    key = _key(case, told)
-    mine = told[key]
-    chosen = Case.from_dict(mine["case"])
-    cap = mine["smallest_cap"]
-    arguments = {"values": asdict(chosen), "device": device, "claim": claim_bytes(cap), "expected": cap}
-    if chosen.card_bytes:
-        arguments["card"] = chosen.card_bytes - mine["context"]
-    return Task(f"boundary {key}", boundary, arguments, mine["peak_p99"])
+def _boundary_task(name: str, told: dict[str, Any], device: str) -> Task:
+    """Of the case that the prediction was for: a card's batch is known by that alone."""
+    case, cap = told["case"], told["smallest_cap"]
+    arguments = {"values": case, "device": device, "claim": claim_bytes(cap), "expected": cap}
+    if case["card_bytes"]:
+        arguments["card"] = case["card_bytes"] - told["context"]
+    return Task(f"boundary {name}", boundary, arguments, told["peak_p99"])
 
 
 def report(args: argparse.Namespace, told: Answers, real: Answers) -> int:
     """Print the tables; 1 where a case has no answer, however good the others are."""
     contexts = [each["context"] for each in real.values() if each.get("context")]
     context = int(statistics.median(contexts)) if contexts else None
-    wanted = {_key(case, told) for case in drawn(args)[0]}
+    wanted = {case.name for case in drawn(args)[0]}
     rows = rows_of(
         {key: each for key, each in told.items() if key in wanted or key in real or "error" in each}, real, context
     )

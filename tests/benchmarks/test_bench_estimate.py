@@ -67,7 +67,7 @@ def test_children_that_fail_are_rows(part, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (2e4 if len(told) == 4 else 0))
     monkeypatch.setattr(pool, "time", clock)
     tasks = [pool.Task("slow", _sleep, {}), pool.Task("bad", _raise, {}), pool.Task("dead", _die, {})]
-    tasks += [pool.Task(f"good {i}", _answer, {"value": i}, gpu_bytes=60, alone=i == 2) for i in range(3)]
+    tasks += [pool.Task(f"good {i}", _answer, {"value": i}, gpu_bytes=60) for i in range(3)]
     found = pool.Pool(3, time.monotonic() + 1e5, case_seconds=1e4, gpu_bytes=100).run(tasks, told.append)
     assert [found[f"good {i}"]["value"] for i in range(3)] == [0, 1, 2]
     assert len({each["pid"] for key, each in found.items() if key.startswith("good")} | {os.getpid()}) == 4

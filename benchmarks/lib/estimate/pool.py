@@ -24,13 +24,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Task:
-    """``function(**arguments)`` in a child; ``gpu_bytes`` of the pool's budget; ``alone``: nothing beside it."""
+    """``function(**arguments)`` in a child; ``gpu_bytes`` of the pool's budget."""
 
     key: str
     function: Callable[..., dict[str, Any]]
     arguments: dict[str, Any]
     gpu_bytes: int = 0
-    alone: bool = False
 
 
 @dataclass
@@ -111,9 +110,9 @@ class Pool:
     def _start(self, waiting: list[Task], running: list[_Running]) -> None:
         taken = sum(each.task.gpu_bytes for each in running)
         for task in list(waiting):
-            if len(running) >= self.jobs or any(each.task.alone for each in running):
+            if len(running) >= self.jobs:
                 return
-            if running and (task.alone or taken + task.gpu_bytes > self.gpu_bytes):
+            if running and taken + task.gpu_bytes > self.gpu_bytes:
                 continue
             waiting.remove(task)
             ours, theirs = self.context.Pipe(duplex=False)
