@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.nn import functional
 
 from benchmarks.lib.kernels.fp4_layers import LAYERS, Tiled, layers_of, plans_of, run_plan
 from benchmarks.lib.kernels.fp4_peers import Peer, choose
@@ -95,20 +96,12 @@ def _normed(x: torch.Tensor, gain: torch.Tensor, linear: Call) -> torch.Tensor:
     return linear(rms_norm(x, gain, 1e-5))
 
 
-def _times(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x, w)
-
-
-def _linear(linear: Callable[..., torch.Tensor], w: Tiled, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, *w, None)
-
-
 def systems(
     m: int, n: int, k: int, packed: list[Tiled], dense: list[torch.Tensor]
 ) -> Iterator[tuple[str, str, list[Callable[[], object]]]]:
     """(system, what it is compared with, calls)."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    yield "cublas bf16", "", [functools.partial(torch.nn.functional.linear, x, w) for w in dense]
+    yield "cublas bf16", "", [functools.partial(functional.linear, x, w) for w in dense]
     linear = functools.partial(fp4_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
     yield "fp4_linear nvfp4", "cublas bf16", [functools.partial(linear, x, *w, None) for w in packed]
     if m <= fp4_norm.MAX_ROWS:
@@ -116,9 +109,9 @@ def systems(
         yield (
             "rms_norm, cublas bf16",
             "",
-            [functools.partial(_normed, x, gain, functools.partial(_times, w)) for w in dense],
+            [functools.partial(_normed, x, gain, functools.partial(functional.linear, weight=w)) for w in dense],
         )
-        apart = [functools.partial(_normed, x, gain, functools.partial(_linear, linear, w)) for w in packed]
+        apart = [functools.partial(_normed, x, gain, lambda x, w=w: linear(x, *w, None)) for w in packed]
         yield "rms_norm, fp4_linear nvfp4", "rms_norm, cublas bf16", apart
         run = functools.partial(fp4_norm.fp4_norm_linear, format="nvfp4-tiled", activation="none", n=n, k=k)
         fused = [functools.partial(run, x, gain, 1e-5, *w, None) for w in packed]

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,7 @@ def ours(case: Case, device: torch.device, result: Result) -> Step:
     result.trained = sum(param.numel() for param in trained)
     optimizer = VGPUAdamW(trained, lr=case.learning_rate, weight_decay=0.0, update_in_backward=True)
 
-    def step(ids_BS: torch.Tensor, rate: float) -> torch.Tensor:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return step_of(model, optimizer, nullcontext())
 
 
 def bitsandbytes(case: Case, device: torch.device, result: Result) -> Step:
@@ -113,14 +104,20 @@ def bitsandbytes(case: Case, device: torch.device, result: Result) -> Step:
     result.trained = sum(param.numel() for param in trained)
     optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0, fused=cuda)
 
+    return step_of(model, optimizer, torch.autocast("cuda", dtype) if cuda else nullcontext())
+
+
+def step_of(model: Any, optimizer: Any, forward: AbstractContextManager[Any]) -> Step:
+    """A step of either system; its forward runs in ``forward``."""
+
     def step(ids_BS: torch.Tensor, rate: float) -> torch.Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate
-        with torch.autocast("cuda", dtype) if cuda else nullcontext():
+        with forward:
             loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         return loss.detach()
 
     return step
