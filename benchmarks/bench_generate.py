@@ -26,12 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
-from benchmarks.lib.generate.case import SHAPES, SYSTEMS, Case, Loading, Point
+from benchmarks.lib.generate.case import INDEX, SHAPES, SYSTEMS, Case, Loading, Point
 from benchmarks.lib.generate.report import HEAD, line_of, loading_line, ratio_lines, row_of
 from benchmarks.lib.results import RESULTS, append_csv, read_csv, seconds_since_start, tell, told_machine
 from vblackwell.units import parse_bytes
 
-INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).parent / "lib/generate/measure.py"
 FOLDER_CHILD = Path(__file__).parent / "lib/generate/folder.py"
 

@@ -21,9 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_generate import FOLDER_CHILD, INDEX, folder_for
+from benchmarks.bench_generate import FOLDER_CHILD, folder_for
 from benchmarks.bench_offload import names
 from benchmarks.lib.child_process import run_child
+from benchmarks.lib.generate.case import INDEX
 from benchmarks.lib.generate.case import Case as FolderCase
 from benchmarks.lib.generate.lora_case import SHAPES, SYSTEMS, Case, Result
 from benchmarks.lib.results import (

@@ -54,9 +54,7 @@ from vblackwell.units import GiB, parse_bytes
 
 SHAPES = {
     "tiny": Shape(64, 160, 6, 4, 512),
-    "267M": Shape(1024, 2752, 16, 16),
     "0.44B": Shape(1536, 4096, 12, 12),
-    "0.7B": Shape(2048, 5632, 11, 16),
     "1.56B": Shape(3072, 8192, 12, 24),
 }
 WARM, MEASURED, FINAL = 2, 4, 6  # steps that do not count, those that do, and those of the last rounds
@@ -123,7 +121,6 @@ class Bench:
         with self.placed(choice) as model:
             set_up = time.perf_counter() - began
             seconds = self._train(model, choice, best, steps)
-            offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
             # 0 without a GPU: an arena counts from its start, not from here.
             reserved = torch.cuda.max_memory_reserved(self.device) if self.cuda else 0
             return Measured(seconds, reserved, set_up)

@@ -24,12 +24,12 @@ def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
         importlib.import_module("benchmarks.bench_fp4"),
         importlib.import_module("benchmarks.lib.kernels.fp4_peers"),
     )
-    absent = peers.Peer("absent", "absent", "no_such_module_here", lambda w: None)
-    wrong = peers.Peer("wrong", "torch", "torch", lambda w: lambda x: x @ w.t() * 2)
-    broken = peers.Peer("broken", "torch", "torch", lambda w: w.no_such_attribute)
-    right = peers.Peer("right", "torch", "torch", peers._plain)
+    absent = peers.Peer("absent", "no_such_module_here", lambda w: None)
+    wrong = peers.Peer("wrong", "torch", lambda w: lambda x: x @ w.t() * 2)
+    broken = peers.Peer("broken", "torch", lambda w: w.no_such_attribute)
+    right = peers.Peer("right", "torch", peers._plain)
     w = torch.randn(48, 64)
-    slow = peers.Peer("slow", "torch", "torch", lambda w: threading.Event().wait(60.0))
+    slow = peers.Peer("slow", "torch", lambda w: threading.Event().wait(60.0))
     assert bench.peer_layers((slow,), w, 0.1) == ({}, {"slow": "failed: TimeoutError: not done in 0.1 s"})
     layers, reasons = bench.peer_layers((absent, wrong, broken, right), w, 60.0)
     assert list(layers) == ["right"] and len(layers["right"]) == bench.LAYERS

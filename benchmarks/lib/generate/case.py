@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.lib.offload.case import SHAPES, Shape
 
 SYSTEMS = ("folder", "streamed", "streamed-fp4", "accelerate", "resident", "resident-fp4")
+INDEX = "model.safetensors.index.json"  # of a folder; written last
 CAPPED = ("streamed", "streamed-fp4", "accelerate")
 
 

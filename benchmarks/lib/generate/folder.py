@@ -21,12 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.lib.child_process import say
-from benchmarks.lib.generate.case import Case, Shape
+from benchmarks.lib.generate.case import INDEX, Case, Shape
 from benchmarks.lib.kernels.graph_timing import median_us
 
 THREADS = 8
 SPREAD = 0.02
-INDEX = "model.safetensors.index.json"
 
 
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:

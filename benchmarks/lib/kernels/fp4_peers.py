@@ -8,7 +8,6 @@ before it is timed.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,23 +26,17 @@ class Peer:
 
     Attributes:
         name: in the table.
-        package: its distribution.
         module: what is imported.
         build: from a bf16 weight (N, K) on the GPU to a callable of (M, K) bf16.
     """
 
     name: str
-    package: str
     module: str
     build: Callable[[Tensor], Callable[[Tensor], Tensor]]
 
     def why_not(self) -> str | None:
         """Why it cannot be compared with here; ``None`` if it can."""
         return None if importlib.util.find_spec(self.module) else "not installed"
-
-    def version(self) -> str:
-        """Of the installed package."""
-        return importlib.metadata.version(self.package)
 
     def layers(self, w_NK: Tensor, count: int) -> list[Callable[[Tensor], Tensor]]:
         """``count`` layers of the weight's values, each with memory of its own.
@@ -110,11 +103,11 @@ def _gemlite(w_NK: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 PEERS = (
-    Peer("torchao int4 g32", "torchao", "torchao", _torchao),
-    Peer("bitsandbytes nf4", "bitsandbytes", "bitsandbytes", _bitsandbytes),
-    Peer("humming mxfp4", "humming-kernels", "humming", _humming_mxfp4),
-    Peer("humming e2m1 e4m3/16", "humming-kernels", "humming", _humming_e4m3),
-    Peer("gemlite mxfp4", "gemlite", "gemlite", _gemlite),
+    Peer("torchao int4 g32", "torchao", _torchao),
+    Peer("bitsandbytes nf4", "bitsandbytes", _bitsandbytes),
+    Peer("humming mxfp4", "humming", _humming_mxfp4),
+    Peer("humming e2m1 e4m3/16", "humming", _humming_e4m3),
+    Peer("gemlite mxfp4", "gemlite", _gemlite),
 )
 
 

@@ -151,10 +151,6 @@ class Case:
     def decoder(self) -> Shape:
         return self.drawn or SHAPES[self.shape]
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.seq * self.batch * self.accumulation
-
     def rate_at(self, step: int) -> float:
         """Learning rate of step 0, 1, ..."""
         return self.learning_rate * min(1.0, (step + 1) / self.rise_steps)
