@@ -75,7 +75,7 @@ def pack_bits(
     quad, half = tl.arange(0, 16), tl.arange(0, 2)
     # One product puts the four side by side at the top; eight such make half a word, without carries. Of a broadcast
     # dimension every program writes the same.
-    nibble = (four * 0x10204080) >> 28
+    nibble = tl.mul(four, 0x10204080, sanitize_overflow=False) >> 28
     words = tl.sum((nibble << ((quad & 7) * 4).to(tl.uint32)[None, :]).reshape(64, 2, 8), 2).to(tl.uint32)
     at = which * query_plane + tl.program_id(0).to(tl.int64) * query_word + (row0 + row) * query_step
     tl.store(
