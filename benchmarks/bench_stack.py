@@ -149,6 +149,7 @@ def bench_disk(path: str, rounds: int, size: int) -> list[Result]:
     extent, slab = disk.allocate(size), host.view(host.allocate(size))
     slab.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
     plain.buffer.copy_(slab)
+    check_bytes(disk, extent, slab, plain.buffer)
     check_bytes(disk, extent, plain.buffer, slab)
     name = f"{format_bytes(size)}{'' if plain.file.direct else ', no O_DIRECT here'}"
     found = [

@@ -1,4 +1,6 @@
-"""What all benchmarks share of their results: the machine, a line with floor and aim, and the rows of a CSV file."""
+"""What all benchmarks share of their results: the machine, lines with the time or with floor and aim, the rows of a
+CSV file.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ STARTED = time.monotonic()
 
 
 def seconds_since_start() -> float:
-    """Since the benchmark's process began to import."""
+    """Since the process imported this module."""
     return time.monotonic() - STARTED
 
 

@@ -1,1 +1,1 @@
-"""Sweeps over plans of the FP4 kernels, from which the rules of `vblackwell.kernels.fp4` come."""
+"""Sweeps over plans of the FP4 kernels, from which the rules of its mma_plan.py and wgmma_plan.py come."""

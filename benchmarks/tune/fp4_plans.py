@@ -52,7 +52,7 @@ Source = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]  # files, macros
 
 
 def sources(m: int, n: int, k: int) -> list[Source]:
-    """What a cell runs, but for what other tools have compiled."""
+    """What the plans of a cell run."""
     found = (part for plan in plans(m, n, k) for part in parts_of(plan, m, n))
     return [
         (mma_plan.MMA_FILES if isinstance(part, MmaPlan) else wgmma_plan.WGMMA_FILES, tuple(part.macros(False).items()))
@@ -141,7 +141,8 @@ def show(cell: Cell, rows: list[list[object]]) -> None:
     rule = repr(plans(*cell)[0])
     turns = [(float(str(us)), float(str(cublas)), str(name)) for stage, name, us, cublas in rows if stage == "turns"]
     once = sum(stage == "once" for stage, *_ in rows)
-    tell(f"{'x'.join(map(str, cell))}: cuBLAS {turns[0][1]} us; {once} plans")
+    cublas_us = f"cuBLAS {turns[0][1]} us" if turns else "no plan was right"
+    tell(f"{'x'.join(map(str, cell))}: {cublas_us}; {once} plans")
     for us, cublas, name in sorted(turns):
         print(f"   {cublas / us:.3f} {us:.2f} {name}{', as the rule chooses' if name == rule else ''}")
     for stage, name, *_ in rows:
@@ -217,9 +218,11 @@ def main() -> None:
     add("--csv", type=Path, default=None)
     args = parser.parse_args()
     if args.table:
-        shipped = cache.shipped_path(tuning.KIND, "NVIDIA H200")
+        shipped, entries = cache.shipped_path(tuning.KIND, "NVIDIA H200"), tuned_entries(args.table)
+        if not entries:
+            parser.error("no row of these files is of a plan that today's rule could take; the table stays as it is")
         shipped.unlink(missing_ok=True)
-        cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, tuned_entries(args.table))
+        cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, entries)
         return
     sweep(args.cells, args.rounds, args.seconds, args.csv)
 
