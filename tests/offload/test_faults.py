@@ -476,13 +476,16 @@ def breaking(*args: object, **options: object) -> None:
     raise Broken
 
 
-def failing_after(calls: int, real: Callable[..., object]) -> Callable[..., object]:
-    """``real``, which raises from a call on."""
+ENDS = pytest.mark.parametrize("end", [Broken, KeyboardInterrupt])
+
+
+def failing_after(calls: int, real: Callable[..., object], end: type[BaseException] = Broken) -> Callable[..., object]:
+    """``real``, which raises ``end`` from a call on."""
     left = iter(range(calls))
 
     def call(*args: object, **options: object) -> object:
         if next(left, None) is None:
-            raise Broken
+            raise end
         return real(*args, **options)
 
     return call
@@ -517,9 +520,10 @@ def test_a_gradient_that_cannot_leave_keeps_nothing(
     model(x).float().sum().backward()
 
 
+@ENDS
 @pytest.mark.parametrize("where", ["write", "submit"])
 def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str, end: type[BaseException]
 ):
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed")
@@ -529,37 +533,57 @@ def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
     leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
     before = stack.levels[1].used_bytes
     monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
-    monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
-    with pytest.raises(Broken):
+    failing = failing_after(0, breaking, end)
+    monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], failing)
+    with pytest.raises(end):
         engine.gradients._send_to_sum(leaving, ())
     assert stack.levels[1].used_bytes == before
 
 
-def test_weights_that_cannot_be_loaded_keep_nothing_of_level_0(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+@ENDS
+def test_weights_that_cannot_be_loaded_keep_nothing_of_level_0(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+):
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     with monkeypatch.context() as patch:
-        patch.setattr(stack, "read", breaking)
-        with pytest.raises(Broken):
+        patch.setattr(stack, "read", failing_after(0, breaking, end))
+        with pytest.raises(end):
             MLP.loss(model, 0)
     engine_of(model).weights.drop_all()
     assert stack.levels[0].used_bytes == 0
     MLP.loss(model, 0).backward()
 
 
+@ENDS
 @pytest.mark.parametrize("loads", [0, 1])
 def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, loads: int
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, loads: int, end: type[BaseException]
 ):
     model, stack = nn.Sequential(nn.Embedding(4096, 16)), make_stack(64 << 10)
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     assert engine_of(model).summary()["sliced"]
     with monkeypatch.context() as patch:
-        patch.setattr(sliced, "start_copy", failing_after(loads, sliced.start_copy))
-        with pytest.raises(Broken):
+        patch.setattr(sliced, "start_copy", failing_after(loads, sliced.start_copy, end))
+        with pytest.raises(end):
             model(torch.arange(4096))
     assert stack.levels[0].used_bytes == 0
     model(torch.arange(4096)).sum().backward()
+
+
+@ENDS
+def test_a_slice_of_a_gradient_that_cannot_be_sent_keeps_nothing_of_level_0(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+):
+    model, stack = nn.Sequential(nn.Embedding(4096, 16)), make_stack(64 << 10)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed")
+    engine, loss = engine_of(model), model(torch.arange(4096)).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.gradients, "_later", failing_after(1, engine.gradients._later, end))
+        with pytest.raises(end):
+            loss.backward()
+    engine.finish()
+    assert stack.levels[0].used_bytes == 0
 
 
 @pytest.mark.parametrize("part", ["register_forward_hook", "hide", "take_over"])

@@ -327,8 +327,7 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     for _ in range(2):
         with pytest.raises(InsufficientMemory, match="full|lower levels have"):
             VGPUAdamW(model.parameters())
-        after = [level.used_bytes for level in stack.levels[1:]]
-        assert after[1] == before[1] and after[0] - before[0] <= 2 << 20, "staging for what did not come stays at most"
+        assert [level.used_bytes for level in stack.levels[1:]] == before
     exported = {name: state["weight"] for name, state in export_state(model)}
     assert all(torch.equal(exported[name], param) for name, param in plain.named_parameters())
     level = stack.levels[2]

@@ -8,20 +8,24 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.offload.movement.adversary import Adversary, LateChain, LateQueues
+from tests.offload.movement.adversary import PAGE, Adversary, LateChain, LateQueues
 from tests.offload.movement.lane_world import Setting, World
-from vblackwell.errors import InsufficientMemory
+from vblackwell.errors import DiskError, InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
+from vblackwell.memory.transfer import DoneTransfer, Transfer
 from vblackwell.offload.layout.groups import EXACT, Formats
 from vblackwell.offload.movement import lane as lane_module
 from vblackwell.offload.movement.lane import CudaLane, Lane
 from vblackwell.offload.movement.state import Worker
+from vblackwell.offload.storage import staging
 from vblackwell.offload.storage.staging import Stage, Staged
 from vblackwell.offload.storage.storage import Ledger, Ranges
 
@@ -239,3 +243,44 @@ def test_a_missing_rule_shows(sabotage, first, worker, monkeypatch):
         except (AssertionError, KeyError):  # other bytes, an early piece, or a deadlock
             return
     pytest.fail("nothing went wrong")
+
+
+class Refused:
+    """A storage of two ranges a group, of which the second can neither be read nor written."""
+
+    def __init__(self) -> None:
+        self.under_way, self.in_flight = set[str](), set[Transfer]()
+        self.plan, self.sets = SimpleNamespace(has_host_level=True), [SimpleNamespace(bytes=torch.empty(2 * PAGE))]
+        self.ledger = SimpleNamespace(
+            is_written=lambda _: True, stamp=lambda _: 0, begin=lambda *_: None, end=lambda *_: None
+        )
+        self.ranges = {kind: SimpleNamespace(num_bytes=PAGE) for kind in ("exp_avg", "exp_avg_sq")}
+
+    def own_ranges(self, group: object) -> dict[str, Any]:
+        return dict(self.ranges)
+
+    def start(self, reservation: object, memory: torch.Tensor, *, write: bool) -> Transfer:
+        if reservation is self.ranges["exp_avg_sq"]:
+            raise DiskError("no")
+        self.under_way.add("exp_avg")
+        transfer = DoneTransfer()
+        transfer.wait = self.under_way.clear  # type: ignore[method-assign]  # ends when somebody waits for it
+        return transfer
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_set_is_free_when_nothing_uses_it_although_a_later_range_could_not_start(write, monkeypatch):
+    """Of a group's two ranges the first is under way when the disk refuses the second."""
+    monkeypatch.setattr(staging, "on_disk", dict)
+    storage, groups = Refused(), [SimpleNamespace(index=index, name=f"g{index}") for index in range(2)]
+    stage, freed = Stage(storage), list[bool]()
+    staged = stage._memory_for(groups[0])
+    monkeypatch.setattr(stage, "_release", lambda staged: freed.append(not storage.under_way))
+    if write:
+        with pytest.raises(DiskError):
+            stage.store(staged, storage.ranges, DoneTransfer()).wait()
+    else:
+        stage._free.append(staged.memory)
+        stage._last, stage._next[0] = groups
+        stage.read_ahead()
+    assert freed == [True]

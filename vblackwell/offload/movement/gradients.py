@@ -193,7 +193,7 @@ class GradientCollector(Mover):
                 under_way.append(transfer)
                 before = (transfer, *readers)
                 state.task = self._later(self._add, group, held, slots, incoming, before, True, arriving=transfer)
-            except Exception:
+            except BaseException:
                 self._give_after(under_way, incoming)
                 raise
             self._summing.add((state.task,))
@@ -264,7 +264,7 @@ class GradientCollector(Mover):
                 transfer = start_copy(source.bytes, buffer, pool)
             adding = bool(self._state(slot.group).slots)
             task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
-        except Exception:
+        except BaseException:
             self._give_after(() if transfer is None else (transfer,), *{reservation, source})
             raise
         self._state(slot.group).task = task

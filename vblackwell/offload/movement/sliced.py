@@ -78,7 +78,7 @@ class SlicedLeaf(Mover):
             try:
                 buffer = reservation.bytes
                 transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self._pool)
-            except Exception:
+            except BaseException:
                 self._storage.give(reservation)
                 raise
         self._weights.remember_load(self.group, transfer)

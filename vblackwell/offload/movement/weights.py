@@ -215,7 +215,7 @@ class WeightStreamer(Mover):
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
-            except Exception:
+            except BaseException:
                 self._storage.give(reservation)
                 raise
         self.remember_load(group, transfer)

@@ -152,6 +152,8 @@ class Stage:
             return started
 
         def finish(error: BaseException | None) -> None:
+            for transfer in started:  # where one could not start, those before it may still use the memory
+                failure_of(transfer)
             storage.in_flight.difference_update(started)
             for reservation in writes.values():
                 storage.ledger.end(reservation, error)
@@ -271,7 +273,7 @@ class Stage:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_ahead(self) -> None:
-        """Begin to read what comes next, as far as sets are free. Never blocks; any thread."""
+        """Begin to read what comes next, as far as sets are free. Blocks only where a read cannot start; any thread."""
         with self._lock:
             before = next(reversed(self._ahead.values())).group if self._ahead else self._last
             while self._free and not self._caller_waits and before is not None:
@@ -282,7 +284,7 @@ class Stage:
                 try:
                     self._read(staged, self._states_on_disk(group))
                 except (VBError, OSError):  # `take` will meet it too
-                    self._free.append(staged.memory)
+                    self._give_up(staged)
                     return
                 self._ahead[group.index] = staged
                 before = group
