@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.cli.conftest import LEVELS
-from vblackwell.folders.commit import verify_folder
+from vblackwell.folders.commit import MANIFEST, hash_file, verify_folder
 
 
 def metrics_of(run):
@@ -147,12 +147,24 @@ def test_a_resumed_run_says_what_may_change_its_last_bits(place):
         "run",
     ]
     place.vb(*place.train_words(*common, "--max-steps", "1"))
+    checkpoint = place.folder / "run/checkpoints/step-00000001"
+    trainer, manifest = (json.loads((checkpoint / name).read_text()) for name in ("trainer.json", MANIFEST))
+    assert trainer["arithmetic"]["device"] == "cpu"
+    trainer["arithmetic"]["device"] = "NVIDIA H200"  # as if it had begun there
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
+    manifest["files"]["trainer.json"] = hash_file(checkpoint / "trainer.json")
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     changed = ["--gradient-checkpointing", "--deterministic", "--use-flash-attn"]
     output = place.vb("train", "--resume", "--out", "run", "--max-steps", "2", *changed).stdout
     (line,) = (line for line in output.splitlines() if "last bits" in line)
-    for part in ("--gradient-checkpointing: True, before False", "--deterministic: True, before False", "attention: "):
+    for part in (
+        "--gradient-checkpointing: True, before False",
+        "--deterministic: True, before False",
+        "attention: ",
+        "device: cpu, before NVIDIA H200",
+    ):
         assert part in line
-    assert "device" not in line and "CPU threads" not in line
+    assert "CPU threads" not in line
 
 
 def test_bf16_fp16_and_accumulation(place):

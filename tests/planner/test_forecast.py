@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,6 +222,28 @@ def test_batch_size_auto_keeps_the_sequences_of_a_step(small):
     with pytest.raises(InsufficientMemory, match="not one sequence of 512 tokens fits") as caught:
         auto.batches_of(one, replace(space, activations=("host", "level0")), little)
     assert caught.value.needed_bytes == least
+
+
+def test_a_plan_counts_the_multiprocessors_of_its_own_gpu(monkeypatch):
+    """A kernel's workspace goes by them."""
+    model, asked = Decoder(DecoderConfig(64, 32, 64, 1, 2, max_position=16), seed=0, device="cpu"), []
+
+    class Asked(Exception):
+        pass
+
+    def forecast(run, *rest, **more):
+        asked.append(run)
+        raise Asked
+
+    properties = SimpleNamespace(multi_processor_count=28)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: {"cuda:1": properties}[str(device)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {"cuda:1": (8, 6)}[str(device)])
+    monkeypatch.setattr(auto, "_rates_of", lambda device, say: H200)
+    monkeypatch.setattr(auto, "bounds_of", lambda config, device: Bounds(MiB, MiB, 0))
+    monkeypatch.setattr(auto, "Forecast", forecast)
+    with pytest.raises(Asked):
+        auto.make_training_plan(TrainConfig(seq_length=16), model, torch.bfloat16, torch.device("cuda", 1), print)
+    assert [(run.num_sms, run.capability) for run in asked] == [(28, (8, 6))]
 
 
 def test_a_run_without_a_gpu_is_planned_and_compared(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vblackwell.machine.facts import MemoryFacts
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.state import export_state
+from vblackwell.train import prepare as prepare_module
 from vblackwell.train.config import TrainConfig
 from vblackwell.train.model import trainable
 from vblackwell.train.prepare import build_stack, decide_steps, prepare
@@ -82,6 +84,23 @@ def test_what_is_asked_of_ram_is_within_the_cgroup(sizes, part, monkeypatch):
     ) as error:
         build_stack(TrainConfig(**sizes), CPU, state_bytes=state_bytes)
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize("lacks", ["disk", "RAM"])
+def test_a_run_is_held_against_its_state_and_not_against_its_caps(lacks, preset_corpus, monkeypatch, tmp_path):
+    """A resumed run finds its own spill file in the way, and other programs what they hold just now."""
+    shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    sizes = {"fast_memory": "128KiB", "host_memory": "8MiB", "disk_memory": "1GiB", "disk_path": str(tmp_path)}
+    if lacks == "disk":
+        monkeypatch.setattr(
+            prepare_module, "disk_facts", lambda path: SimpleNamespace(path=tmp_path, free_bytes=8 * MiB)
+        )
+    else:
+        sizes["host_memory"] = "1GiB"
+        monkeypatch.setattr(prepare_module, "memory_facts", lambda: MemoryFacts(2 * GiB, 8 * MiB, "machine"))
+    config = TrainConfig(architecture=shape, seq_length=32, max_steps=2, **sizes)
+    with ExitStack() as cleanup:
+        prepare(config, CPU, Progress(), StopRequest(), cleanup)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 from tests.offload.conftest import MakeStack
-from vblackwell.offload.api import enable_vgpu_stack_optimization
+from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
+from vblackwell.offload.engine import Offload
 from vblackwell.offload.optimizer import VGPUAdamW
 
 
@@ -63,3 +65,32 @@ def calls_of_a_step(make_stack: MakeStack, experts: int, update: str) -> int:
 def test_work_grows_with_the_parameters_of_a_group(make_stack: MakeStack, update: str):
     few, many = (calls_of_a_step(make_stack, experts, update) for experts in (32, 128))
     assert many < 5 * few
+
+
+class Counted(list[Any]):
+    """Counts how often one of its items is asked for."""
+
+    asked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.asked += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.asked += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("experts", [32, 512])
+def test_a_saved_tensor_asks_only_the_parameters_that_it_lies_in(make_stack: MakeStack, experts: int):
+    """The first of them is found by halving; autograd saves one tensor a parameter."""
+    model = Mixture(1, experts)
+    enable_vgpu_stack_optimization(model, make_stack(2 << 20), placement="streamed")
+    engine = offload_of(model)
+    assert isinstance(engine, Offload)
+    group = max(engine.groups, key=lambda group: len(group.slots))
+    assert len(group.slots) == experts
+    slots = group.slots = Counted(group.slots)  # type: ignore[misc]
+    middle = list.__getitem__(slots, experts // 2)
+    engine.weights.stamp(group, middle.offset, middle.offset + 64)
+    assert 0 < slots.asked <= experts.bit_length() + 5
