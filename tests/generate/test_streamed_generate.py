@@ -165,8 +165,8 @@ def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
         ("qwen3", "nvfp4"),
         pytest.param("qwen2", "mxfp4", marks=pytest.mark.slow),
         pytest.param("opt", "nf4", marks=pytest.mark.slow),
-        ("mixtral", "int4"),
-        ("llama", "int8"),
+        pytest.param("mixtral", "int4", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
         ("qwen3", "two parts"),
     ],
 )

@@ -123,7 +123,7 @@ def test_nvfp4_mse_is_the_optimum_of_all_scales(kind):
     tensor_scale = Fraction(float(packed.tensor_scale))
     assert tensor_scale == reference.two_to(reference.floor_log2(tensor_scale)), "a power of two"
     chosen = packed.block_scales.flatten().tolist()
-    for row, code in list(zip(w, chosen, strict=True))[::2]:  # fractions are slow
+    for row, code in list(zip(w, chosen, strict=True))[::4]:  # fractions are slow
         block = fractions(row)
         errors = [reference.fast_squared_error(block, scale * tensor_scale) for scale in reference.E4M3[1:]]
         assert code >= 1

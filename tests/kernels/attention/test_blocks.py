@@ -61,7 +61,7 @@ def longest_run(whole: list[bool]) -> list[int]:
         ((1, 2, ROWS, COLUMNS), (64, 32), (None, 0)),
         ((2, 1, ROWS, 1), (64, 64), (None, None)),
         ((1, 1, 1, COLUMNS), (32, 64), (70, 20)),
-        ((1, 2, 1, COLUMNS), (32, 16), (None, None)),
+        pytest.param((1, 2, 1, COLUMNS), (32, 16), (None, None), marks=pytest.mark.slow),
     ],
     ids=str,
 )

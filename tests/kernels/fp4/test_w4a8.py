@@ -116,7 +116,8 @@ CONSUMERS, COPIER, PRODUCERS = range(8), range(8, 9), range(9, 16)
 # Tiles so narrow that nothing is made long before it is multiplied: several columns of them, rows left to the product,
 # many steps.
 @pytest.mark.parametrize(
-    ("head_steps", "m", "n", "k", "clusters"), [(1, 20, 336, 16, 1), (1, 150, 112, 272, 2), (8, 3, 48, 5136, 1)]
+    ("head_steps", "m", "n", "k", "clusters"),
+    [pytest.param(1, 20, 336, 16, 1, marks=pytest.mark.slow), (1, 150, 112, 272, 2), (8, 3, 48, 5136, 1)],
 )
 def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
     plan, tiled, x_MK = W4A8Plan(64, 2, head_steps, head_rows=128), weight_of(n, k), rows_of(m, k, BF16)
@@ -129,7 +130,8 @@ def test_any_order_gives_the_same_bits(head_steps, m, n, k, clusters):
 
 
 @pytest.mark.parametrize(
-    ("head_rows", "m", "clusters"), [(128, 150, 2), pytest.param(128, 20, 1, marks=pytest.mark.slow), (1024, 150, 1)]
+    ("head_rows", "m", "clusters"),
+    [(128, 150, 2), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((128, 20, 1), (1024, 150, 1)))],
 )
 def test_layers_that_begin_before_the_last_one_has_ended(head_rows, m, clusters):
     """Each has what the one before wrote as its x, in memory that both use: image, decoded weight, the counters in

@@ -82,7 +82,7 @@ def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: 
     [
         {},
         {"mlp_bias": True, "attention_bias": True},
-        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        pytest.param({"num_key_value_heads": 4, "tie_word_embeddings": True}, marks=pytest.mark.slow),
         {"hidden_act": "silu"},
     ],
     ids=str,
