@@ -5,6 +5,7 @@ failed loads, interrupted forwards, late workers, reads that look like writes.
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -476,16 +477,13 @@ def breaking(*args: object, **options: object) -> None:
     raise Broken
 
 
-ENDS = pytest.mark.parametrize("end", [Broken, KeyboardInterrupt])
-
-
-def failing_after(calls: int, real: Callable[..., object], end: type[BaseException] = Broken) -> Callable[..., object]:
-    """``real``, which raises ``end`` from a call on."""
+def failing_after(calls: int, real: Callable[..., object]) -> Callable[..., object]:
+    """``real``, which raises from a call on."""
     left = iter(range(calls))
 
     def call(*args: object, **options: object) -> object:
         if next(left, None) is None:
-            raise end
+            raise Broken
         return real(*args, **options)
 
     return call
@@ -520,10 +518,9 @@ def test_a_gradient_that_cannot_leave_keeps_nothing(
     model(x).float().sum().backward()
 
 
-@ENDS
 @pytest.mark.parametrize("where", ["write", "submit"])
 def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str, end: type[BaseException]
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed")
@@ -533,57 +530,37 @@ def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
     leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
     before = stack.levels[1].used_bytes
     monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
-    failing = failing_after(0, breaking, end)
-    monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], failing)
-    with pytest.raises(end):
+    monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
+    with pytest.raises(Broken):
         engine.gradients._send_to_sum(leaving, ())
     assert stack.levels[1].used_bytes == before
 
 
-@ENDS
-def test_weights_that_cannot_be_loaded_keep_nothing_of_level_0(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
-):
+def test_weights_that_cannot_be_loaded_keep_nothing_of_level_0(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
     model, stack = build(MLP), make_stack(LEVEL0)
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     with monkeypatch.context() as patch:
-        patch.setattr(stack, "read", failing_after(0, breaking, end))
-        with pytest.raises(end):
+        patch.setattr(stack, "read", breaking)
+        with pytest.raises(Broken):
             MLP.loss(model, 0)
     engine_of(model).weights.drop_all()
     assert stack.levels[0].used_bytes == 0
     MLP.loss(model, 0).backward()
 
 
-@ENDS
 @pytest.mark.parametrize("loads", [0, 1])
 def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, loads: int, end: type[BaseException]
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, loads: int
 ):
     model, stack = nn.Sequential(nn.Embedding(4096, 16)), make_stack(64 << 10)
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     assert engine_of(model).summary()["sliced"]
     with monkeypatch.context() as patch:
-        patch.setattr(sliced, "start_copy", failing_after(loads, sliced.start_copy, end))
-        with pytest.raises(end):
+        patch.setattr(sliced, "start_copy", failing_after(loads, sliced.start_copy))
+        with pytest.raises(Broken):
             model(torch.arange(4096))
     assert stack.levels[0].used_bytes == 0
     model(torch.arange(4096)).sum().backward()
-
-
-@ENDS
-def test_a_slice_of_a_gradient_that_cannot_be_sent_keeps_nothing_of_level_0(
-    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
-):
-    model, stack = nn.Sequential(nn.Embedding(4096, 16)), make_stack(64 << 10)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed")
-    engine, loss = engine_of(model), model(torch.arange(4096)).sum()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.gradients, "_later", failing_after(1, engine.gradients._later, end))
-        with pytest.raises(end):
-            loss.backward()
-    engine.finish()
-    assert stack.levels[0].used_bytes == 0
 
 
 @pytest.mark.parametrize("part", ["register_forward_hook", "hide", "take_over"])
@@ -604,22 +581,53 @@ def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeyp
     MLP.loss(model, 0).backward()
 
 
-def test_a_gradient_whose_way_is_interrupted_keeps_nothing(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
-    model, stack = build(MLP), make_stack(LEVEL0)
+def interrupted_after(calls: int, real: Callable[..., object]) -> Callable[..., object]:
+    """``real``, after which the user presses Ctrl-C when it has done a call more than ``calls``."""
+    left = iter(range(calls + 1))
+
+    def call(*args: object, **options: object) -> object:
+        found, more = real(*args, **options), next(left, None)
+        if more == calls:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("what", ["a load", "a gradient", "an addition", "a slice's load", "a slice's gradient"])
+def test_ctrl_c_right_after_something_was_begun_keeps_nothing_and_overwrites_nothing(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, what: str, calls: int
+):
+    """The copy, or the worker's task, is under way: what it uses must not be anybody else's yet."""
+    sliced_leaf = what.startswith("a slice")
+    plain = nn.Sequential(nn.Embedding(4096, 16)) if sliced_leaf else build(MLP)
+    model, stack = copy.deepcopy(plain), make_stack(64 << 10 if sliced_leaf else LEVEL0)
     enable_vgpu_stack_optimization(model, stack, placement="streamed")
     engine = engine_of(model)
-    loss = MLP.loss(model, 0)
-    engine.weights.drop_all()
 
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
+    def loss_of(module: nn.Module) -> torch.Tensor:
+        return module(torch.arange(4096)).square().sum() if sliced_leaf else MLP.loss(module, 0)
 
+    if what == "an addition":
+        loss_of(model).backward()
+    loss = None if what.endswith("load") else loss_of(model)
+    place: tuple[Any, str] = {
+        "a load": (stack, "read"),
+        "a gradient": (stack, "write"),
+        "a slice's load": (sliced, "start_copy"),
+    }.get(what, (engine.worker, "submit"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stack, "write", interrupted)
-        loss.backward()
+        patch.setattr(*place, interrupted_after(calls, getattr(*place)))
+        (loss_of(model) if loss is None else loss).backward()
     engine.finish()
     engine.weights.drop_all()
     assert stack.levels[0].used_bytes == 0
+    model.zero_grad()
+    for module in (plain, model):
+        loss_of(module).backward()
+    grads = [[param.grad.cpu() for param in module.parameters()] for module in (plain, model)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("which", ["_land", "_add"])

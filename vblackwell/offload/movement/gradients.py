@@ -32,6 +32,7 @@ from vblackwell.offload.movement.state import (
     Outcome,
     Shared,
     current_stream,
+    defer_sigint,
     flat_of,
     reserve,
 )
@@ -141,6 +142,7 @@ class GradientCollector(Mover):
         while len(self.leaving) >= MAX_LEAVING:
             self.end_oldest()
 
+    @defer_sigint()  # between a copy's start and its being known nothing could wait for it
     def _leave(self, buffer: GradientBuffer, *, early: bool = False) -> None:
         """Send what fills on its way; ``early``: before it is known whether more comes, so that no update follows."""
         group, buffer.leaving = buffer.group, True
@@ -164,7 +166,7 @@ class GradientCollector(Mover):
                 self._later(self._land, group, transfer, arriving=transfer)
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
-        except BaseException:
+        except Exception:
             self._give_after(under_way, buffer.reservation)
             raise
         finally:
@@ -193,7 +195,7 @@ class GradientCollector(Mover):
                 under_way.append(transfer)
                 before = (transfer, *readers)
                 state.task = self._later(self._add, group, held, slots, incoming, before, True, arriving=transfer)
-            except BaseException:
+            except Exception:
                 self._give_after(under_way, incoming)
                 raise
             self._summing.add((state.task,))
@@ -248,6 +250,7 @@ class GradientCollector(Mover):
             state.task = self._later(self._sum, group, self._held(group), {})
         state.kind = sum_kind(group) if adding else "gradient"
 
+    @defer_sigint()
     def send_slice(
         self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, pool: ThreadPoolExecutor
     ) -> None:
@@ -264,7 +267,7 @@ class GradientCollector(Mover):
                 transfer = start_copy(source.bytes, buffer, pool)
             adding = bool(self._state(slot.group).slots)
             task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
-        except BaseException:
+        except Exception:
             self._give_after(() if transfer is None else (transfer,), *{reservation, source})
             raise
         self._state(slot.group).task = task

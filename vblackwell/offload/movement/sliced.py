@@ -20,7 +20,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_pool, start_copy
 from vblackwell.offload.layout.groups import Group
 from vblackwell.offload.movement.gradients import GradientCollector
-from vblackwell.offload.movement.state import Mover, Shared
+from vblackwell.offload.movement.state import Mover, Shared, defer_sigint
 from vblackwell.offload.movement.weights import WeightStreamer, changed_since_forward
 
 
@@ -51,11 +51,12 @@ class SlicedLeaf(Mover):
             self._wait_for_updates(self.group)
         self._stack.count_found(self._storage.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
-        loaded = [self._load(starts[0])]
+        loaded: list[tuple[Reservation, Tensor, Transfer]] = []
         try:
+            self._load(starts[0], loaded)
             for index, start in enumerate(starts):
                 if index + 1 < len(starts):
-                    loaded.append(self._load(starts[index + 1]))
+                    self._load(starts[index + 1], loaded)
                 _, rows, transfer = loaded[0]
                 with lock:  # not while the caller computes
                     weights.wait_for(transfer)
@@ -70,7 +71,8 @@ class SlicedLeaf(Mover):
                     ends.callback(weights.has_arrived, transfer)
                     ends.callback(weights.wait_for, transfer)
 
-    def _load(self, start: int) -> tuple[Reservation, Tensor, Transfer]:
+    @defer_sigint()
+    def _load(self, start: int, loaded: list[tuple[Reservation, Tensor, Transfer]]) -> None:
         stored = self._storage.range(self.group, "weight")
         rows = self.slot.view(stored.bytes)[start : start + self.num_rows]
         with torch.inference_mode(False):
@@ -78,12 +80,12 @@ class SlicedLeaf(Mover):
             try:
                 buffer = reservation.bytes
                 transfer = start_copy(buffer, rows.reshape(-1).view(torch.uint8), self._pool)
-            except BaseException:
+            except Exception:
                 self._storage.give(reservation)
                 raise
         self._weights.remember_load(self.group, transfer)
         self._stack.count_link(stored.level, 0, rows.nbytes)
-        return reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer
+        loaded.append((reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer))
 
     def _reserve(self, what: str, num_bytes: int) -> Reservation:
         name = f"{self.group.name}/{what}"

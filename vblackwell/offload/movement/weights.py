@@ -23,7 +23,7 @@ from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, AccessTrace, Group
-from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls
+from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls, defer_sigint
 
 # Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
 # a load may wait for a ring of them.
@@ -204,6 +204,7 @@ class WeightStreamer(Mover):
         if loaded.own_count is None:
             loaded.own_count = USE_COUNT(loaded.storage_key)
 
+    @defer_sigint()  # what has been reserved is known, or given back, when it comes
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
         self._room.sweep_updates()
@@ -215,7 +216,7 @@ class WeightStreamer(Mover):
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
-            except BaseException:
+            except Exception:
                 self._storage.give(reservation)
                 raise
         self.remember_load(group, transfer)
