@@ -273,27 +273,6 @@ class Dataset(Protocol):
         ...
 
 
-class BatchStream:
-    """Batches without end, after ``state`` windows; the last batch of an epoch is filled from the next."""
-
-    def __init__(self, dataset: Dataset, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch size {batch_size}: give at least 1")
-        self.dataset, self.batch_size, self.state = dataset, batch_size, 0
-
-    def next(self) -> Batch:
-        found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
-        self.state += self.batch_size
-        return found
-
-
-def evaluation_batches(dataset: Dataset, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
-    """Every window of ``dataset`` once, or those of the first ``max_batches``; the last batch may be smaller."""
-    count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
-    for start in range(0, count, batch_size):
-        yield dataset.batch(np.arange(start, min(start + batch_size, count)))
-
-
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
     """Indices of the sequences of each row. The longest first, each takes the fullest row of ``row_length`` that it
     still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of one more).

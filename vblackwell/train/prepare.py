@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vblackwell.data.chat import ChatCorpus, ChatDataset, chat_kind, prepare_chat
-from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, prepare_data
+from vblackwell.data.corpus import Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
@@ -156,7 +156,7 @@ def prepare(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
-        stream=BatchStream(train, config.batch_size),
+        data=train,
         validation=validation,
         schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if compute_dtype is torch.float16 else None,

@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import BatchStream, Dataset, evaluation_batches
+from vblackwell.data.corpus import Dataset
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -36,14 +37,14 @@ class TrainingDiverged(VBError):
 
 @dataclass
 class Parts:
-    """What a run is made of. ``loss``, by default the model, is called with what the data gives (input_ids, targets
+    """What a run is made of. ``loss``, by default the model, is called with what ``data`` gives (input_ids, targets
     and, for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: held-out windows.
     """
 
     model: nn.Module
     optimizer: VGPUAdamW
     stack: VGPUStack
-    stream: BatchStream
+    data: Dataset
     validation: Dataset
     schedule: Schedule
     scaler: LossScaler | None
@@ -84,12 +85,18 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, parts: Parts, progress: Progress, stop: StopRequest,
-        record: Callable[[StepRecord], None], checkpoint: Callable[[TrainerState], None],
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        progress: Progress,
+        stop: StopRequest,
+        record: Callable[[StepRecord], None],
+        checkpoint: Callable[[TrainerState], None],
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert config.max_steps is not None
         self.config, self.parts, self.step, self.total_steps = config, parts, 0, config.max_steps
+        self.position = 0  # windows consumed
         self.micro_batch = config.batch_size  # sequences in a forward
         self._loss = parts.loss or parts.model
         self._held: dict[str, int] = {}  # the most in the step, by level
@@ -103,7 +110,7 @@ class Trainer:
         scaler = self.parts.scaler
         return TrainerState(
             step=self.step,
-            data_position=self.parts.stream.state,
+            data_position=self.position,
             skipped_in_a_row=self._skipped_in_a_row,
             scaler=None if scaler is None else asdict(scaler),
             rng=capture_rng(self.parts.device),
@@ -114,8 +121,7 @@ class Trainer:
 
     def restore(self, state: TrainerState) -> None:
         """Go on from ``state``; weights and optimizer states are restored by the caller."""
-        self.step = state.step
-        self.parts.stream.state = state.data_position
+        self.step, self.position = state.step, state.data_position
         self._skipped_in_a_row, self._skipped = state.skipped_in_a_row, state.skipped
         if self.parts.scaler is not None and state.scaler is not None:
             self.parts.scaler = LossScaler(**state.scaler)
@@ -130,7 +136,7 @@ class Trainer:
         return self.config.batch_size * self.config.accumulation_steps // self.micro_batch
 
     def _take_micro_batches_of(self, sequences: int) -> None:
-        self.micro_batch = self.parts.stream.batch_size = sequences
+        self.micro_batch = sequences
         self.parts.optimizer.accumulation_steps = self.accumulation_steps
 
     def run(self) -> None:
@@ -238,7 +244,9 @@ class Trainer:
 
     def _one_micro_batch(self, count: int, scale: float) -> Callable[[], float]:
         parts = self.parts
-        sent = [send(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
+        batch = parts.data.batch(np.arange(self.position, self.position + self.micro_batch))
+        self.position += self.micro_batch
+        sent = [send(numbers_BS, parts.device) for numbers_BS in batch]
         loss = self._loss(*(arrived() for arrived in sent))
         late = send_back(loss.detach() / count)  # on its way before backward fills the queues
         self._note_held(parts.stack.get_stats())  # level 0 is empty at the end
@@ -283,15 +291,15 @@ class Trainer:
         """Mean loss over the first held-out sequences, the same for every batch size, without a random draw; None if it
         was interrupted or is not finite.
         """
-        parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
+        parts, total = self.parts, 0.0
+        count = min(self.config.eval_sequences, len(parts.validation))
         parts.model.eval()
-        for batch in evaluation_batches(parts.validation, self.micro_batch, -(-wanted // self.micro_batch)):
+        for start in range(0, count, self.micro_batch):
             if self._stop.wanted:
                 return None
-            used = min(len(batch[0]), wanted - seen)
-            total += float(self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))) * used
-            seen += used
-        return finite_or_none(total / seen)
+            batch = parts.validation.batch(np.arange(start, min(start + self.micro_batch, count)))
+            total += float(self._loss(*(numbers_BS.to(parts.device) for numbers_BS in batch))) * len(batch[0])
+        return finite_or_none(total / count)
 
 
 def half_of(micro_batch: int, sequences: int) -> int:

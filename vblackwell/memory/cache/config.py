@@ -20,19 +20,19 @@ from vblackwell.machine.facts import numa_node_of_pci, pci_of_cuda, why_no_cuda
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import DeviceLevel, Level, NullLevel
+from vblackwell.memory.level import DeviceLevel, Level
 from vblackwell.units import MiB, format_bytes, parse_bytes
 
 GPU_SHARE = 0.8
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
-DEVICES = ("cuda:0", "cpu", "ssd", "arena", "null")
+DEVICES = ("cuda:0", "cpu", "ssd", "arena")
 
 
 @dataclass(frozen=True)
 class LevelConfig:
     """One level as asked for."""
 
-    device: str  # 'cuda:0', 'cpu', 'ssd', 'arena' (RAM as level 0) or 'null' (only accounts)
+    device: str  # 'cuda:0', 'cpu', 'ssd' or 'arena' (RAM as level 0)
     capacity_bytes: int
     speed_gbps: float | None = None  # GB/s, as far as the user says
     path: str | None = None  # a directory for 'ssd'
@@ -100,7 +100,7 @@ def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None =
         return DeviceLevel("cpu", capacity_bytes)
     if kind == "cpu":
         return HostLevel(capacity_bytes, numa_node=numa_node)
-    return DiskLevel(config.path or default_disk_path(), capacity_bytes) if kind == "ssd" else NullLevel(capacity_bytes)
+    return DiskLevel(config.path or default_disk_path(), capacity_bytes)
 
 
 def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level]) -> list[Level]:

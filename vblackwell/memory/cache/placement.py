@@ -20,7 +20,7 @@ import torch
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import LRU
-from vblackwell.memory.level import DeviceLevel, Extent, Level
+from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import LevelPool, Place, does_not_fit
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
@@ -138,17 +138,15 @@ class Placement:
         self._levels, self._policy, self._pool, self._lock = levels, policy, pool, lock
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
-    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
-        """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
-        Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
+    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
+        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there. Raises
+        InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
             if not entry.num_bytes:  # shapes only, always on level 0
                 self._policy.add(entry)
                 return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
-            if adopt and not plan.moves and (adopted := self._adopt(level, extent, bytes_in)):
-                return self._seat(entry, level, adopted)
             self._begin(plan, level, extent)
         with self._carried_out(plan):
             self._fill(level, extent, bytes_in, source)
@@ -170,17 +168,6 @@ class Placement:
         for level in (*downwards, *upwards):
             yield plan, level, plan.make_room(level, size)
         raise does_not_fit(self._levels, f"for {entry.key!r}", size, plan.refusal)
-
-    def _adopt(self, level: int, extent: Extent, bytes_in: torch.Tensor) -> Extent | None:
-        """The caller's memory as the extent, in place of the one that was placed; None where it has to be copied."""
-        target = self._levels[level]
-        if not isinstance(target, DeviceLevel):
-            return None
-        target.displace(extent)
-        adopted = target.adopt(bytes_in)
-        if adopted is None:
-            target.restore(extent)
-        return adopted
 
     def reserve(self, what: str, num_bytes: int, level: int) -> Extent:
         """An extent on exactly this level, at the cost of any entry there. Raises InsufficientMemory; nothing moved."""

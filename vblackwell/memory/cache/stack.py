@@ -72,16 +72,13 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
         self._at_close: Callable[[], object] = lambda: None
 
-    def register(
-        self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
-    ) -> None:
+    def register(self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None) -> None:
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
         Args:
             priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
                 further down where full. By default by what the name says (`default_priority`).
             owner: of the key, such as a model's name. Only the same owner may replace the key.
-            take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
 
         Raises InsufficientMemory where the stack is full (nothing moved, and what was under ``key`` still is), KeyClash
         where another owner has the key, or it is a reservation's name.
@@ -94,19 +91,19 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
         with self._turn.take():
             old = self._owned(key, owner)
-            self._admit(Entry(key, owner, priority, layout), tensors, old, take=take)
+            self._admit(Entry(key, owner, priority, layout), tensors, old)
 
-    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
+    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
         source = self._place_of(buffer)
         try:
-            self._placement.admit(entry, buffer, source, adopt=take)
+            self._placement.admit(entry, buffer, source)
         except InsufficientMemory:
             if old is None or not self._placement.vacate(old):
                 raise
             try:
-                self._placement.admit(entry, buffer, source, adopt=take)
+                self._placement.admit(entry, buffer, source)
             except BaseException:
                 self._placement.put_back(old)
                 raise
