@@ -37,9 +37,7 @@ class TrainConfig:
     """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a
     folder of them; default: the Python standard library's sources."""
     packing: bool = True
-    """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its
-    own.
-    """
+    """Let several conversations share a row, positions beginning again with each; --no-packing: a separate row each."""
     inspect_data: bool = False
     """Print the first rows, token by token and which are learnt, and stop."""
 
@@ -137,8 +135,8 @@ class TrainConfig:
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
     update: str = "auto"
-    """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a
-    GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
+    """Where AdamW runs when streaming: 'device' (states come up to the weights), 'host' (the CPU), 'auto' (the device,
+    if it is a GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
     activations: Literal["auto", "level0", "host"] = "auto"
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
@@ -180,6 +178,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
+        object.__setattr__(self, "update", OLDER_PLACES.get(self.update, self.update))
         if self.lora is not None:
             Lora.parse(self.lora)  # which refuses what is none
         if self.max_steps is not None and self.epochs is not None:
@@ -222,7 +221,8 @@ class TrainConfig:
         return self.batch_size * self.accumulation_steps * self.seq_length
 
 
-PLACES = ("auto", "level0", "home")  # of updates
+PLACES = ("auto", "device", "host")  # of updates
+OLDER_PLACES = {"level0": "device", "home": "host"}  # their names in older settings
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1, "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0,
@@ -254,10 +254,10 @@ def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
             return f"is outside {low:g} to {high:g}: try {advice}"
     if choices and value not in choices:
         return f"is none of {', '.join(choices)}: choose one"
-    if name == "update" and value not in PLACES:
+    if name == "update" and value not in (*PLACES, *OLDER_PLACES):
         share = _read(float, str(value))
         if share is None or not 0 <= share <= 1:
-            return "is no place for updates: give auto, level0, home, or a share between 0 and 1"
+            return "is no place for updates: give auto, device, host, or a share between 0 and 1"
     return None
 
 

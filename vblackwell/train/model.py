@@ -31,6 +31,7 @@ from vblackwell.nn.convert.model import convert
 from vblackwell.nn.decoder.config import DecoderConfig, find_preset, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.storage.initialize import Initialize
+from vblackwell.trace.trace import refuse_frozen
 from vblackwell.train.config import TrainConfig
 
 
@@ -130,7 +131,37 @@ def trainable(model: nn.Module) -> TrainableModel:
 # -- as the flags say --------------------------------------------------------------------------------------------------
 
 
-def adapt_model(
+def convert_linears(
+    config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
+) -> TrainableModel:
+    """Linears as ``--lora``, ``--use-fp4`` or ``--assignment`` ask, and layers of transformers fused."""
+    model = found.model
+    if config.lora is not None:
+        found = _adapt(config, found, device, say)
+    elif config.use_fp4:
+        done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
+        linears, layers = (len(done.replaced.get(kind, [])) for kind in ("linear", "experts"))
+        experts = f"and the experts of {layers} layers " if layers else ""
+        say(
+            f"--use-fp4: {linears} linears {experts}compute with their weights rounded to nvfp4, gradients straight "
+            f"through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n{done}"
+        )
+    elif config.assignment is not None:
+        assignment = Assignment.load(config.assignment)
+        apply_assignment(model, assignment, "training")
+        counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
+        say(
+            f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, "
+            "masters stay fp32, and so do the saved weights"
+        )
+    refuse_frozen(model)
+    fused = training.fuse(model)
+    if fused is not None:
+        say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
+    return found
+
+
+def _adapt(
     config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
     """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
@@ -162,29 +193,6 @@ def adapt_model(
         f"frozen, {base}"
     )
     return dataclasses.replace(found, initialize=fill)
-
-
-def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -> None:
-    """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
-    done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
-    linears, layers = (len(done.replaced.get(kind, [])) for kind in ("linear", "experts"))
-    experts = f"and the experts of {layers} layers " if layers else ""
-    say(
-        f"--use-fp4: {linears} linears {experts}compute with their weights rounded to "
-        "nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n"
-        f"{done}"
-    )
-
-
-def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> None:
-    """Linears straight through the precisions that a file assigns to them."""
-    assignment = Assignment.load(path)
-    apply_assignment(model, assignment, "training")
-    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
-    say(
-        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters "
-        "stay fp32, and so do the saved weights"
-    )
 
 
 def choose_attention(

@@ -166,16 +166,13 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
     """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
     config, model = prepared.config, prepared.parts.model
     tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
-    prompt, reference, what = "def " if config.sample_prompt is None else config.sample_prompt, "", "sample"
-    talks = False
-    if isinstance(held_out, ChatDataset) and config.sample_prompt is None:
-        talks = True
+    prompt, what, reference, talks = config.sample_prompt, "sample", "", False
+    if prompt is None and isinstance(held_out, ChatDataset):
+        talks, what = True, "sample, in answer to a conversation that was held out"
         asked, answered = held_out.example()
-        prompt, what = (
-            tokenizer.decode(asked, skip_special_tokens=False),
-            "sample, in answer to a conversation that was held out",
-        )
+        prompt = tokenizer.decode(asked, skip_special_tokens=False)
         reference = f"\nthe data answers:\n{printable(tokenizer.decode(answered))}"
+    prompt = "def " if prompt is None else prompt
     length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
     limit = position_limit(model)
     count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - length)

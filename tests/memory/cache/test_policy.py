@@ -18,7 +18,7 @@ EMPTY = Layout((), 0, None, None)
 
 
 def entry(key: str, priority: int = 5, level: int = 0) -> Entry:
-    made = Entry(key, None, priority, EMPTY)
+    made = Entry(key, priority, EMPTY)
     made.level = level
     return made
 

@@ -108,7 +108,6 @@ class Entry:
     or that `stray` has them, in RAM outside all levels."""
 
     key: str
-    owner: str | None
     priority: int
     layout: Layout
     level: int = 0

@@ -2,9 +2,9 @@
 
 Every operation is called in a turn (`pool.Turn`), plans under the lock, carries the moves out without it, and commits
 them one by one under it. Moves come out bottom-up and each is finished before the next starts, because it may write
-where the one before it read. While an entry moves it is hidden: not resident, no victim. One whose own place is needed
-for its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are
-written again, and stay so, not lost, if a disk fails in between.
+where the one before it read. While an entry moves it is not resident, and no victim. One whose own place is needed for
+its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are written
+again, and stay so, not lost, if a disk fails in between.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ class Move:
 
 
 class Plan:
-    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock.
-
-    To place bytes on a full level its victims sink, each to the first level below that takes it, where colder and no
-    more important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic, so offsets are
-    decided and fragmentation is exact; every range is left before it is written again.
+    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock, by
+    the levels' own arithmetic. Victims on a full level sink, each to the first level below that takes it, where colder
+    and no more important entries may sink in turn; the cascade is greedy.
 
     ``by_order``: not an access, so that it should not fail: every victim is tried, of any priority, and one that cannot
     sink may rise where bytes are free. ``spare_expected``: leave alone what a prefetch brought up and was not used yet.

@@ -72,16 +72,14 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
         self._at_close: Callable[[], object] = lambda: None
 
-    def register(self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None) -> None:
+    def register(self, key: str, tensor: Any, priority: int | None = None) -> None:
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
-        Args:
-            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
-                further down where full. By default by what the name says (`default_priority`).
-            owner: of the key, such as a model's name. Only the same owner may replace the key.
+        ``priority``: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
+        further down where full. By default by what the name says (`default_priority`).
 
         Raises InsufficientMemory where the stack is full (nothing moved, and what was under ``key`` still is), KeyClash
-        where another owner has the key, or it is a reservation's name.
+        where it is a reservation's name.
         """
         priority = default_priority(key) if priority is None else priority
         if not isinstance(priority, int) or not 0 <= priority <= 10:
@@ -90,8 +88,10 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         if layout.num_bytes > max(level.capacity_bytes for level in self.levels):
             raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
         with self._turn.take():
-            old = self._owned(key, owner)
-            self._admit(Entry(key, owner, priority, layout), tensors, old)
+            self._check_open()
+            if key in self._reservations:
+                raise KeyClash(f"key {key!r} is taken by a reservation: give the model another name (name='...')")
+            self._admit(Entry(key, priority, layout), tensors, self._entries.get(key))
 
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
@@ -111,18 +111,6 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._entries[entry.key] = entry
         if old is not None:
             self._placement.drop(old)
-
-    def _owned(self, key: str, owner: str | None) -> Entry | None:
-        self._check_open()
-        with self._lock:
-            entry = self._entries.get(key)
-            if (entry is None or entry.owner == owner) and key not in self._reservations:
-                return entry
-        holder = "a reservation" if entry is None else repr(entry.owner)
-        raise KeyClash(
-            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
-            "(name='...')"
-        )
 
     def access(self, key: str) -> Any:
         """The value under ``key`` on level 0's device; valid while held, not to be written to.
@@ -238,7 +226,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
             else:
-                self._admit(Entry(key, old.owner, old.priority, layout), tensors, old)
+                self._admit(Entry(key, old.priority, layout), tensors, old)
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
