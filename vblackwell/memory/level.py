@@ -41,9 +41,8 @@ class Level:
     """A place for bytes. Thread-safe: this class counts, checks and locks.
 
     A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what memory stands for it
-    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`). ``name`` is shown to
-    users, ``device`` is where `view` tensors live (None for a disk), extents start at, and are counted in, multiples of
-    ``alignment``.
+    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`). ``device`` is where
+    `view` tensors live (None for a disk), extents start at, and are counted in, multiples of ``alignment``.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class Level:
     def free(self, extent: Extent) -> None:
         """Give ``extent``, whose transfers are done, back. Raises KeyError for an extent that is not here.
 
-        In any thread and at any moment: the garbage collector may run a finalizer that frees inside a call of this
-        level. What cannot go at once goes before the level is asked for anything else.
+        At any moment: a finalizer may free inside a call of this level. What cannot go at once goes before the level is
+        asked for anything else.
         """
         if extent not in self._live:
             raise KeyError(extent)
@@ -174,8 +173,7 @@ class Level:
     def _retake(self, extent: Extent) -> None: ...  # the very range that `_give` gave
 
     def view(self, extent: Extent) -> torch.Tensor | None:
-        """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where they are not addressable:
-        then the level reads and writes itself."""
+        """The extent's bytes as a uint8 alias of ``num_bytes``; None where the level reads and writes itself."""
         return None
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
@@ -263,9 +261,8 @@ ALIGNMENT = 512
 class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
 
-    Each extent is an allocation of torch's (its handle a list of that tensor, or None): its storage's use count tells
-    whether a tensor of it is still held. It is taken when the extent is materialised, from the pool of the device's
-    default stream whatever stream is current; copies start after what is queued on both.
+    Each extent is an allocation of torch's (its handle a list of that tensor, or None), from the pool of the device's
+    default stream whatever stream is current: its storage's use count tells whether a tensor of it is still held.
     """
 
     device: torch.device

@@ -142,9 +142,6 @@ def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[fl
     return float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
 
 
-# -- what may be chosen ------------------------------------------------------------------------------------------------
-
-
 def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
     free = able and has_gpu and not config.resume  # a resumed run computes as it began

@@ -276,8 +276,6 @@ def field_help() -> dict[str, str]:
     }
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------------
-
 # What decides the numbers: a resumed run may change where bytes live and what is reported, never what is computed.
 FIXED = (
     "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size",
@@ -298,8 +296,6 @@ def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "d
                 f"{remedy}, or start a new run with another --out"
             )
 
-
-# -- where values come from --------------------------------------------------------------------------------------------
 
 # A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns
 # the shape of Python from the standard library's sources in a few minutes on two CPU cores.

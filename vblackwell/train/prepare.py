@@ -176,9 +176,6 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
     )
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
 def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
     """The data of ``--data``, what of it is trained on, and what is held out. It is encoded with ``--tokenizer``, or
     else with that of the model's folder; without either one is trained."""
@@ -241,9 +238,6 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
             f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a "
             "separate row"
         )
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def build_stack(

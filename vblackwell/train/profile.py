@@ -59,25 +59,18 @@ def tracing(
 
         yield step
     if not written:
-        say(
-            f"--profile: the run was shorter than the {SKIPPED_STEPS + 1 + TRACED_STEPS} steps that a trace needs; "
-            "none was written"
-        )
+        needed = SKIPPED_STEPS + 1 + TRACED_STEPS
+        say(f"--profile: the run was shorter than the {needed} steps that a trace needs; none was written")
 
-
-# -- lanes -------------------------------------------------------------------------------------------------------------
 
 AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
-ORDER = (
-    "compute", "host to GPU", "GPU to host", "updates", "kernels", "GPU to GPU", "copies on the GPU", "copies", "idle",
-)  # fmt: skip
 
 
 def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
-    """What most of the time of each GPU stream of a trace goes into, one of ``ORDER``; of each device the stream with
-    most kernel time computes.
+    """What most of the time of each GPU stream of a trace goes into: copies of a direction, updates, other kernels, or
+    nothing; of each device the stream with most kernel time computes.
     """
     uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # microseconds
     for event in events:
@@ -100,21 +93,16 @@ def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
-    """Put names and an order for streams and ``threads`` into a trace in Chrome's format."""
+    """Put names of streams and ``threads`` into a trace in Chrome's format."""
     events: list[dict[str, Any]] = trace["traceEvents"]
-    roles = stream_roles(events).items()
-    names = {lane: (f"{role} (stream {lane[1]})", ORDER.index(role)) for lane, role in roles}
+    names = {lane: f"{role} (stream {lane[1]})" for lane, role in stream_roles(events).items()}
     backward = {e["tid"] for e in events if e.get("name") == "thread_name" and AUTOGRAD in e["args"]["name"]}
-    threads = {**{tid: "backward" for tid in backward}, **threads}
+    threads = {**dict.fromkeys(backward, "backward"), **threads}
     for event in events:
         lane, thread = (event.get("pid"), event.get("tid")), threads.get(event.get("tid", -1))
         if event.get("ph") == "X" and lane not in names and thread is not None:
-            names[lane] = (f"{thread} (thread {lane[1]})", 0 if thread == "MainThread" else 1)
-    told = ("thread_name", "thread_sort_index")
-    kept = [
-        event for event in events if event.get("name") not in told or (event.get("pid"), event.get("tid")) not in names
-    ]
-    for (pid, tid), (name, order) in names.items():
-        for kind, value in zip(told, ({"name": name}, {"sort_index": order}), strict=True):
-            kept.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": value})
+            names[lane] = f"{thread} (thread {lane[1]})"
+    kept = [e for e in events if e.get("name") != "thread_name" or (e.get("pid"), e.get("tid")) not in names]
+    for (pid, tid), name in names.items():
+        kept.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}})
     trace["traceEvents"] = kept

@@ -134,10 +134,9 @@ def _to_the_end(
         raise DiskError(f"{error}. To go on: --resume --out {folder.path}") from error
     seconds, steps = time.perf_counter() - began, trainer.step - first_step
     progress.close()
+    go_on = f"--resume --out {folder.path}"
     if stop.signal is not None:
-        progress.say(
-            f"stopped by {stop.signal.name} after step {trainer.step}: go on with --resume --out {folder.path}"
-        )
+        progress.say(f"stopped by {stop.signal.name} after step {trainer.step}: go on with {go_on}")
         return stop.exit_code
     merged = ""
     if adapted(parts.model) is not None:
@@ -184,9 +183,6 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
         progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and what the ``run`` knows."""
     levels = []
@@ -196,9 +192,7 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
         levels.append({"level": label} | kept | {"hit_rate": level["hits"] / asked if asked else None})
     return {
         **run,
-        "placement": summary["placement"],
-        "formats": summary["formats"],
-        "groups": summary["groups"],
+        **{name: summary[name] for name in ("placement", "formats", "groups")},
         "bytes_by_kind_and_level": summary["bytes_by_level"],
         "levels": levels,
         "links": stats["links"],
@@ -212,9 +206,8 @@ UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
 
 
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
-    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have.
-
-    GPU: what torch reserved; without a GPU the arena. Host: what the stack's RAM level held.
+    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of the
+    GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
     settled = speeds[UNSETTLED_STEPS:] or speeds
@@ -255,10 +248,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}",
     ]
     if peak is not None:
-        lines.append(
-            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
-            f"{format_bytes(peak['reserved'])} reserved"
-        )
+        allocated, reserved = format_bytes(peak["allocated"]), format_bytes(peak["reserved"])
+        lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved")
     lines.append(f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak")
     return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
 
@@ -269,7 +260,5 @@ def _plan_lines(found: dict[str, Any]) -> list[str]:
         said, was = found[name]["predicted"], found[name]["measured"]
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
-    clipped = found["clipped_tokens_per_second"]
-    return columns(rows, right=(1, 2, 3)) + (
-        [] if clipped is None else [f"predicted while steps clip: {clipped:,.0f} tokens/s"]
-    )
+    lines, clipped = columns(rows, right=(1, 2, 3)), found["clipped_tokens_per_second"]
+    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]

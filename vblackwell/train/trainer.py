@@ -1,9 +1,9 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
-It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped, data
-position and generators put back), and a resumed run repeats it bit by bit. So is one that runs out of the GPU's memory,
-begun again with half the sequences in a forward, at the same sequences a step, from there on; but once the optimizer
-has begun to change weights, an error is an error.
+It stops only where the state is whole: a step that is interrupted is undone (its gradients dropped, data position and
+generators put back), and a resumed run repeats it bit by bit. So is one that runs out of the GPU's memory, begun again
+with half the sequences in a forward, as many a step; but once the optimizer has begun to change weights, an error is an
+error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TrainingDiverged(VBError):
 
 @dataclass
 class Parts:
-    """What a run is made of. ``loss``, by default the model, is called with what ``data`` gives (input_ids, targets
-    and, for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: held-out windows.
+    """What a run is made of. ``loss``, by default the model, is called with what ``data`` gives, and returns the mean;
+    ``validation``: held-out windows.
     """
 
     model: nn.Module
@@ -72,16 +72,15 @@ class TrainerState:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
         """The reverse of `dataclasses.asdict`. Raises CorruptData: a key is missing."""
-        given = {"micro_batch": None, "skipped": 0, "unrecorded": None} | found  # which older checkpoints do not have
         try:
-            return cls(**{name: given[name] for name in cls.__dataclass_fields__})
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
 
 
 class Trainer:
-    """Runs ``config.max_steps`` steps, or until somebody asks to stop. ``record`` and ``checkpoint`` are called with
-    each step's record, and with the state where a checkpoint is due; ``step_context`` wraps every step.
+    """Runs ``config.max_steps`` steps, or until a stop request. ``record`` is called with each step's record,
+    ``checkpoint`` with the state where one is due; ``step_context`` wraps every step.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Trainer:
         self.parts.optimizer.accumulation_steps = self.accumulation_steps
 
     def run(self) -> None:
-        """Train until the last step, at which all is done that is due, or a stop request. Raises TrainingDiverged."""
+        """Train until the last step or a stop request. Raises TrainingDiverged, DiskError."""
         self._progress.start(self.step, self.total_steps)
         saved_step = self.step
         if self._unrecorded is not None:
@@ -172,13 +171,12 @@ class Trainer:
         try:
             self._record(record)
         except DiskError as error:  # the run cannot go on; its last step is kept, if that can be
-            self._unrecorded = record
+            self._unrecorded, outcome = record, f"Step {self.step} is in a checkpoint"
             try:
                 self._checkpoint(self.state())
             except DiskError as second:
-                text = f"{error}. No checkpoint of step {self.step} could be written either: {second}"
-                raise DiskError(text) from error
-            raise DiskError(f"{error}. Step {self.step} is in a checkpoint") from error
+                outcome = f"No checkpoint of step {self.step} could be written either: {second}"
+            raise DiskError(f"{error}. {outcome}") from error
         self._progress.step(record)
         self._unrecorded = record if due and record.val_loss is None and self._stop.wanted else None
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
@@ -226,14 +224,13 @@ class Trainer:
         """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half might
         fit.
         """
-        parts, count = self.parts, self.accumulation_steps
-        scale = 1.0 if parts.scaler is None else parts.scaler.scale
-        parts.optimizer.loss_scale = scale
+        parts, losses = self.parts, list[Callable[[], float]]()
+        parts.optimizer.loss_scale = 1.0 if parts.scaler is None else parts.scaler.scale
         parts.model.train()
-        self._held, losses = {}, list[Callable[[], float]]()
+        self._held = {}
         try:
-            while len(losses) < count and not self._stop.wanted:
-                losses.append(self._one_micro_batch(count, scale))
+            while len(losses) < self.accumulation_steps and not self._stop.wanted:
+                losses.append(self._one_micro_batch())
             return losses
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
             # Raised by the device's allocator, perhaps to a level of the stack whose own count had space.
@@ -242,15 +239,15 @@ class Trainer:
                 raise
         return None  # the error is gone here, and with it what its frames held
 
-    def _one_micro_batch(self, count: int, scale: float) -> Callable[[], float]:
-        parts = self.parts
+    def _one_micro_batch(self) -> Callable[[], float]:
+        parts, count = self.parts, self.accumulation_steps
         batch = parts.data.batch(np.arange(self.position, self.position + self.micro_batch))
         self.position += self.micro_batch
         sent = [send(numbers_BS, parts.device) for numbers_BS in batch]
         loss = self._loss(*(arrived() for arrived in sent))
         late = send_back(loss.detach() / count)  # on its way before backward fills the queues
         self._note_held(parts.stack.get_stats())  # level 0 is empty at the end
-        (loss * (scale / count)).backward()
+        (loss * (parts.optimizer.loss_scale / count)).backward()
         return late
 
     def _note_held(self, stats: dict[str, Any]) -> None:
@@ -265,10 +262,10 @@ class Trainer:
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
+        again = f"{self.micro_batch}, {self.accumulation_steps} forwards a step"
         self._progress.say(
-            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with "
-            f"{self.micro_batch}, {self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} "
-            "tokens"
+            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with {again}, the "
+            f"same {self.config.tokens_per_step:,} tokens"
         )
 
     def _update(self, loss: float) -> bool:
@@ -277,8 +274,7 @@ class Trainer:
         if finite:
             optimizer.step()
             finite = not optimizer.skipped
-            if scaler is not None:
-                # Overflow of scaled gradients is how the scaler finds its scale, and no sign of divergence.
+            if scaler is not None:  # overflow is how it finds its scale, and no sign of divergence
                 tolerated = not finite and not scaler.exhausted
                 scaler.update(overflowed=not finite)
         optimizer.zero_grad()
@@ -307,9 +303,6 @@ def half_of(micro_batch: int, sequences: int) -> int:
     return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
 
 
-# -- random generators -------------------------------------------------------------------------------------------------
-
-
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """The generators that a forward may draw from, as JSON values."""
     version, numbers, gauss = random.getstate()
@@ -333,20 +326,14 @@ def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(decoded("cuda"), device)
 
 
-# -- tokens to the device, losses from it ------------------------------------------------------------------------------
-
-
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Sends ``tensor`` to ``device``, past everything else that is being copied; on a CPU it is there. What is returned
-    gives it, for what the current stream queues from then on.
-
-    A copy that the computing stream waits for holds up all after it, and where weights are streamed the copy engines
-    always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts when the host asks.
+    """Sends ``tensor`` to ``device`` on a separate stream, past the queue of streamed weights (15 ms a step:
+    docs/journal/offload.md). What is returned gives it, for what the current stream queues from then on.
     """
     if device.type != "cuda":
         return lambda: tensor
@@ -365,8 +352,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tenso
 
 
 def send_back(value: torch.Tensor) -> Callable[[], float]:
-    """Sends a one-element tensor to the host, on the stream of `send`. What is returned reads it: that waits for what
-    computes it, and for nothing that was queued after that.
+    """Sends a one-element tensor to the host, on the stream of `send`. What is returned reads it, and waits for nothing
+    that was queued after what computes it.
     """
     value = value.detach()
     if not value.is_cuda:
@@ -384,8 +371,6 @@ def send_back(value: torch.Tensor) -> Callable[[], float]:
 
     return read
 
-
-# -- learning rate and loss scale --------------------------------------------------------------------------------------
 
 MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
@@ -416,8 +401,7 @@ def default_warmup_steps(total_steps: int) -> int:
 @dataclass
 class LossScaler:
     """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
-    a power of two, so that scaling is exact. torch's `GradScaler` reads `p.grad`, whose values have left level 0 while
-    a model is offloaded; here the optimizer divides by the scale and says whether gradients were finite.
+    a power of two, so that scaling is exact. (torch's `GradScaler` reads `p.grad`, which is None while offloaded.)
     """
 
     scale: float = 2.0**16

@@ -125,7 +125,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             entry = self._entries.get(key)
             if entry is not None and entry.resident is not None and entry.error is None:
                 self._policy.touch(entry)
-                self._hits[0] += 1
+                self._counts[0]["hits"] += 1
                 entry.expected = False
                 entry.pins += pins
                 return self._hand_out(entry, entry.resident), entry
