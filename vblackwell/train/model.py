@@ -37,12 +37,14 @@ from vblackwell.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """A model that is about to be put into a stack and trained. ``config``: its config.json; ``initialize`` fills it,
-    from meta, if it has no weights yet; ``folder``: where it comes from, None for a preset.
+    """A model that is about to be put into a stack and trained. ``config``: its config.json; ``heads``: query heads,
+    key and value heads, and the width of one; ``initialize`` fills it, from meta, if it has no weights yet; ``folder``:
+    where it comes from, None for a preset.
     """
 
     model: nn.Module
     config: dict[str, Any]
+    heads: tuple[int, int, int]
     initialize: Initialize | None = None
     folder: Path | None = None
 
@@ -117,12 +119,13 @@ def _on_meta(folder: Path) -> nn.Module:
 
 def trainable(model: nn.Module) -> TrainableModel:
     """A `Decoder` or a causal model of transformers with what training asks of it."""
+    heads = training.attention_heads(model)
     if isinstance(model, Decoder):
-        return TrainableModel(model, model.config.to_hf())
+        return TrainableModel(model, model.config.to_hf(), heads)
     made: Any = model
     text = made.config.get_text_config()
     names = {name: getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings")}
-    return TrainableModel(model, config_json(model) | names)
+    return TrainableModel(model, config_json(model) | names, heads)
 
 
 def convert_linears(
@@ -220,7 +223,7 @@ def choose_attention(
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"
-    wanted = (*training.attention_heads(model), config.seq_length, compute_dtype or torch.float32, device)
+    wanted = (*found.heads, config.seq_length, compute_dtype or torch.float32, device)
     if not config.use_flash_attn:
         return training.chosen_backend(*wanted)
     name = training.fused_backend(*wanted, deterministic=config.deterministic)

@@ -199,7 +199,7 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
     how = shared if train.packing else "each has a separate row"
     progress.say(
         f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written with {chat.template.origin}; "
-        f"learnt are the answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in "
+        f"learnt are the answers, {train.learnt_share:.0%} of the tokens; {train.conversations} to train on in "
         f"{len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): {how}"
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out

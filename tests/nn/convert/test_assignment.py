@@ -187,7 +187,7 @@ def test_vb_train_takes_the_file(tmp_path):
     )
     model, said = Words(), []
     config = TrainConfig(assignment=str(tmp_path / "a.json"))
-    convert_linears(config, TrainableModel(model, {}), torch.device("cpu"), said.append)
+    convert_linears(config, TrainableModel(model, {}, (1, 1, 1)), torch.device("cpu"), said.append)
     assert isinstance(model.second, VBOptimizedLinear) and "1 in two-part" in said[0] and "6.50 bits" in said[0]
     with pytest.raises(ConfigurationError, match="--assignment"):
         TrainConfig(assignment="a.json", use_fp4=True)
