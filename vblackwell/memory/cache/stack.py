@@ -1,8 +1,8 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
 A key's bytes live on exactly one level. What `access` returned stays valid while it is held: the entry is no victim
-while its storage has other users, and `update` or `remove` then leave the old bytes to their holder. Accessing a
-resident key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
+then, and `update` or `remove` leave the old bytes to their holder. Accessing a resident key takes one short lock and no
+transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
-    ``levels`` are the `Level` objects, ``level0_device`` is where `access` returns tensors. Raises ConfigurationError
-    for unknown keys or values, a GPU that is not there, capacities beyond the machine's.
+    ``level0_device`` is where `access` returns tensors. Raises ConfigurationError for unknown keys or values, a GPU that
+    is not there, capacities beyond the machine's.
     """
 
     def __init__(
@@ -113,11 +113,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._placement.drop(old)
 
     def access(self, key: str) -> Any:
-        """The value under ``key`` on level 0's device; valid while held, not to be written to.
-
-        Raises UnknownKey; DiskError or CorruptData where its bytes, or those of a key that had to sink, cannot be
-        moved.
-        """
+        """The value under ``key`` on level 0's device; valid while held, not to be written to. Raises UnknownKey;
+        DiskError or CorruptData where its bytes, or those of a key that had to sink, cannot be moved."""
         return self._find(key, 0)[0]
 
     def _find(self, key: str, pins: int) -> tuple[Any, Entry]:
@@ -179,11 +176,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 entry.pins -= 1
 
     def prefetch(self, keys: Iterable[Any]) -> None:
-        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order.
-
-        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by the key's next
-        `access`.
-        """
+        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order, as
+        far as levels have room. Raises UnknownKey; what fails later is raised by the key's next `access`."""
         self._check_open()
         wanted: list[Any] = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
         for key in wanted:
@@ -208,18 +202,15 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 entry.error = error
 
     def update(self, key: str, tensor: Any) -> None:
-        """Replace the bytes of ``key`` by those of a value of the same shape and dtype.
-
-        Raises UnknownKey; ConfigurationError for another shape or dtype (register it instead); InsufficientMemory where
-        the old bytes are still held, and the new ones do not fit next to them.
-        """
+        """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
+        new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
             if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
-                raise ConfigurationError(
-                    f"update of {key!r} has another shape or dtype: register it again to replace it"
-                )
+                said = "has another shape or dtype: register it again to replace it"
+                raise ConfigurationError(f"update of {key!r} {said}")
             if not old.num_bytes:
                 return
             buffer = packed_bytes(layout, tensors)
@@ -237,11 +228,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._placement.drop(entry)
 
     def move(self, key: str, level: int) -> None:
-        """Promote or demote ``key`` by hand.
-
-        Raises InsufficientMemory where it does not fit, whatever sinks (nothing moved), StaleTensor where it would
-        leave level 0 while somebody holds its tensor.
-        """
+        """Promote or demote ``key`` by hand. Raises InsufficientMemory where it does not fit, whatever sinks (nothing
+        moved), StaleTensor where it would leave level 0 while somebody holds its tensor."""
         self._check_level(level)
         with self._turn.take():
             entry = self._lookup(key)
