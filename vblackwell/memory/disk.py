@@ -1,8 +1,8 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
 Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
-the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced: the file dies with the
-process.
+the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced: the file dies with
+the process.
 """
 
 from __future__ import annotations

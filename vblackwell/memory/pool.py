@@ -1,7 +1,6 @@
-"""Levels as one pool that is counted: ranges for owners that place bytes by hand, and the statistics of everything.
-
-An offload engine knows when it needs which bytes, so it reserves ranges and moves them itself. The keyed stack is built
-on top: a reservation is in the same levels as its keys, makes them give way, and is never evicted.
+"""Levels as one pool that is counted: ranges for an offload engine, which places bytes by hand, and the statistics of
+everything. The keyed stack is built on top: a reservation is in the same levels as its keys, makes them give way, and
+is never evicted.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ def make_training_plan(
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:
     """What `enable_vgpu_stack_optimization` takes of the plan in addition to the settings."""
-    choice = plan.choice
+    choice, waiting = plan.choice, plan.prediction.waiting
     if choice.placement == "resident":
         return {}
-    waiting = plan.prediction.waiting if choice.activations == "host" else 0
-    return {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes, "activation_bytes": waiting}
+    sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
+    return sizes | {"activation_bytes": waiting if choice.activations == "host" else 0}
 
 
 def spec_of(model: nn.Module, name: str) -> ModelSpec:
@@ -163,16 +163,12 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
 
 def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
     """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean; InsufficientMemory for none.
-
-    With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the
-    largest forward that fits, and its half and quarter, because what activations leave is what streaming has.
-    """
+    With accumulation: every way to divide a step's sequences. Without: for each placement and checkpointing the largest
+    forward that fits, its half and quarter, because what activations leave is what streaming has."""
     if config.accumulation_steps > 1:
         total = config.batch_size * config.accumulation_steps
         return tuple((size, total // size) for size in range(min(total, MAX_SEQUENCES), 0, -1) if total % size == 0)
-    sizes: set[int] = set()
-    refusals: list[Lacking] = []
-    first = space.updates[0]
+    sizes, refusals, first = set[int](), list[Lacking](), space.updates[0]
     for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, ON_DEVICE)}:
         largest, refused = largest_forward(choice, forecast)
         sizes |= {largest, largest // 2, largest // 4} - {0}
@@ -180,12 +176,11 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
         shorter = "shorten --seq-length, or " if forecast.machine.has_gpu else ""
-        raise InsufficientMemory(
+        said = (
             f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the "
-            f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)",
-            needed_bytes=lacking.num_bytes if lacking else 0,
-            available_bytes=0,
+            f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)"
         )
+        raise InsufficientMemory(said, needed_bytes=lacking.num_bytes if lacking else 0, available_bytes=0)
     return tuple((size, 1) for size in sorted(sizes, reverse=True))
 
 

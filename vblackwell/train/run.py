@@ -206,8 +206,8 @@ UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
 
 
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
-    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of the
-    GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
+    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of
+    the GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
     settled = speeds[UNSETTLED_STEPS:] or speeds

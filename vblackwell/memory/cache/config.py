@@ -1,7 +1,5 @@
-"""From what users write to levels.
-
-``cpu`` as the first level is the arena, because level 0 allocates tensors one by one. Where sizes are not given, a GPU
-keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
+"""From what users write to levels. ``cpu`` as the first level is the arena, because level 0 allocates tensors one by
+one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
+"""The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future (Belady).
 
-Entries sit in an order for each (level, priority), from least to most recently used; using one moves it to the end, and
-one that sinks to another level walks in from the recent end to its place.
-
-`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. (The last distance between two
-accesses of a key is no forecast: forward and backward give every key two alternating ones.) Its victims come from a
-sorted list for each (level, priority).
+Entries sit in an order for each (level, priority), from least to most recently used, and of `next_use` in another, by
+their next use, the furthest first. (The last distance between two accesses of a key is no forecast: forward and
+backward give every key two alternating ones.)
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ class Rhythm:
     Knuth, Morris and Pratt's prefix function finds the shortest at O(1) amortised a key: ``n`` recorded keys with
     longest border ``b`` have period ``n - b``, which is taken to repeat once two whole periods are there; with three,
     recording stops and a pointer walks round the cycle, until the first unexpected key. Recording starts over where no
-    period shows within 16 times the number of different keys, so an irregular start does not hide what comes after it.
+    period shows within 16 times the number of different keys: an irregular start hides nothing.
     """
 
     def __init__(self) -> None:

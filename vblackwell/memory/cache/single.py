@@ -145,7 +145,8 @@ class CompressedVGPULevel(VGPULevel):
         if held.codec == "lossless":
             raw = require_zstandard().ZstdDecompressor().decompress(data, max_output_size=held.layout.num_bytes)
             planes = np.frombuffer(raw, dtype=np.uint8).reshape(_element_bytes(held.layout), -1)
-            flat = torch.from_numpy(planes.T.flatten())
+            flat = torch.empty(held.layout.num_bytes, dtype=torch.uint8)
+            flat.numpy()[:] = planes.T.ravel()
         value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
         return value.dequantize() if held.codec == "fp4" else value
 

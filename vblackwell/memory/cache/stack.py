@@ -43,8 +43,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
-    ``level0_device`` is where `access` returns tensors. Raises ConfigurationError for unknown keys or values, a GPU that
-    is not there, capacities beyond the machine's.
+    ``level0_device`` is where `access` returns tensors. Raises ConfigurationError for unknown keys or values, a GPU
+    that is not there, capacities beyond the machine's.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 entry.pins -= 1
 
     def prefetch(self, keys: Iterable[Any]) -> None:
-        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order, as
-        far as levels have room. Raises UnknownKey; what fails later is raised by the key's next `access`."""
+        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order,
+        as far as levels have room. Raises UnknownKey; what fails later is raised by the key's next `access`."""
         self._check_open()
         wanted: list[Any] = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
         for key in wanted:
