@@ -83,9 +83,7 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
     if unread := [name for name in _UNREAD if record.get(name)]:
-        raise ConfigurationError(
-            f"{place} has {unread[0]!r}, which is not read: write it into the messages or remove it"
-        )
+        raise ConfigurationError(f"{place} has {unread[0]!r}, which is not read: write it into messages or remove it")
     if kind == "messages":
         return _listed(record, "messages", "role", "content", place)
     keys = ("conversations", "from", "value")
@@ -128,9 +126,7 @@ def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
     more = record.get("input") or ""
     for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
         if not isinstance(value, str):
-            raise ConfigurationError(
-                f"{place} has no text under {key!r}: write instruction, input (may be '') and output"
-            )
+            raise ConfigurationError(f"{place} has no text under {key!r}: write instruction, output and perhaps input")
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 

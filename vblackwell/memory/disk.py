@@ -34,7 +34,7 @@ from vblackwell.memory.transfer import (
     transfer_delay,
     working_streams,
 )
-from vblackwell.units import MiB, align_up, format_bytes
+from vblackwell.units import MiB, format_bytes
 
 PAGE = 4096
 GROW_BYTES = 16 * MiB
@@ -157,9 +157,7 @@ def _open_direct(fd: int) -> bool:
             os.ftruncate(fd, 0)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
-                raise DiskError(
-                    f"the first write to a scratch file failed: {error.strerror}; check the disk"
-                ) from error
+                raise DiskError(f"writing to a new scratch file failed: {error.strerror}; check the disk") from error
             works = False
     if not works:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -297,9 +295,8 @@ class DiskLevel(Level):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
-        """This thread's own memory: a piece, and a page for the tail after it."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
+            self._local.memory = map_slab(self._piece_bytes + PAGE, pin=self._pin)  # with a page for the tail
         return self._local.memory
 
     def close(self) -> None:

@@ -71,9 +71,6 @@ def _fault_in(address: int, size: int, numa_node: int | None) -> None:
     """Touch every page, from several threads, on the node's cores where there is more than one node."""
     cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
     cpus &= os.sched_getaffinity(0)
-    if size <= _FAULT_BYTES and not cpus:
-        _touch(address, size)
-        return
     count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-size // _FAULT_BYTES))
     on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
     with ThreadPoolExecutor(count, "vblackwell-fault", initializer=on_node) as pool:

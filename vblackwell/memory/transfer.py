@@ -187,10 +187,8 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
         return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
-    futures = [
-        pool.submit(_move, [dst[start : start + step], src[start : start + step]])
-        for start in range(0, src.nbytes, step)
-    ]
+    pieces = ([dst[at : at + step], src[at : at + step]] for at in range(0, src.nbytes, step))
+    futures = [pool.submit(_move, piece) for piece in pieces]
     return FutureTransfer(futures, keep=(dst, src))
 
 

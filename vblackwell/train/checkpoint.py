@@ -72,9 +72,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
         return None
     stored = read_json(found / TRAINER)
     if stored.get("fingerprint") != prepared.corpus.fingerprint:
-        raise CorruptData(
-            f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
-        )
+        raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
     refuse_other_run(prepared.config, found, stored["config"])
     if made is not None and stored.get("base") != made.base:
         raise CorruptData(

@@ -5,10 +5,9 @@ data is read; weights are drawn or read into the stack one layer group after the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +52,20 @@ def preset_model(config: TrainConfig, corpus: Corpus) -> TrainableModel:
     """The preset's model in fp32, drawn from the run's seed as the stack loads it."""
     preset = find_preset(config.preset)
     longest = max(config.seq_length, preset.max_position)
-    shape = dataclasses.replace(
-        preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id
-    )
+    shape = replace(preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id)
     changed: dict[str, Any] = dict(config.architecture or {})
-    known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
+    known = [each.name for each in fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
     for name, value in changed.items():
         if name not in known:
-            raise ConfigurationError(
-                f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
-            )
+            raise ConfigurationError(f"--architecture has no {name!r}, but {', '.join(known)}{nearest(name, known)}")
         wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
         if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
             kind = "a number" if wanted is float else "a whole number"
             raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
     if "num_heads" in changed or "hidden_size" in changed:
         changed = {"head_dim": None, "num_kv_heads": None} | changed
-    model = Decoder(dataclasses.replace(shape, **changed), device="meta", dtype=torch.float32)
-    return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
+    model = Decoder(replace(shape, **changed), device="meta", dtype=torch.float32)
+    return replace(trainable(model), initialize=model.initial_weights(config.seed))
 
 
 def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None:
@@ -87,9 +82,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
         except CorruptData as error:
             raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
-        raise ConfigurationError(
-            f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
-        )
+        raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
     found = trainable(_on_meta(folder))
     limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
@@ -100,7 +93,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    return dataclasses.replace(found, initialize=weights, folder=folder)
+    return replace(found, initialize=weights, folder=folder)
 
 
 def _on_meta(folder: Path) -> nn.Module:
@@ -111,9 +104,7 @@ def _on_meta(folder: Path) -> nn.Module:
         shape = DecoderConfig.from_hf(raw)
     except (ConfigurationError, TypeError, ValueError) as error:
         file = folder / "config.json"
-        raise ConfigurationError(
-            f"{file}: {error}; give the config.json that the weights were published with"
-        ) from error
+        raise ConfigurationError(f"{file}: {error}; give the one that the weights were published with") from error
     return Decoder(shape, device="meta", dtype=torch.float32)
 
 
@@ -161,7 +152,6 @@ def convert_linears(
 def _adapt(
     config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
-    """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
     assert config.lora is not None and config.model is not None
     assert found.initialize is not None and found.folder is not None
     model, given = found.model, Path(config.model)
@@ -189,7 +179,7 @@ def _adapt(
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "
         f"frozen, {base}"
     )
-    return dataclasses.replace(found, initialize=fill)
+    return replace(found, initialize=fill)
 
 
 def choose_attention(

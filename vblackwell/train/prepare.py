@@ -186,15 +186,13 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
         names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
         progress.say(f"data: {source.name}: left out, being no data: {names}")
     kind = chat_kind(source)
-    splits = ("train", "validation")
+    length, seed = config.seq_length, config.seed
     if kind is None:
         corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
-        plain = [PackedDataset(corpus, config.seq_length, split, config.seed) for split in splits]
-        return corpus, plain[0], plain[1]
+        return corpus, PackedDataset(corpus, length, seed=seed), PackedDataset(corpus, length, "validation")
     chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    train, validation = (
-        ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits
-    )
+    train = ChatDataset(chat, length, seed=seed, packing=config.packing)
+    validation = ChatDataset(chat, length, "validation", packing=config.packing)
     shared = "several share a row, positions begin again at 0 with each and none sees another"
     how = shared if train.packing else "each has a separate row"
     progress.say(
@@ -205,9 +203,7 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
     if cut:
         lost = f"; {left_out} of them have no answer before the cut and are left out" if left_out else ""
-        progress.say(
-            f"data: {cut} conversations are longer than --seq-length {train.seq_length} and are cut there{lost}"
-        )
+        progress.say(f"data: {cut} conversations are longer than --seq-length {train.seq_length} and cut there{lost}")
     return chat, train, validation
 
 

@@ -53,11 +53,8 @@ def train(config: TrainConfig) -> int:
         except torch.OutOfMemoryError as error:
             # torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow
             said = str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
-            raise InsufficientMemory(
-                f"{said}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory",
-                needed_bytes=0,
-                available_bytes=0,
-            ) from error
+            said += "; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory"
+            raise InsufficientMemory(said, needed_bytes=0, available_bytes=0) from error
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
@@ -86,7 +83,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
         settled = {name: getattr(prepared.config, name) for name in planned}
         folder.write_settings(asdict(replace(config, **settled)))
-    return _to_the_end(prepared, folder, progress, stop, cleanup)
+    return _run(prepared, folder, progress, stop, cleanup)
 
 
 def printable(text: str) -> str:
@@ -94,10 +91,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-def _to_the_end(
-    prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
-) -> int:
-    """Resume if asked, train, export, report; the exit code."""
+def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
     config, parts = prepared.config, prepared.parts
     assert config.max_steps is not None
     checkpoints = (folder.checkpoints, prepared, progress.say)

@@ -221,9 +221,7 @@ class Trainer:
         )
 
     def _forward_and_backward(self) -> list[Callable[[], float]] | None:
-        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half might
-        fit.
-        """
+        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half fits."""
         parts, losses = self.parts, list[Callable[[], float]]()
         parts.optimizer.loss_scale = 1.0 if parts.scaler is None else parts.scaler.scale
         parts.model.train()
@@ -255,7 +253,6 @@ class Trainer:
             self._held[label] = max(level["used_bytes"], self._held.get(label, 0))
 
     def _begin_again_smaller(self, start: TrainerState) -> None:
-        """Undo the begun step, and halve what a forward takes."""
         parts, before = self.parts, self.micro_batch
         parts.optimizer.zero_grad()
         self.restore(start)

@@ -1,6 +1,4 @@
-"""From what users write to levels. ``cpu`` as the first level is the arena, because level 0 allocates tensors one by
-one.
-"""
+"""From what users write to levels. ``cpu`` as the first one is the arena: level 0 allocates tensors one by one."""
 
 from __future__ import annotations
 
@@ -83,10 +81,8 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
 
 def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in (key for key in raw if key not in known):
-        near = nearest(str(key), known)
-        raise ConfigurationError(
-            f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)}){near}"
-        )
+        names = f"(known: {', '.join(known)}){nearest(str(key), known)}"
+        raise ConfigurationError(f"{where} has the key {key!r}, which is not supported {names}")
 
 
 def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:
@@ -141,9 +137,8 @@ def _usable_gpu(config: LevelConfig) -> torch.device:
         reason = f"torch sees {torch.cuda.device_count()} GPU(s)"
     if reason is not None:
         raise ConfigurationError(f"level {config.device} is not possible: {reason}; or use 'cpu' as level 0")
-    size, total = config.capacity_bytes, torch.cuda.get_device_properties(index).total_memory
-    if size > total:
-        raise ConfigurationError(
-            f"a level of {format_bytes(size)} does not fit on {config.device} with {format_bytes(total)}"
-        )
+    total = torch.cuda.get_device_properties(index).total_memory
+    if config.capacity_bytes > total:
+        asked, has = format_bytes(config.capacity_bytes), format_bytes(total)
+        raise ConfigurationError(f"a level of {asked} does not fit on {config.device} with {has}")
     return torch.device("cuda", index)

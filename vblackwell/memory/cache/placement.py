@@ -199,9 +199,8 @@ class Placement:
         with self._lock:
             self.sweep()
             if entry.level == 0 and entry.held():
-                raise StaleTensor(
-                    f"{entry.key!r} cannot leave {self._levels[0].name}: a tensor of it is still held; delete it first"
-                )
+                held = "a tensor of it is still held; delete it first"
+                raise StaleTensor(f"{entry.key!r} cannot leave {self._levels[0].name}: {held}")
             source, old = self._levels[entry.level], entry.extent
             extent = plan.make_room(target, entry.num_bytes, max_priority, than)
             passes_ram = extent is None and old is not None
@@ -310,8 +309,7 @@ class Placement:
             entry.resident = entry.extent = entry.stray = None
 
     def _begin(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> None:
-        """Hide what the plan moves, and note the extent on ``level`` that the caller fills after it: taking the plan
-        back frees it. Under the lock, with the planning."""
+        """Hide what the plan moves, and note the extent that the caller fills after it. Under the lock."""
         for move in plan.moves:
             if move.entry is not None:
                 move.entry.resident = None
@@ -388,14 +386,12 @@ class Placement:
                 self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
-        """Copy bytes from outside into an extent, and count them."""
         with self._counted(source, level, bytes_in.nbytes):
             self._levels[level].materialise(extent)
             self._levels[level].write(extent, bytes_in).finish()
 
     @contextmanager
     def _counted(self, source: Place, target: Place, num_bytes: int) -> Iterator[None]:
-        """Count the bytes that the block moves, and its time."""
         start = time.perf_counter()
         yield
         self._pool.count_link(source, target, num_bytes, time.perf_counter() - start)

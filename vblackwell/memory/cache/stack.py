@@ -245,9 +245,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         with self._turn.take():
             self._check_open()
             if name in self._entries or name in self._reservations:
-                raise KeyClash(
-                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
-                )
+                raise KeyClash(f"the name {name!r} is taken in this stack: give models different names (name='...')")
             extent = self._placement.reserve(f"reservation {name!r}", num_bytes, level)
             with self._lock:
                 self._reservations[name] = Reservation(name, level, extent, self.levels[level])
