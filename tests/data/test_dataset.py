@@ -15,6 +15,7 @@ def corpus(count: int) -> Corpus:
     return Corpus(np.arange(count, dtype=np.uint32), None, count, None, "", "numbers")  # pyright: ignore
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_permute_is_a_permutation(count, seed, epoch):
     assert sorted(permute(np.arange(count), count, seed, epoch)) == list(range(count))
