@@ -227,7 +227,7 @@ class RangeAllocator:
         return found and found[1]
 
     def take(self, start: int, size: int) -> None:
-        """Take exactly ``[start, start + size)``, which must be free: how a `free` is taken back."""
+        """Take exactly ``[start, start + size)``, which must be free: the rollback of a `free`."""
         index = bisect_right(self._free, start, key=itemgetter(0)) - 1
         free_start, free_end = self._free[index]
         assert free_start <= start and start + size <= free_end, "the range to take is not free"

@@ -81,8 +81,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     folder.create()
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
-        settled = {name: getattr(prepared.config, name) for name in planned}
-        folder.write_settings(asdict(replace(config, **settled)))
+        folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
     return _run(prepared, folder, progress, stop, cleanup)
 
 
@@ -196,7 +195,7 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
     }
 
 
-UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
+SLOW_STEPS = 2  # at the start of a run, slower than the others
 
 
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
@@ -204,12 +203,12 @@ def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str
     the GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
-    settled = speeds[UNSETTLED_STEPS:] or speeds
+    steady = speeds[SLOW_STEPS:] or speeds
     level0, *below = report["levels"]
     measured = {
         "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
         "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
-        "tokens_per_second": statistics.median(settled) if settled else None,
+        "tokens_per_second": statistics.median(steady) if steady else None,
     }
     predicted = zip(measured, (said.gpu, said.host, said.tokens_per_second), strict=True)
     return {

@@ -80,7 +80,7 @@ class Plan:
             refusals += 1
             if refusals == MAX_REFUSALS and not self._by_order:
                 break
-        self.take_back(mark)
+        self.roll_back(mark)
         return None
 
     def place(self, level: int, num_bytes: int) -> Extent | None:
@@ -98,7 +98,7 @@ class Plan:
         self.moves.append(Move(entry, target, extent, entry.level, None if from_ram else entry.extent, evicted))
         self._moved.add(entry)
 
-    def take_back(self, mark: int = 0) -> None:
+    def roll_back(self, mark: int = 0) -> None:
         """Undo the moves from number ``mark`` on, the last one first."""
         while len(self.moves) > mark:
             move = self.moves.pop()
@@ -331,19 +331,17 @@ class Placement:
             raise
 
     def _carry(self, move: Move, entry: Entry) -> None:
-        target = self._levels[move.target]
+        source, target = self._levels[entry.level], self._levels[move.target]
         with self._counted(move.source, move.target, entry.num_bytes):
             target.materialise(move.target_extent)
-            there, here = entry.stray, None
-            if entry.extent is not None:
-                there = self._levels[entry.level].view(entry.extent)
-                if there is None:
-                    here = target.view(move.target_extent)  # None: both are disks, and the bytes pass through RAM
-                    there = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu") if here is None else here
-                    self._levels[entry.level].read(entry.extent, there).finish()
-            if here is None:
-                assert there is not None
-                target.write(move.target_extent, there).finish()
+            bytes_in = entry.stray if entry.extent is None else source.view(entry.extent)
+            if bytes_in is None:
+                assert entry.extent is not None
+                if (straight := target.view(move.target_extent)) is not None:
+                    return source.read(entry.extent, straight).finish()
+                bytes_in = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")  # between two disks
+                source.read(entry.extent, bytes_in).finish()
+            target.write(move.target_extent, bytes_in).finish()
 
     def _commit(self, move: Move, entry: Entry) -> None:
         """The entry's bytes have arrived. Under the lock."""
@@ -357,9 +355,9 @@ class Placement:
         self._seat(entry, move.target, move.target_extent)
 
     def _undo(self, plan: Plan) -> None:
-        """Take back what has not happened of a plan. Under the lock."""
+        """Undo what has not happened of a plan. Under the lock."""
         entries = [move.entry for move in plan.moves if move.entry is not None]
-        plan.take_back()
+        plan.roll_back()
         for entry in entries:
             self._show(entry)
 
