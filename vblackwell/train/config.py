@@ -218,11 +218,11 @@ _COUNTS = {
     "eval_sequences": 1, "sample_tokens": 0,
 }  # fmt: skip
 
-# AdamW divides the learning rate by 1 - beta1, in fp32, and multiplies it by the weight decay.
-_RANGES: dict[str, tuple[float, float]] = {
-    "epochs": (1e-6, 1e6), "learning_rate": (0.0, 1e30), "min_learning_rate_ratio": (0.0, 1.0),
-    "weight_decay": (0.0, 1e6), "beta1": (0.0, 1.0 - 1e-9), "beta2": (0.0, 1.0 - 1e-9), "epsilon": (1e-30, 1.0),
-    "max_grad_norm": (0.0, math.inf),
+# Low, high, an example. AdamW divides the learning rate by 1 - beta1, in fp32, and multiplies it by the weight decay.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "epochs": (1e-6, 1e6, "1"), "learning_rate": (0.0, 1e30, "3e-4"), "min_learning_rate_ratio": (0.0, 1.0, "0.1"),
+    "weight_decay": (0.0, 1e6, "0.1"), "beta1": (0.0, 1.0 - 1e-9, "0.9"), "beta2": (0.0, 1.0 - 1e-9, "0.95"),
+    "epsilon": (1e-30, 1.0, "1e-8"), "max_grad_norm": (0.0, math.inf, "1"),
 }  # fmt: skip
 
 
@@ -231,11 +231,11 @@ def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
     if name in _COUNTS and (not is_number or not isinstance(value, int) or value < _COUNTS[name]):
         return f"is not a whole number >= {_COUNTS[name]}: give one"
     if name in _RANGES:
-        (low, high), advice = _RANGES[name], f"{flag_of(name)} {getattr(TrainConfig, name) or 1:g}"
+        low, high, example = _RANGES[name]
         if not is_number or not math.isfinite(value):
-            return f"is not a finite number: try {advice}"
+            return f"is not a finite number: try {flag_of(name)} {example}"
         if not low <= value <= high:
-            return f"is outside {low:g} to {high:g}: try {advice}"
+            return f"is outside {low:g} to {high:g}: try {flag_of(name)} {example}"
     if choices and value not in choices:
         return f"is none of {', '.join(choices)}: choose one"
     if name == "update" and value not in (*PLACES, *OLDER_PLACES):
