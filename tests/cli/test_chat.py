@@ -52,7 +52,7 @@ def test_answers_are_learnt(kind, place, folders, chat):  # noqa: F811
 
     alone = ("--no-packing", "--max-steps", "1", "--out", "single")
     output = place.vb(*words(place, folders(kind), chat, *sizes, *alone)).stdout
-    assert "each has a row of its own" in output
+    assert "each has a separate row" in output
     single = metrics(place.folder / "single")
     # Other rows of the same answers, before anything is learnt: the same loss but for which answers are in it.
     assert abs(single[0]["loss"] - packed[0]["loss"]) < 0.3

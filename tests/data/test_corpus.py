@@ -229,7 +229,7 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path, cache, content)
 def test_text_that_becomes_no_tokens_is_refused(tmp_path, cache, monkeypatch):
     path = tmp_path / "blank.txt"
     path.write_text("some text " * 100)
-    monkeypatch.setattr(data, "_encoded", lambda source, tokenizer, end: iter([([], [], 1000)]))
+    monkeypatch.setattr(data, "_numbers", lambda tokenizer, batch, end: ([], []))
     with pytest.raises(ConfigurationError, match="becomes no tokens"):
         prepare_data(path, None, 300)
     assert not list((cache / "tokens").iterdir()) and not list(cache.rglob("*.tmp"))

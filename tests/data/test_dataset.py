@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset, evaluation_batches, permute
+from vblackwell.data.corpus import Corpus, PackedDataset, permute
 from vblackwell.errors import ConfigurationError
 
 
@@ -15,6 +15,7 @@ def corpus(count: int) -> Corpus:
     return Corpus(np.arange(count, dtype=np.uint32), None, count, None, "", "numbers")  # pyright: ignore
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_permute_is_a_permutation(count, seed, epoch):
     assert sorted(permute(np.arange(count), count, seed, epoch)) == list(range(count))
@@ -37,9 +38,9 @@ PINNED_1000 = [677, 814, 225]
 
 def test_an_epoch_is_every_window_once():
     data = PackedDataset(corpus(1000), 9)
-    stream, seen = BatchStream(data, 7), []
-    while stream.state < len(data):
-        inputs, targets = stream.next()
+    seen = []
+    for start in range(0, len(data), 7):
+        inputs, targets = data.batch(np.arange(start, start + 7))
         assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (7, 9)
         assert torch.equal(inputs + 1, targets)
         seen += inputs[:, 0].tolist()
@@ -50,21 +51,21 @@ def test_an_epoch_is_every_window_once():
 @settings(max_examples=50, deadline=None)
 @given(
     count=st.integers(60, 900), seq_length=st.integers(1, 20), batch_size=st.integers(1, 9), again=st.integers(1, 9),
-    stop=st.integers(0, 30), seed=st.integers(0, 2**63),
+    position=st.integers(0, 300), seed=st.integers(0, 2**63),
 )  # fmt: skip
-def test_a_stream_resumes_exactly(count, seq_length, batch_size, again, stop, seed):
-    data = PackedDataset(corpus(count), seq_length, seed=seed)
-    whole = BatchStream(data, batch_size)
-    for _ in range(stop):
-        whole.next()
-    state = int(str(whole.state))  # as it comes back from JSON
-    fresh = PackedDataset(corpus(count), seq_length, seed=seed)
-    resumed, other_size = BatchStream(fresh, batch_size), BatchStream(fresh, again)
-    resumed.state = other_size.state = state
-    expected = torch.cat([whole.next()[0] for _ in range(again)])
-    assert torch.equal(torch.cat([resumed.next()[0] for _ in range(again)]), expected)
-    assert torch.equal(torch.cat([other_size.next()[0] for _ in range(batch_size)]), expected)
-    assert resumed.state == whole.state == state + batch_size * again
+def test_a_position_means_the_same_window_in_every_batch(count, seq_length, batch_size, again, position, seed):
+    total = batch_size * again
+
+    def from_position(size: int) -> list[torch.Tensor]:
+        data = PackedDataset(corpus(count), seq_length, seed=seed)
+        starts = range(position, position + total, size)
+        batches = [data.batch(np.arange(start, start + size)) for start in starts]
+        return [torch.cat(parts) for parts in zip(*batches, strict=True)]
+
+    whole = PackedDataset(corpus(count), seq_length, seed=seed).batch(np.arange(position + total))
+    for size in (batch_size, again):
+        for found, expected in zip(from_position(size), whole, strict=True):
+            assert torch.equal(found, expected[position:])
 
 
 @pytest.mark.parametrize("count, seq_length, held_out", [(1000, 9, 20), (1000, 60, 61), (12, 5, 6)])
@@ -80,13 +81,10 @@ def test_held_out_tokens_are_the_last_and_never_trained_on(count, seq_length, he
     assert first == list(range(count - held_out, count - held_out + seq_length + 1))
 
 
-def test_evaluation_sees_every_window_once():
+def test_held_out_windows_are_in_order():
     data = PackedDataset(corpus(1000), 3, "validation")
-    sizes = [len(inputs) for inputs, _ in evaluation_batches(data, 4)]
-    assert sizes == [4, 2] and len(data) == 6
-    starts = torch.cat([inputs[:, 0] for inputs, _ in evaluation_batches(data, 4)])
-    assert starts.tolist() == [980, 983, 986, 989, 992, 995]
-    assert [len(inputs) for inputs, _ in evaluation_batches(data, 4, max_batches=1)] == [4]
+    inputs, _ = data.batch(np.arange(len(data)))
+    assert inputs[:, 0].tolist() == [980, 983, 986, 989, 992, 995]
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -95,7 +93,6 @@ def test_what_cannot_be_cut_is_refused():
     for call, word in (
         (lambda: PackedDataset(corpus(100), 0), "at least 1"),
         (lambda: PackedDataset(corpus(100), 5, "test"), "split 'test'"),
-        (lambda: BatchStream(PackedDataset(corpus(100), 5), 0), "batch size 0"),
     ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=word):
             call()

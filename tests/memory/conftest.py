@@ -15,8 +15,8 @@ from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import DeviceLevel, Level, NullLevel
-from vblackwell.memory.transfer import set_transfer_delay
+from vblackwell.memory.level import DeviceLevel, Extent, Level
+from vblackwell.memory.transfer import DoneTransfer, Transfer, flat_bytes, set_transfer_delay
 from vblackwell.units import KiB, MiB
 
 KINDS = [
@@ -29,6 +29,23 @@ KINDS = [
 ]
 CAPACITY = 4 * MiB
 PAGE = 4 * KiB
+
+
+class NullLevel(Level):
+    """Accounts, and holds nothing: writes are discarded, reads leave the destination as it is."""
+
+    def __init__(
+        self, capacity_bytes: int, name: str = "null", device: torch.device | None = None, alignment: int = 512
+    ) -> None:
+        super().__init__(name, device, capacity_bytes, alignment)
+
+    def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
+        assert flat_bytes(out).nbytes <= extent.num_bytes
+        return DoneTransfer()
+
+    def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
+        assert flat_bytes(src).nbytes <= extent.num_bytes
+        return DoneTransfer()
 
 
 @pytest.fixture(autouse=True)

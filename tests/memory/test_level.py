@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.memory.conftest import CAPACITY, random_bytes
+from tests.memory.conftest import CAPACITY, NullLevel, random_bytes
 from vblackwell.errors import ConfigurationError, InsufficientMemory
-from vblackwell.memory.level import DeviceLevel, Extent, Level, NullLevel, RangeAllocator
+from vblackwell.memory.level import DeviceLevel, Extent, Level, RangeAllocator
 from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB, align_up
 
@@ -341,7 +341,8 @@ def test_best_fit_and_coalescing_against_a_map():
             runs = free_runs(taken)
             assert ranges.largest == (runs[-1][0] if runs else 0)
             assert ranges.empty == (not live)
-            assert ranges._by_size == runs
+            assert ranges._by_size == runs and sorted(ranges._free) == ranges._free
+            assert sorted((end - start, start) for start, end in ranges._free) == runs
 
 
 def test_take_undoes_free():

@@ -8,10 +8,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from tests.memory.conftest import PAGE, counts, levels, page
+from tests.memory.conftest import PAGE, NullLevel, counts, levels, page
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.level import NullLevel
 from vblackwell.memory.pool import LevelPool
 from vblackwell.memory.transfer import FutureTransfer
 from vblackwell.units import KiB

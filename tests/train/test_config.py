@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.train.config import FIXED, TrainConfig, field_help, refuse_changes
+from vblackwell.train.config import FIXED, TrainConfig, field_help, refuse_changes, resolve
 
 
 def test_every_setting_has_a_help_text():
@@ -27,6 +27,15 @@ def test_every_setting_has_a_help_text():
 def test_values_out_of_range(values, said):
     with pytest.raises(ConfigurationError, match=said):
         TrainConfig(**values)
+
+
+@pytest.mark.parametrize(("word", "older"), [("device", "level0"), ("host", "home"), ("auto", "auto")])
+def test_a_place_of_updates_has_an_older_name(word, older):
+    assert resolve({"update": older}) == resolve({"update": word})
+    assert TrainConfig(update=older).update == TrainConfig(update=word).update_place == word
+    with pytest.raises(ConfigurationError, match="give auto, device, host, or a share between 0 and 1"):
+        TrainConfig(update=f"{older}s")
+    assert TrainConfig(update="0.25").update_place == 0.25
 
 
 def test_a_resumed_run_computes_as_it_began():

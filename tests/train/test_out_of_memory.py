@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.train.test_trainer import Toy
-from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset
+from vblackwell.data.corpus import Corpus, PackedDataset
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
@@ -69,7 +69,7 @@ def build():
         corpus = Corpus(np.arange(2000, dtype=np.uint16) % 16, None, 16, None, "", "toy")  # type: ignore[arg-type]
         train, held = (PackedDataset(corpus, LENGTH, split) for split in ("train", "validation"))
         parts = Parts(
-            model, optimizer, stack, BatchStream(train, micro_batch), held, Schedule(0.1, 0.1, 0, STEPS), None,
+            model, optimizer, stack, train, held, Schedule(0.1, 0.1, 0, STEPS), None,
             torch.device("cpu"),
         )  # fmt: skip
         records, states = [], []
@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_with_the_smaller_micro_batch(build):
     trainer.run()
     again, _ = build("resident")
     again.restore(TrainerState.from_json(vars(trainer.state())))
-    assert (again.micro_batch, again.parts.stream.batch_size, again.parts.optimizer.accumulation_steps) == (3, 3, 2)
+    assert (again.micro_batch, again.parts.optimizer.accumulation_steps) == (3, 2)
 
 
 def test_micro_batches_divide_the_sequences_of_a_step():

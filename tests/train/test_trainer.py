@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import BatchStream, Corpus, PackedDataset
+from vblackwell.data.corpus import Corpus, PackedDataset
 from vblackwell.errors import CorruptData, DiskError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
@@ -85,7 +85,7 @@ def make():
         tokens = np.arange(2000, dtype=np.uint16) % 16
         corpus = Corpus(tokens, None, 16, None, "", "toy")
         parts = Parts(
-            model, optimizer, stack, BatchStream(PackedDataset(corpus, config.seq_length, "train"), config.batch_size),
+            model, optimizer, stack, PackedDataset(corpus, config.seq_length, "train"),
             PackedDataset(corpus, config.seq_length, "validation"), Schedule(0.1, 0.1, 0, 6), scaler, CPU,
         )  # fmt: skip
         records, states = [], []
@@ -226,7 +226,7 @@ def test_an_interrupted_step_is_undone_and_repeated(make):
     trainer.parts.model.on_forward = on_forward
     trainer.run()
     assert trainer.step == 2 and [line.step for line in records] == [1, 2]
-    assert [state.step for state in states] == [2] and states[0].data_position == trainer.parts.stream.state == 12
+    assert [state.step for state in states] == [2] and states[0].data_position == trainer.position == 12
     stop.wanted = False
     trainer.parts.model.on_forward = lambda count: None
     trainer.restore(states[0])

@@ -1,11 +1,9 @@
 """Conversations: out of jsonl files, written down by a chat template, and as rows of tokens with masked targets.
 
-The first line tells the kind of all (docs/models.md). A line that cannot be used is an error with file and line.
-
-A template with ``{% generation %}`` says what the model writes. For any other, each answer is put between two
-characters that stand nowhere else, inside the white space it begins and ends with, because templates trim; the text
-without the marks must be the text without marking. Learnt is the answer, and the special token after it that ends the
-turn.
+The first line tells the kind of all (docs/models.md). A template with ``{% generation %}`` says what the model writes.
+For any other, each answer is put between two characters that stand nowhere else, inside the white space it begins and
+ends with, because templates trim; the text without the marks must be the text without marking. Learnt is the answer,
+and the special token after it that ends the turn.
 
 With packing several conversations share a row: positions begin again at 0 with each, and no token attends to another
 or is predicted from one. Without, each has a row, filled up with tokens that nothing attends to and nothing learns.
@@ -70,7 +68,7 @@ def _kind_of(record: Any) -> str | None:
 
 
 def conversations(source: TextFiles, kind: str) -> Iterator[Conversation]:
-    """Every line of every file, in order; ConfigurationError, with file and line, where one cannot be used."""
+    """Every line, in order; ConfigurationError, with file and line, where one cannot be used."""
     for path in source.files:
         if path.suffix.lower() not in LINES:
             first = source.files[0]
@@ -85,9 +83,7 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
     if unread := [name for name in _UNREAD if record.get(name)]:
-        raise ConfigurationError(
-            f"{place} has {unread[0]!r}, which is not read: write it into the messages or remove it"
-        )
+        raise ConfigurationError(f"{place} has {unread[0]!r}, which is not read: write it into messages or remove it")
     if kind == "messages":
         return _listed(record, "messages", "role", "content", place)
     keys = ("conversations", "from", "value")
@@ -130,9 +126,7 @@ def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
     more = record.get("input") or ""
     for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
         if not isinstance(value, str):
-            raise ConfigurationError(
-                f"{place} has no text under {key!r}: write instruction, input (may be '') and output"
-            )
+            raise ConfigurationError(f"{place} has no text under {key!r}: write instruction, output and perhaps input")
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 
@@ -268,10 +262,9 @@ def _learnt(text: str, spans: list[tuple[int, int]], encoding: Any, special: set
 
 
 class ChatDataset:
-    """Rows of conversations, with the interface of `PackedDataset`; ConfigurationError where there are too few.
-
-    Conversations of more than ``seq_length`` inputs are ``cut`` there; those whose answers all lie after it are
-    ``left_out``. Split 'validation' is 2 % of them (at least one), drawn, and always the same ones.
+    """Rows of conversations, a `Dataset`; ConfigurationError where there are too few. Those of more than ``seq_length``
+    inputs are ``cut`` there; those whose answers all lie after it are ``left_out``. Split 'validation' is 2 % of them
+    (at least one), drawn, and always the same ones.
     """
 
     def __init__(
@@ -288,27 +281,20 @@ class ChatDataset:
         is_held_out[permute(np.arange(held_out), count, seed=0, epoch=0)] = True
         part = np.flatnonzero(is_held_out != self.shuffled)
         starts, lengths = starts[part], np.minimum(corpus.lengths[part], seq_length + 1)
-        kept = np.asarray([self._learnt(*pair) > 0 for pair in zip(starts, lengths, strict=True)], dtype=bool)
-        self.cut = int((corpus.lengths[part] > seq_length + 1).sum())
-        self.left_out = int((~kept).sum())
+        learnt = np.asarray([self._learnt(*pair) for pair in zip(starts, lengths, strict=True)])
+        kept = learnt > 0
+        self.cut, self.left_out = int((corpus.lengths[part] > seq_length + 1).sum()), int((~kept).sum())
         if not kept.any():
             what = f"{'training' if self.shuffled else 'held-out'} conversation has an answer"
             raise ConfigurationError(f"{corpus.name}: no {what} in its first {seq_length} tokens: raise --seq-length")
         self._starts, self._lengths = starts[kept], lengths[kept]
         inputs = self._lengths - 1
+        self.conversations, self.learnt_share = len(inputs), float(learnt.sum() / max(1, inputs.sum()))
         self._rows = pack_rows(inputs, seq_length) if packing else [[index] for index in range(len(inputs))]
+        self.filled = float(inputs.sum()) / (len(self._rows) * seq_length)  # the share of positions that hold a token
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def conversations(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def filled(self) -> float:
-        """The share of positions that hold a token of a conversation."""
-        return float((self._lengths - 1).sum()) / (len(self._rows) * self.seq_length)
 
     def batch(self, positions: np.ndarray) -> tuple[Tensor, ...]:
         """Inputs and targets, (B, S) int64, of the rows at ``positions``; with packing, places in conversations too."""
@@ -340,10 +326,6 @@ class ChatDataset:
         begin = max(1, int(learnt.argmax()))
         rest = np.flatnonzero(~learnt[begin:])
         return plain[:begin], plain[begin : begin + int(rest[0]) if len(rest) else None]
-
-    def learnt_share(self) -> float:
-        learnt = sum(self._learnt(*pair) for pair in zip(self._starts, self._lengths, strict=True))
-        return learnt / max(1, int((self._lengths - 1).sum()))
 
     def _learnt(self, start: int, length: int) -> int:
         """Targets among the first ``length`` tokens of a conversation."""

@@ -1,8 +1,7 @@
-"""From files to tokens, and from tokens to windows and rows in an order that is a pure function.
-
-Tokens and tokenizer are cached by the hash of what they came from. A window is ``seq_length`` inputs and, shifted by
-one, as many targets. An epoch's order is a Feistel permutation of (seed, epoch): position i is computed, so a resumed
-run needs no list of indices, no replay, and no library's shuffle that stays the same. B batch, S sequence.
+"""From files to tokens, cached by the hash of what they came from, and from tokens to windows and rows in an order that
+is a pure function: position i of an epoch is computed, so a resumed run needs no list of indices, no replay, and no
+library's shuffle that stays the same. A window is ``seq_length`` inputs and, shifted by one, as many targets. B batch,
+S sequence.
 """
 
 from __future__ import annotations
@@ -83,11 +82,9 @@ class Corpus:
 def prepare_data(
     path: Path | None, tokenizer_path: Path | None = None, vocab_size: int = 4096, progress: Progress | None = None
 ) -> Corpus:
-    """The tokens of the documents under ``path``, by default those of the Python standard library's sources.
-
-    Without ``tokenizer_path``, a tokenizer.json or its folder, one of ``vocab_size`` is trained on the documents.
-    ``progress`` is called with what is being done and the share done. Raises ConfigurationError for input that cannot
-    be read, or holds no text, DiskError where the cache cannot be written.
+    """The tokens of the documents under ``path``, by default those of the Python standard library's sources, by the
+    tokenizer of ``tokenizer_path`` (a tokenizer.json or its folder), or one of ``vocab_size`` trained on them. Raises
+    ConfigurationError for input that cannot be read, or holds no text, DiskError where the cache cannot be written.
     """
     report = progress or (lambda message, share: None)
     source = find_text(path)
@@ -101,7 +98,6 @@ def prepare_data(
 
     vocab_size = vocab_size_of(tokenizer)
     kind = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
     build = partial(_pack, source, tokenizer, end, kind, report)
     folder = cached("tokens", fingerprint, build, report, "packing again")
     tokens = np.memmap(folder / "tokens.bin", dtype=kind, mode="r")
@@ -155,14 +151,19 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 def _pack(
     source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], report: Progress, folder: Path
 ) -> None:
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
     ends, count, text_bytes = array("q"), 0, 0
     read_order = folder / "read_order.bin"
     with read_order.open("wb") as file:
-        for numbers, ends_here, read in _encoded(source, tokenizer, end):
+        for batch, batch_bytes in _batches(source):
+            numbers, ends_here = _numbers(plain, batch, end)
             file.write(np.asarray(numbers, dtype=kind).tobytes())
             ends.extend(count + at for at in ends_here)
             count += len(numbers)
-            text_bytes += read
+            text_bytes += batch_bytes
             report(f"packing tokens of {source.name}", min(1.0, text_bytes / max(1, source.size_bytes)))
     if not text_bytes:
         raise ConfigurationError(f"{source.name} holds no text: give files with text in them")
@@ -196,13 +197,9 @@ def stretches(ends: np.ndarray) -> Iterator[tuple[int, int]]:
         yield int(starts[document]), int(ends[document])
 
 
-def _encoded(source: TextFiles, tokenizer: Tokenizer, end: int | None) -> Iterator[tuple[list[int], list[int], int]]:
-    """For each batch of pieces: its tokens, where in them documents end, and the bytes of its text."""
-    from tokenizers import Tokenizer
-
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
-    batch, held, begun = [], 0, False  # an empty document has nothing to learn from, not even its end
+def _batches(source: TextFiles) -> Iterator[tuple[list[Piece], int]]:
+    """Pieces, and the bytes of their text; an empty document has nothing to learn from, not even its end."""
+    batch, held, begun = [], 0, False
     for piece in source.pieces():
         begun |= bool(piece.text)
         if begun:
@@ -210,20 +207,20 @@ def _encoded(source: TextFiles, tokenizer: Tokenizer, end: int | None) -> Iterat
             held += len(piece.text.encode())
         begun &= not piece.ends_document
         if held >= BATCH_BYTES:
-            yield *_numbers(plain, batch, end), held
+            yield batch, held
             batch, held = [], 0
     if batch:
-        yield *_numbers(plain, batch, end), held
+        yield batch, held
 
 
 def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple[list[int], list[int]]:
+    """The tokens of ``batch``, and where in them documents end."""
     numbers, ends = list[int](), list[int]()
     encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
     for piece, encoding in zip(batch, encodings, strict=True):
         numbers += encoding.ids
         if piece.ends_document:
-            if end is not None:
-                numbers.append(end)
+            numbers += [] if end is None else [end]
             ends.append(len(numbers))
     return numbers, ends
 
@@ -273,27 +270,6 @@ class Dataset(Protocol):
         ...
 
 
-class BatchStream:
-    """Batches without end, after ``state`` windows; the last batch of an epoch is filled from the next."""
-
-    def __init__(self, dataset: Dataset, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch size {batch_size}: give at least 1")
-        self.dataset, self.batch_size, self.state = dataset, batch_size, 0
-
-    def next(self) -> Batch:
-        found = self.dataset.batch(np.arange(self.state, self.state + self.batch_size))
-        self.state += self.batch_size
-        return found
-
-
-def evaluation_batches(dataset: Dataset, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
-    """Every window of ``dataset`` once, or those of the first ``max_batches``; the last batch may be smaller."""
-    count = len(dataset) if max_batches is None else min(len(dataset), max_batches * batch_size)
-    for start in range(0, count, batch_size):
-        yield dataset.batch(np.arange(start, min(start + batch_size, count)))
-
-
 def pack_rows(lengths: np.ndarray, row_length: int) -> list[list[int]]:
     """Indices of the sequences of each row. The longest first, each takes the fullest row of ``row_length`` that it
     still fits (Johnson's best fit decreasing, at most 11/9 of the fewest rows possible and 6/9 of one more).
@@ -327,8 +303,8 @@ def inspect_lines(dataset: Dataset, tokenizer: Tokenizer) -> Iterator[str]:
         return "" if number == IGNORED_TARGET else repr(tokenizer.decode([number], skip_special_tokens=False))
 
     for row, arrays in enumerate(zip(*dataset.batch(np.arange(min(2, len(dataset)))), strict=True)):
-        inputs, targets = (array.tolist() for array in arrays[:2])
-        places = arrays[2].tolist() if len(arrays) > 2 else range(len(inputs))
+        inputs, targets, *given = (array.tolist() for array in arrays)
+        places = given[0] if given else range(len(inputs))
         learnt = [at for at, target in enumerate(targets) if target != IGNORED_TARGET]
         shown = max(learnt, default=0) + 1
         yield f"row {row}: {len(learnt)} of {len(inputs)} positions learn the token that follows"

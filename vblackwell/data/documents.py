@@ -63,16 +63,20 @@ def find_text(path: Path | None) -> TextFiles:
     if path.is_file():
         _check_kind(path)
         return TextFiles(path.parent, (path,), str(path))
-    parts = {found: found.relative_to(path).parts for found in path.rglob("*") if found.is_file()}
-    shown = (found for found in parts if not any(part.startswith((".", "_")) for part in parts[found]))
     files, left_out = list[Path](), list[Path]()
-    for found in sorted(shown, key=parts.__getitem__):
-        (left_out if found.name.lower() in LEGAL else files).append(found)
+    for parts, found in _below(path, "*"):
+        if found.is_file() and not any(part.startswith((".", "_")) for part in parts):
+            (left_out if found.name.lower() in LEGAL else files).append(found)
     for found in files:
         _check_kind(found)
     if not files:
         raise ConfigurationError(f"{path}: the folder holds no files of data; give text, jsonl or parquet files")
     return TextFiles(path, tuple(files), str(path), tuple(left_out))
+
+
+def _below(root: Path, pattern: str) -> list[tuple[tuple[str, ...], Path]]:
+    """Matching paths under ``root``, in the order of their parts relative to it."""
+    return sorted((path.relative_to(root).parts, path) for path in root.rglob(pattern))
 
 
 @contextmanager
@@ -177,11 +181,10 @@ def _check_kind(path: Path) -> None:
 def _standard_library() -> TextFiles:
     """The running Python's own sources, about 28 MB, without generated tables, which teach hexadecimal numbers."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts = {path: path.relative_to(root).parts for path in root.rglob("*.py")}
     readable = list[Path]()
-    for path in sorted(parts, key=parts.__getitem__):
+    for parts, path in _below(root, "*.py"):
         with suppress(UnicodeDecodeError):
-            if not LIBRARY_SKIPPED.intersection(parts[path]):
+            if not LIBRARY_SKIPPED.intersection(parts):
                 path.read_bytes().decode("utf-8")
                 readable.append(path)
     if not readable:

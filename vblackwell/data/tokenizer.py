@@ -40,8 +40,8 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer
 
     if vocab_size < MIN_VOCAB_SIZE:
-        least = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
-        raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {least}")
+        advice = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
+        raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {advice}")
     process = _start_training(vocab_size)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     try:

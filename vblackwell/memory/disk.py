@@ -1,8 +1,8 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
 Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
-the thread otherwise. Each piece has its XXH3 in memory from the moment it is written; a piece that is wanted in part is
-read and checked whole. Nothing is synced: the file dies with the process.
+the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced: the file dies with
+the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vblackwell.memory.transfer import (
     transfer_delay,
     working_streams,
 )
-from vblackwell.units import MiB, align_up, format_bytes
+from vblackwell.units import MiB, format_bytes
 
 PAGE = 4096
 GROW_BYTES = 16 * MiB
@@ -54,10 +54,9 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 class ScratchFile:
     """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
 
-    ``direct`` says whether it is open with ``O_DIRECT`` (the page cache would hold a second copy), where a probe shows
-    that it works: then addresses, offsets and lengths must be multiples of 4 KiB. A write that failed poisons it:
-    nothing is written any more. Raises ConfigurationError where the directory does not exist or is RAM-backed,
-    DiskError where no file can be made.
+    ``direct``: it is open with ``O_DIRECT`` (the page cache would hold a second copy), and addresses, offsets and
+    lengths must be multiples of 4 KiB. A write that failed poisons it: nothing is written any more. Raises
+    ConfigurationError where the directory does not exist or is RAM-backed, DiskError where no file can be made.
     """
 
     calls: Any = os  # `preadv`, `pwritev` and `posix_fallocate`; a test replaces it to break the disk
@@ -101,21 +100,21 @@ class ScratchFile:
                 self.reserved_bytes = size
                 return
             except OSError as error:
-                if size == end or error.errno not in _FULL:
-                    raise self._not_reserved(error, end - self.reserved_bytes) from error
-
-    def _not_reserved(self, error: OSError, needed: int) -> DiskError:
-        if error.errno not in _FULL:
-            return DiskError(
-                f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
-                f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
-            )
-        free = disk_facts(self.path).free_bytes
-        message = (
-            f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
-            f"free ({error.strerror}); free some space, or give the ssd level another path"
-        )
-        return DiskFull(message, needed_bytes=needed, available_bytes=free)
+                needed = end - self.reserved_bytes
+                if error.errno not in _FULL:
+                    raise DiskError(
+                        f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file "
+                        f"in {self.path}: {error.strerror}; check the disk, or give the ssd level another path"
+                    ) from error
+                if size == end:
+                    free = disk_facts(self.path).free_bytes
+                    raise DiskFull(
+                        f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and "
+                        f"{format_bytes(free)} are free ({error.strerror}); free some space, or give the ssd level "
+                        "another path",
+                        needed_bytes=needed,
+                        available_bytes=free,
+                    ) from error
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on; raises DiskError with file, offset and size."""
@@ -158,9 +157,7 @@ def _open_direct(fd: int) -> bool:
             os.ftruncate(fd, 0)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
-                raise DiskError(
-                    f"the first write to a scratch file failed: {error.strerror}; check the disk"
-                ) from error
+                raise DiskError(f"writing to a new scratch file failed: {error.strerror}; check the disk") from error
             works = False
     if not works:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -298,9 +295,8 @@ class DiskLevel(Level):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
-        """This thread's own memory: a piece, and a page for the tail after it."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(align_up(self._piece_bytes, PAGE) + PAGE, pin=self._pin)
+            self._local.memory = map_slab(self._piece_bytes + PAGE, pin=self._pin)  # with a page for the tail
         return self._local.memory
 
     def close(self) -> None:

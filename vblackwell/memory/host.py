@@ -1,9 +1,9 @@
 """Bytes in host memory: extents cut from a few large slabs in huge pages, near the GPU and registered with CUDA.
 
-Slabs are mapped as they are needed, each larger than the last, so that a small job does not pay for a large cap; an
-extent of more than a quarter of the next one gets a slab of exactly its size. An extent never spans two slabs: CUDA
-copies refuse ranges that cross two registrations. It is 4 KiB aligned, so `O_DIRECT` reads and writes it in place. An
-empty slab is given up only when its bytes are needed for another: mapping and pinning take 0.35 s a GiB (measured).
+Slabs are mapped as they are needed, each larger than the last; an extent of more than a quarter of the next one gets a
+slab of exactly its size. An extent never spans two slabs (CUDA copies refuse ranges that cross two registrations), and
+is 4 KiB aligned, so that `O_DIRECT` reads and writes it in place. An empty slab is given up only when its bytes are
+needed for another: mapping and pinning take 0.35 s a GiB (measured).
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class _Mapping(mmap.mmap):
 
 
 def map_slab(size: int, *, numa_node: int | None = None, pin: bool = False) -> torch.Tensor:
-    """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones), whose
-    mapping lives as long as any tensor that views it. Raises InsufficientMemory.
-
-    Private anonymous memory in huge pages, touched by several threads on the cores of ``numa_node``, so that
-    first-touch puts it there, and registered with CUDA (``pin``; where the system refuses, it stays pageable).
+    """``size`` bytes of zeroed, resident host memory as a uint8 tensor, 4 KiB aligned (2 MiB for large ones), which lie
+    on ``numa_node`` (by first touch), are registered with CUDA (``pin``; where the system refuses, it stays pageable),
+    and live as long as any tensor that views them. Raises InsufficientMemory.
     """
     size = align_up(size, mmap.PAGESIZE)
     padding = HUGE_PAGE if size >= HUGE_PAGE else 0
@@ -73,9 +71,6 @@ def _fault_in(address: int, size: int, numa_node: int | None) -> None:
     """Touch every page, from several threads, on the node's cores where there is more than one node."""
     cpus = numa_node_cpus(numa_node) if numa_node is not None and numa_node_count() > 1 else set()
     cpus &= os.sched_getaffinity(0)
-    if size <= _FAULT_BYTES and not cpus:
-        _touch(address, size)
-        return
     count = min(_FAULT_THREADS, len(cpus or os.sched_getaffinity(0)), -(-size // _FAULT_BYTES))
     on_node = functools.partial(os.sched_setaffinity, 0, cpus) if cpus else None  # of the calling thread only
     with ThreadPoolExecutor(count, "vblackwell-fault", initializer=on_node) as pool:
@@ -117,10 +112,8 @@ class _Slab(RangeAllocator):
 
 
 class HostLevel(Level):
-    """A level in RAM; raises ConfigurationError where less memory is available.
-
-    ``pin``: register slabs with CUDA, by default where torch can use a GPU; ``numa_node``: where they should lie.
-    """
+    """A level in RAM; raises ConfigurationError where less memory is available. ``pin``: register slabs with CUDA, by
+    default where torch can use a GPU; ``numa_node``: where they should lie."""
 
     device: torch.device
 

@@ -12,17 +12,18 @@ The caller orders two transfers on one extent. Allocating has two halves, `place
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
 from vblackwell.errors import InsufficientMemory
-from vblackwell.memory.transfer import COPY_THREADS, DoneTransfer, Transfer, copy_pool, flat_bytes, start_copy
+from vblackwell.memory.transfer import COPY_THREADS, Transfer, copy_pool, flat_bytes, start_copy
 from vblackwell.units import align_up, format_bytes
 
 
@@ -40,9 +41,8 @@ class Level:
     """A place for bytes. Thread-safe: this class counts, checks and locks.
 
     A level says how a range is taken and given back (`_take`, `_give`, `_retake`), what memory stands for it
-    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`). ``name`` is shown to
-    users, ``device`` is where `view` tensors live (None for a disk), extents start at, and are counted in, multiples of
-    ``alignment``.
+    (`materialise`, `release`), and how its bytes are seen (`view`) or copied (`read`, `write`). ``device`` is where
+    `view` tensors live (None for a disk), extents start at, and are counted in, multiples of ``alignment``.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Level:
     def free(self, extent: Extent) -> None:
         """Give ``extent``, whose transfers are done, back. Raises KeyError for an extent that is not here.
 
-        In any thread and at any moment: the garbage collector may run a finalizer that frees inside a call of this
-        level. What cannot go at once goes before the level is asked for anything else.
+        At any moment: a finalizer may free inside a call of this level. What cannot go at once goes before the level is
+        asked for anything else.
         """
         if extent not in self._live:
             raise KeyError(extent)
@@ -119,7 +119,14 @@ class Level:
         with self._locked():
             found = self._take(held_bytes) if self._used + held_bytes <= self.capacity_bytes else None
             if found is None:
-                raise self._does_not_fit(num_bytes)
+                free = self.capacity_bytes - self._used
+                reason = "" if num_bytes > free else ", but not in one piece"
+                message = (
+                    f"{self.name} has no room for {format_bytes(num_bytes)}: {format_bytes(free)} of "
+                    f"{format_bytes(self.capacity_bytes)} are free{reason}; give the level more capacity or keep less "
+                    "on it"
+                )
+                raise InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=free)
             extent = Extent(found[0], num_bytes, held_bytes, found[1])
             self._count(extent)
             return extent
@@ -151,15 +158,6 @@ class Level:
         self._used += extent.held_bytes
         self.peak_bytes = max(self.peak_bytes, self._used)
 
-    def _does_not_fit(self, num_bytes: int) -> InsufficientMemory:
-        free = self.capacity_bytes - self._used
-        reason = "" if num_bytes > free else ", but not in one piece"
-        message = (
-            f"{self.name} has no room for {format_bytes(num_bytes)}: {format_bytes(free)} of "
-            f"{format_bytes(self.capacity_bytes)} are free{reason}; give the level more capacity or keep less on it"
-        )
-        return InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=free)
-
     # Called with the lock held. As they are here, any free byte is as good as any other.
 
     def _fits(self, held_bytes: int) -> bool:
@@ -175,8 +173,7 @@ class Level:
     def _retake(self, extent: Extent) -> None: ...  # the very range that `_give` gave
 
     def view(self, extent: Extent) -> torch.Tensor | None:
-        """The extent's bytes as a uint8 tensor of ``num_bytes`` that aliases them; None where they are not addressable:
-        then the level reads and writes itself."""
+        """The extent's bytes as a uint8 alias of ``num_bytes``; None where the level reads and writes itself."""
         return None
 
     def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
@@ -200,33 +197,14 @@ class Level:
             self._used = 0
 
 
-class NullLevel(Level):
-    """Accounts, holds nothing, for dry runs: writes are discarded, reads leave the destination as it is."""
-
-    def __init__(
-        self, capacity_bytes: int, name: str = "null", device: torch.device | None = None, alignment: int = 512
-    ) -> None:
-        super().__init__(name, device, capacity_bytes, alignment)
-
-    def read(self, extent: Extent, out: torch.Tensor) -> Transfer:
-        assert flat_bytes(out).nbytes <= extent.num_bytes
-        return DoneTransfer()
-
-    def write(self, extent: Extent, src: torch.Tensor) -> Transfer:
-        assert flat_bytes(src).nbytes <= extent.num_bytes
-        return DoneTransfer()
-
-
 class RangeAllocator:
     """Free ranges of ``[0, size)``, not thread-safe: best fit by (size, offset), coalescing, exact undo."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
-        self._size_at: dict[int, int] = {}  # start -> size
-        self._start_before: dict[int, int] = {}  # end -> start
-        if size:
-            self._insert(0, size)
+        self._free: list[tuple[int, int]] = []  # (start, end), sorted
+        self._by_size: list[tuple[int, int]] = []  # (size, start) of the same ranges, sorted
+        self._replace(0, 0, [(0, size)])
 
     @property
     def largest(self) -> int:
@@ -249,36 +227,32 @@ class RangeAllocator:
         return found and found[1]
 
     def take(self, start: int, size: int) -> None:
-        """Take exactly ``[start, start + size)``, which must be free: how a `free` is taken back."""
-        found = start if start in self._size_at else max(free for free in self._size_at if free <= start)
-        found_size = self._size_at[found]
-        assert found <= start and start + size <= found + found_size, "the range to take is not free"
-        self._remove(found, found_size)
-        if start > found:
-            self._insert(found, start - found)
-        if start + size < found + found_size:
-            self._insert(start + size, found + found_size - start - size)
+        """Take exactly ``[start, start + size)``, which must be free: the rollback of a `free`."""
+        index = bisect_right(self._free, start, key=itemgetter(0)) - 1
+        free_start, free_end = self._free[index]
+        assert free_start <= start and start + size <= free_end, "the range to take is not free"
+        self._replace(index, index + 1, [(free_start, start), (start + size, free_end)])
 
     def free(self, start: int, size: int) -> None:
         """Give ``[start, start + size)`` back, merged with its free neighbours."""
         end = start + size
-        if (after := self._size_at.get(end)) is not None:
-            self._remove(end, after)
-            end += after
-        if (before := self._start_before.get(start)) is not None:
-            self._remove(before, start - before)
-            start = before
-        self._insert(start, end - start)
+        first = after = bisect_left(self._free, (start, end))
+        if first and self._free[first - 1][1] == start:
+            first -= 1
+            start = self._free[first][0]
+        if after < len(self._free) and self._free[after][0] == end:
+            end = self._free[after][1]
+            after += 1
+        self._replace(first, after, [(start, end)])
 
-    def _insert(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
-        self._size_at[start] = size
-        self._start_before[start + size] = start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._size_at[start]
-        del self._start_before[start + size]
+    def _replace(self, first: int, after: int, ranges: list[tuple[int, int]]) -> None:
+        """Put what is not empty of ``ranges`` in the place of numbers ``first`` up to ``after`` of those by start."""
+        for start, end in self._free[first:after]:
+            del self._by_size[bisect_left(self._by_size, (end - start, start))]
+        self._free[first:after] = [(start, end) for start, end in ranges if start < end]
+        for start, end in ranges:
+            if start < end:
+                insort(self._by_size, (end - start, start))
 
 
 ALIGNMENT = 512
@@ -287,9 +261,8 @@ ALIGNMENT = 512
 class DeviceLevel(Level):
     """A level in the memory of ``device``, capped at ``capacity_bytes``; ``cpu`` makes it the arena.
 
-    Each extent is an allocation of torch's (its handle a list of that tensor, or None): its storage's use count tells
-    whether a tensor of it is still held. It is taken when the extent is materialised, from the pool of the device's
-    default stream whatever stream is current; copies start after what is queued on both.
+    Each extent is an allocation of torch's (its handle a list of that tensor, or None), from the pool of the device's
+    default stream whatever stream is current: its storage's use count tells whether a tensor of it is still held.
     """
 
     device: torch.device
@@ -324,17 +297,6 @@ class DeviceLevel(Level):
                 f"{format_bytes(self.capacity_bytes)} has room: something else uses the device's memory; lower the cap"
             )
             raise InsufficientMemory(message, needed_bytes=extent.num_bytes, available_bytes=0) from error
-
-    def adopt(self, tensor: torch.Tensor) -> Extent | None:
-        """An extent over ``tensor``'s own memory; None unless that is here, starts and fills its storage, and fits."""
-        flat = flat_bytes(tensor)
-        fits = tensor.device == self.device and tensor.storage_offset() == 0 and tensor.data_ptr() % 64 == 0
-        fits = fits and 0 < tensor.untyped_storage().nbytes() <= align_up(flat.nbytes, ALIGNMENT)
-        if not fits or flat.is_inference() or not self.can_allocate(flat.nbytes):
-            return None
-        extent = self.place(flat.nbytes)
-        extent.handle[0] = flat.detach()
-        return extent
 
     def release(self, extent: Extent) -> None:
         extent.handle[0] = None

@@ -1,7 +1,6 @@
-"""Levels as one pool that is counted: ranges for owners that place bytes by hand, and the statistics of everything.
-
-An offload engine knows when it needs which bytes, so it reserves ranges and moves them itself. The keyed stack is built
-on top: a reservation is in the same levels as its keys, makes them give way, and is never evicted.
+"""Levels as one pool that is counted: ranges for an offload engine, which places bytes by hand, and the statistics of
+everything. The keyed stack is built on top: a reservation is in the same levels as its keys, makes them give way, and
+is never evicted.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ def does_not_fit(
     """The error for bytes that found no place; ``refusal`` is the last thing that a level said."""
     free = ", ".join(f"{level.name} {format_bytes(level.free_bytes)}" for level in levels)
     said = f" ({refusal})" if isinstance(refusal, DiskError) else ""
-    message = (
+    return InsufficientMemory(
         f"the stack has no room {where}: {format_bytes(num_bytes)} in one piece are needed, free are {free}, and what "
         f"could give way is held, borrowed, reserved or has nowhere to go{said}; remove or release keys, or raise a "
-        "level's capacity"
+        "level's capacity",
+        needed_bytes=num_bytes,
+        available_bytes=max(level.free_bytes for level in levels),
     )
-    most = max(level.free_bytes for level in levels)
-    return InsufficientMemory(message, needed_bytes=num_bytes, available_bytes=most)
 
 
 class Reservation:
@@ -89,9 +88,8 @@ class Reservation:
 
     def end(self) -> Extent:
         """Mark it as given back; its extent, for the pool to free."""
+        extent, self._extent, self._address = self.extent, None, None
         self._parts.clear()
-        self._address = None
-        extent, self._extent = self.extent, None
         return extent
 
 
@@ -132,8 +130,8 @@ class LevelPool:
         self.levels = levels
         self.level0_device: torch.device = levels[0].device
         self._lock = threading.Lock()
-        zeros = ([0] * len(levels) for _ in range(5))
-        self._hits, self._misses, self._evictions, self._promotions, self._demotions = zeros
+        counted = ("hits", "misses", "evictions", "promotions", "demotions")
+        self._counts = [dict.fromkeys(counted, 0) for _ in levels]
         self._stall_seconds = 0.0
         self._bytes: defaultdict[tuple[Place, Place], int] = defaultdict(int)
         self._seconds: defaultdict[tuple[Place, Place], float] = defaultdict(float)
@@ -175,16 +173,16 @@ class LevelPool:
         """Something was found on ``level``: a hit there, a miss on every level above."""
         with self._lock:
             for above in range(level):
-                self._misses[above] += 1
-            self._hits[level] += 1
+                self._counts[above]["misses"] += 1
+            self._counts[level]["hits"] += 1
 
     def count_move(self, source: int, target: int, *, evicted: bool) -> None:
         """A key went from a level to another. Called under the lock."""
         if target < source:
-            self._promotions[target] += 1
+            self._counts[target]["promotions"] += 1
         elif target > source:
-            self._demotions[source] += 1
-            self._evictions[source] += evicted
+            self._counts[source]["demotions"] += 1
+            self._counts[source]["evictions"] += evicted
 
     def count_link(self, source: Place, destination: Place, num_bytes: int, seconds: float | None = None) -> None:
         """Bytes that the caller moved between two levels."""
@@ -226,14 +224,10 @@ class LevelPool:
         """
         with self._lock:
             self._collect()
-            counted = ("hits", "misses", "evictions", "promotions", "demotions")
-            levels = [
-                {"device": level.name}
-                | {name: getattr(level, name) for name in ("capacity_bytes", "used_bytes", "peak_bytes")}
-                | {name: getattr(self, f"_{name}")[number] for name in counted}
-                for number, level in enumerate(self.levels)
-            ]
-            links = []
+            levels, links = [], []
+            for level, counts in zip(self.levels, self._counts, strict=True):
+                sizes = {name: getattr(level, name) for name in ("capacity_bytes", "used_bytes", "peak_bytes")}
+                levels.append({"device": level.name, **sizes, **counts})
             for pair, num_bytes in self._bytes.items():
                 source, target = (place if isinstance(place, str) else self.levels[place].name for place in pair)
                 seconds = self._seconds[pair]

@@ -1,9 +1,8 @@
 """Copies between bytes: how one is under way, and how those between addressable bytes are started.
 
-A transfer keeps the tensors that it copies alive until it has been waited for on the host, so keep it that long. RAM to
-RAM is `memmove` without the GIL, in pieces over a few threads (`Tensor.copy_` would bring an OpenMP team for each,
-which fights with the compute threads for the cores). A device has one copy stream per direction, made once: torch's
-allocator keeps a memory pool for every stream that it has seen.
+RAM to RAM is `memmove` without the GIL, in pieces over a few threads (`Tensor.copy_` would bring an OpenMP team for
+each, which fights with the compute threads for the cores). A device has one copy stream per direction, made once:
+torch's allocator keeps a memory pool for every stream that it has seen.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _delay: Callable[[str], None] | None = None
 
 
 def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
-    """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests only.
-    ``kind``: ``'thread'`` in a copying thread (sleep there), ``'stream'`` where a CUDA copy stream is the current
-    one."""
+    """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests.
+    ``kind``: ``'thread'`` in a copying thread (sleep there), ``'stream'`` where a copy stream is the current one."""
     global _delay
     _delay = delay
 
@@ -46,15 +44,14 @@ def delayed() -> bool:
 
 
 # How long a transfer took, None while it is under way: when it began (None where those of a link never overlap), and
-# seconds. Holds nothing that the transfer copies, so it may be kept for as long as one likes.
+# seconds. Holds nothing that the transfer copies.
 Clock = Callable[[], tuple[float | None, float] | None]
 
 
 class Transfer:
-    """An asynchronous copy that has been started; ``clock`` tells how long it took, None where that is not measured.
-
-    It raises its error on every wait: two waiters must both hear of it. One of several parts waits for all of them
-    before it raises, because the caller will touch the memory once `wait` has returned or raised.
+    """An asynchronous copy that has been started, and keeps what it copies alive until it has been waited for on the
+    host. It raises its error on every wait, when none of its parts is being copied any more. ``clock`` tells how long
+    it took, None where that is not measured.
     """
 
     clock: Clock | None = None
@@ -166,7 +163,7 @@ def copy_streams(device: torch.device | str) -> CopyStreams:
 
 
 def copy_pool(name: str, num_threads: int = COPY_THREADS) -> ThreadPoolExecutor:
-    """Threads that copy; they start with the first large copy and belong to one level."""
+    """Threads that copy; they start with the first large copy."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix=f"vblackwell-copy-{name}")
 
 
@@ -190,10 +187,8 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
         ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)
         return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
-    futures = [
-        pool.submit(_move, [dst[start : start + step], src[start : start + step]])
-        for start in range(0, src.nbytes, step)
-    ]
+    pieces = ([dst[at : at + step], src[at : at + step]] for at in range(0, src.nbytes, step))
+    futures = [pool.submit(_move, piece) for piece in pieces]
     return FutureTransfer(futures, keep=(dst, src))
 
 

@@ -14,16 +14,9 @@ import torch
 from torch import nn
 
 from vblackwell.errors import InsufficientMemory
+from vblackwell.machine import limits
 from vblackwell.machine.facts import memory_facts
 from vblackwell.machine.gpus import NUM_SMS
-from vblackwell.machine.limits import (
-    ARENA_SHARE,
-    DISK_THREAD_BYTES,
-    HOST_SHARE,
-    LATER_BYTES,
-    default_disk_path,
-    free_disk_bytes,
-)
 from vblackwell.machine.rates import Rates, keep_disk, keep_rates, kept_disk, kept_rates
 from vblackwell.nn.convert.causal_lm import is_accelerated
 from vblackwell.nn.convert.training import training_loss
@@ -37,6 +30,7 @@ from vblackwell.trace.trace import Trace, on_meta
 from vblackwell.train.config import TrainConfig
 
 MAX_SEQUENCES = 1024  # in one forward
+ON_DEVICE, *_, ON_HOST = SHARES  # the planner's words for both places of updates
 
 
 def make_training_plan(
@@ -54,13 +48,11 @@ def make_training_plan(
     undo = compute_dtype is not torch.float16  # a scaled loss means a factor at the step: nothing is updated before it
     bounds, disk = bounds_of(config, device), None
     if bounds.disk:
-        disk = functools.cache(lambda: _disk_rates(config.disk_path or default_disk_path(), rates, say))
+        disk = functools.cache(lambda: _disk_rates(config.disk_path or limits.default_disk_path(), rates, say))
     machine = Machine(bounds, rates, has_gpu, undo, config.max_grad_norm > 0, disk)
-    vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
-    spec = ModelSpec(config.name, _copier(model), vocab_size, _loss)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (8, 0)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else NUM_SMS
-    wide = "fp32" if compute_dtype is None else "bf16"
+    wide, spec = "fp32" if compute_dtype is None else "bf16", spec_of(model, config.name)
     run = Run(spec, config.seq_length, precision=wide, capability=capability, expandable=True, num_sms=num_sms)
     forecast = Forecast(run, machine, config.masters, fused=is_accelerated(model))
     with torch.random.fork_rng(devices=[]):
@@ -69,23 +61,25 @@ def make_training_plan(
 
 def planned_sizes(plan: Plan) -> dict[str, Any]:
     """What `enable_vgpu_stack_optimization` takes of the plan in addition to the settings."""
-    choice = plan.choice
+    choice, waiting = plan.choice, plan.prediction.waiting
     if choice.placement == "resident":
         return {}
-    waiting = plan.prediction.waiting if choice.activations == "host" else 0
-    return {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes, "activation_bytes": waiting}
+    sizes = {"weight_bytes": choice.weight_bytes, "resident_bytes": choice.resident_bytes}
+    return sizes | {"activation_bytes": waiting if choice.activations == "host" else 0}
 
 
-def _copier(model: nn.Module) -> Callable[[torch.dtype], nn.Module]:
+def spec_of(model: nn.Module, name: str) -> ModelSpec:
+    """This very ``model`` as what is traced: copies of it, and the loss that it is trained with."""
+
     def build(dtype: torch.dtype) -> nn.Module:
         made = on_meta(model)
         return (copy.deepcopy(made) if made is model else made).to(dtype).train()
 
-    return build
+    def loss(copied: nn.Module, batch: Any) -> torch.Tensor:
+        return training_loss(copied)(batch["input_ids"], batch["labels"])
 
-
-def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return training_loss(model)(batch["input_ids"], batch["labels"])
+    vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
+    return ModelSpec(name, build, vocab_size, loss)
 
 
 def apply_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
@@ -107,15 +101,15 @@ def bounds_of(config: TrainConfig, device: torch.device) -> Bounds:
     """What the machine has free, cut to what the settings allow."""
     available, wants_disk = memory_facts().available_bytes, config.has_disk
     if wants_disk:
-        available = max(available // 2, available - DISK_THREAD_BYTES)
-    gpu = int(available * ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory)
-    host = int(available * HOST_SHARE) if config.host_memory is None else int(config.host_memory)
+        available = max(available // 2, available - limits.DISK_THREAD_BYTES)
+    gpu = int(available * limits.ARENA_SHARE) if config.fast_memory is None else int(config.fast_memory)
+    host = int(available * limits.HOST_SHARE) if config.host_memory is None else int(config.host_memory)
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - LATER_BYTES
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - limits.LATER_BYTES
         gpu = free if config.fast_memory is None else min(gpu, free)
     disk = config.disk_memory
     if disk is None:
-        disk = free_disk_bytes(config.disk_path or default_disk_path()) if wants_disk else 0
+        disk = limits.free_disk_bytes(config.disk_path or limits.default_disk_path()) if wants_disk else 0
     return Bounds(gpu, host, int(disk))
 
 
@@ -148,16 +142,13 @@ def _disk_rates(path: str, rates: Rates, say: Callable[[str], None]) -> tuple[fl
     return float(measured["read"]) * 1e9, float(measured["write"]) * 1e9
 
 
-# -- what may be chosen ------------------------------------------------------------------------------------------------
-
-
 def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: bool) -> Space:
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
     free = able and has_gpu and not config.resume  # a resumed run computes as it began
     checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
-    updates: tuple[str | float, ...] = SHARES if has_gpu else ("home", "level0")
+    updates: tuple[str | float, ...] = SHARES if has_gpu else (ON_HOST, ON_DEVICE)
     if config.update != "auto":
-        updates = (config.update_place,)
+        updates = ({"device": ON_DEVICE, "host": ON_HOST}.get(config.update) or config.update_place,)
     activations = ("level0", "host") if has_gpu else ("level0",)
     space = Space(
         batches=((config.batch_size, config.accumulation_steps),),
@@ -172,29 +163,24 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
 
 def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[tuple[int, int], ...]:
     """(sequences in a forward, forwards in a step) that ``--batch-size auto`` may mean; InsufficientMemory for none.
-
-    With accumulation: every way to divide the sequences of a step. Without: for each placement and checkpointing the
-    largest forward that fits, and its half and quarter, because what activations leave is what streaming has.
-    """
+    With accumulation: every way to divide a step's sequences. Without: for each placement and checkpointing the largest
+    forward that fits, its half and quarter, because what activations leave is what streaming has."""
     if config.accumulation_steps > 1:
         total = config.batch_size * config.accumulation_steps
         return tuple((size, total // size) for size in range(min(total, MAX_SEQUENCES), 0, -1) if total % size == 0)
-    sizes: set[int] = set()
-    refusals: list[Lacking] = []
-    first = space.updates[0]
-    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, "level0")}:
+    sizes, refusals, first = set[int](), list[Lacking](), space.updates[0]
+    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, ON_DEVICE)}:
         largest, refused = largest_forward(choice, forecast)
         sizes |= {largest, largest // 2, largest // 4} - {0}
         refusals += [refused] if refused is not None else []
     if not sizes:
         lacking = min(refusals, key=lambda each: (not each.num_bytes, each.num_bytes, str(each)), default=None)
         shorter = "shorten --seq-length, or " if forecast.machine.has_gpu else ""
-        raise InsufficientMemory(
+        said = (
             f"--batch-size auto: not one sequence of {config.seq_length} tokens fits {forecast.machine.bounds}: the "
-            f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)",
-            needed_bytes=lacking.num_bytes if lacking else 0,
-            available_bytes=0,
+            f"nearest {lacking}; {shorter}give more memory (--fast-memory, --host-memory, --disk-memory)"
         )
+        raise InsufficientMemory(said, needed_bytes=lacking.num_bytes if lacking else 0, available_bytes=0)
     return tuple((size, 1) for size in sorted(sizes, reverse=True))
 
 

@@ -40,7 +40,7 @@ from vblackwell.train.trainer import TrainerState, default_warmup_steps
 from vblackwell.units import format_bytes
 
 TRAINER = "trainer.json"
-FORMAT = 2  # of trainer.json; 1 was of runs that held out the last documents
+FORMAT = 2  # of trainer.json
 METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 
 
@@ -71,15 +71,8 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
         say("no checkpoint yet: starting over")
         return None
     stored = read_json(found / TRAINER)
-    if stored.get("format", 1) < FORMAT:
-        raise CorruptData(
-            f"{found} is of an older version, which held out the last documents of the data for validation, and "
-            "this one draws them: go on with that version, or start a new run with another --out"
-        )
     if stored.get("fingerprint") != prepared.corpus.fingerprint:
-        raise CorruptData(
-            f"{found} was written with other data or another tokenizer: give the same --data and --tokenizer"
-        )
+        raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
     refuse_other_run(prepared.config, found, stored["config"])
     if made is not None and stored.get("base") != made.base:
         raise CorruptData(
@@ -91,8 +84,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
         prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
         import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
     say(f"resumed from {found} after step {state.step}")
-    before = stored.get("arithmetic") or {"CPU threads": stored["num_threads"]}
-    arithmetic = _arithmetic(prepared).items()
+    before, arithmetic = stored.get("arithmetic", {}), _arithmetic(prepared).items()
     changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
     if changed:
         say(f"last bits of this run may differ from those it would have had ({'; '.join(changed)})")
@@ -129,8 +121,8 @@ def finished_step(final: Path) -> int | None:
 
 
 def refuse_other_run(config: TrainConfig, checkpoint: Path, written: dict[str, Any]) -> None:
-    """Raises ConfigurationError where settings that decide the numbers are not those that the checkpoint was written
-    under: ``settings.json`` may have been removed, or keep no hash.
+    """Raises ConfigurationError where settings that decide the numbers are not those of the checkpoint:
+    ``settings.json`` may have been removed.
     """
     ends = (config.max_steps, written["max_steps"])
     defaults = [default_warmup_steps(steps) for steps in ends if steps is not None]
@@ -163,16 +155,14 @@ def refuse_full_disk(out: Path, model: nn.Module, config: TrainConfig) -> None:
 
 
 def bytes_to_come(held: int, due: int, keep: int, *, checkpoint: int, final: int) -> int:
-    """The most that a run will take beyond ``held`` checkpoints, with ``due`` to be written and ``keep`` left after
-    each: an older one goes only when the next one is there. ``checkpoint``, ``final``: bytes of one, and of the export.
-    """
+    """The most that a run will take beyond ``held`` checkpoints, with ``due`` to come and ``keep`` left after each: an
+    older one goes only when the next is there. ``checkpoint``, ``final``: bytes of one, and of the export."""
     most = min(due, max(keep - held, 0) + 1)
     left = min(held + due, keep) if due else held
     return max(most * checkpoint, (left - held) * checkpoint + final)
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    """Bytes of the final model."""
     return sum(4 * shape.numel() for _, shape in whole_tensors(model)[0])
 
 
@@ -205,7 +195,7 @@ def _write_checkpoint(folder: commit.CommitFolder, prepared: Prepared) -> None:
             shapes = dict.fromkeys(MOMENTS, tuple(param.shape)) | {"step": ()}
             states[name] = [TensorSpec(f"{name}.{key}", shape, torch.float32) for key, shape in shapes.items()]
 
-    def exported() -> Iterator[tuple[str, ParameterState]]:
+    def exported() -> Iterator[tuple[str, ParameterState]]:  # the weights, while their states are written
         for name, state in export_state(model, optimizer, only=only):
             for spec in states.get(name, ()):
                 found = state.get(spec.name.rpartition(".")[2])  # None: never stepped, and AdamW begins with zeros
@@ -224,9 +214,7 @@ def _write_checkpoint(folder: commit.CommitFolder, prepared: Prepared) -> None:
 
 
 def generation_settings(prepared: Prepared) -> dict[str, Any]:
-    """The generation_config.json: the trained folder's, or of the configuration's tokens; the learnt turn's end ends a
-    text.
-    """
+    """The generation_config.json: the trained folder's, or of the configuration's tokens; a learnt turn's end ends."""
     config, source, end = prepared.model_config, prepared.tokenizer_folder, prepared.turn_end
     if source is not None and (source / GENERATION).is_file():
         made = read_json(source / GENERATION)
@@ -268,7 +256,7 @@ def _arithmetic(prepared: Prepared) -> dict[str, Any]:
 
 
 def _open_states(folder: Path, prefix: str, opened: ExitStack) -> Callable[[str], ParameterState]:
-    """What `import_state` reads parameters with, of a checkpoint's weight files (``prefix``) and optimizer files."""
+    """What `import_state` reads parameters with: a checkpoint's weight files (``prefix``) and optimizer files."""
     files: dict[str, dict[str, Any]] = {prefix: {}, "optimizer": {}}
     for kind, tensors in files.items():
         for path in tensor_files(folder, kind):

@@ -37,9 +37,7 @@ class TrainConfig:
     """Text, jsonl (field 'text'; or conversations: messages, sharegpt or alpaca, told by the first line), parquet, or a
     folder of them; default: the Python standard library's sources."""
     packing: bool = True
-    """Let several conversations share a row, positions beginning again with each; --no-packing gives each a row of its
-    own.
-    """
+    """Let several conversations share a row, positions beginning again with each; --no-packing: a separate row each."""
     inspect_data: bool = False
     """Print the first rows, token by token and which are learnt, and stop."""
 
@@ -69,8 +67,7 @@ class TrainConfig:
     """Tokens in one sequence."""
 
     learning_rate: float = 3e-4
-    """Peak learning rate, reached after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4.
-    """
+    """Peak learning rate, after the warm-up; unless given, the preset's, with --model 2e-5, with --lora 2e-4."""
     min_learning_rate_ratio: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
     warmup_steps: int | None = None
@@ -137,19 +134,15 @@ class TrainConfig:
     placement: Literal["auto", "resident", "streamed"] = "auto"
     """Keep all on level 0, stream through it, or decide by what fits."""
     update: str = "auto"
-    """Where AdamW runs when streaming: 'level0' (states come up to the weights), 'home' (the CPU), 'auto' (level 0 on a
-    GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
+    """Where AdamW runs when streaming: 'device' (states come up to the weights), 'host' (the CPU), 'auto' (the device,
+    if it is a GPU), or the share of the parameters that the CPU updates, e.g. 0.2. No bit depends on it."""
     activations: Literal["auto", "level0", "host"] = "auto"
     """Where --gradient-checkpointing's layer inputs wait for backward when streaming; 'auto': host memory on a GPU."""
 
     optimizer_states: Literal["fp32", "8bit"] = "fp32"
-    """AdamW's moments: exact, or in 8 bits for a quarter of their memory and traffic, which changes the numbers
-    (docs/numerics.md).
-    """
+    """AdamW's moments: exact, or in 8 bits, a quarter of the bytes, which changes numbers (docs/numerics.md)."""
     masters: Literal["exact", "stochastic"] = "exact"
-    """Weights that AdamW updates: exact fp32, or bf16 ones rounded at random (with --optimizer-states 8bit and bf16
-    alone).
-    """
+    """Weights that AdamW updates: exact fp32, or bf16 rounded at random (with --optimizer-states 8bit and bf16)."""
 
     checkpoint_every: int = 100
     """Steps between checkpoints; 0 for none but the final export."""
@@ -161,9 +154,7 @@ class TrainConfig:
     """Held-out sequences in one validation loss, the same ones each time."""
 
     sample_prompt: str | None = None
-    """What the sample at the end continues; unset, "def ", and in a run on conversations one that was held out is
-    answered.
-    """
+    """What the sample at the end continues; unset, "def ", or in a run on conversations one that was held out."""
     sample_tokens: int = 96
     """Tokens of the sample at the end; 0 for none."""
     tensorboard: bool = True
@@ -180,6 +171,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
+        object.__setattr__(self, "update", OLDER_PLACES.get(self.update, self.update))
         if self.lora is not None:
             Lora.parse(self.lora)  # which refuses what is none
         if self.max_steps is not None and self.epochs is not None:
@@ -187,9 +179,7 @@ class TrainConfig:
         if self.mixed_precision and self.precision == "fp32":
             raise ConfigurationError("--mixed-precision contradicts --precision fp32: drop one of them")
         if self.masters == "stochastic" and self.optimizer_states != "8bit":
-            raise ConfigurationError(
-                "--masters stochastic goes with --optimizer-states 8bit alone: give both, or neither"
-            )
+            raise ConfigurationError("--masters stochastic goes with --optimizer-states 8bit alone: give both or none")
         if not self.use_fp4 and (self.fp4_layers != "all" or self.keep is not None):
             raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
         if self.assignment is not None and (self.use_fp4 or self.lora is not None):
@@ -197,9 +187,7 @@ class TrainConfig:
         if self.lora is not None and self.model is None:
             raise ConfigurationError("--lora trains adapters over a model that is there: give --model FOLDER")
         if self.model is not None and self.architecture:
-            raise ConfigurationError(
-                "--architecture changes a preset; with --model the folder's config.json decides: drop one"
-            )
+            raise ConfigurationError("--architecture changes a preset, and --model has its config.json: drop one")
 
     @property
     def name(self) -> str:
@@ -222,42 +210,38 @@ class TrainConfig:
         return self.batch_size * self.accumulation_steps * self.seq_length
 
 
-PLACES = ("auto", "level0", "home")  # of updates
+PLACES = ("auto", "device", "host")  # of updates
+OLDER_PLACES = {"level0": "device", "home": "host"}  # their names in older settings
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1, "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0,
     "eval_sequences": 1, "sample_tokens": 0,
 }  # fmt: skip
 
+# Low, high, an example. AdamW divides the learning rate by 1 - beta1, in fp32, and multiplies it by the weight decay.
 _RANGES: dict[str, tuple[float, float, str]] = {
-    "epochs": (1e-6, 1e6, "--epochs 1"),
-    "learning_rate": (0.0, 1e30, "--learning-rate 3e-4"),  # AdamW divides it by 1 - beta1, in fp32
-    "min_learning_rate_ratio": (0.0, 1.0, "--min-learning-rate-ratio 0.1"),
-    "weight_decay": (0.0, 1e6, "--weight-decay 0.1"),  # and multiplies it by this
-    "beta1": (0.0, 1.0 - 1e-9, "--beta1 0.9"),
-    "beta2": (0.0, 1.0 - 1e-9, "--beta2 0.95"),
-    "epsilon": (1e-30, 1.0, "--epsilon 1e-8"),
-    "max_grad_norm": (0.0, math.inf, "--max-grad-norm 1"),
-}
+    "epochs": (1e-6, 1e6, "1"), "learning_rate": (0.0, 1e30, "3e-4"), "min_learning_rate_ratio": (0.0, 1.0, "0.1"),
+    "weight_decay": (0.0, 1e6, "0.1"), "beta1": (0.0, 1.0 - 1e-9, "0.9"), "beta2": (0.0, 1.0 - 1e-9, "0.95"),
+    "epsilon": (1e-30, 1.0, "1e-8"), "max_grad_norm": (0.0, math.inf, "1"),
+}  # fmt: skip
 
 
 def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
-    """What is wrong with the value of field ``name`` alone."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if name in _COUNTS and (not is_number or not isinstance(value, int) or value < _COUNTS[name]):
         return f"is not a whole number >= {_COUNTS[name]}: give one"
     if name in _RANGES:
-        low, high, advice = _RANGES[name]
+        low, high, example = _RANGES[name]
         if not is_number or not math.isfinite(value):
-            return f"is not a finite number: try {advice}"
+            return f"is not a finite number: try {flag_of(name)} {example}"
         if not low <= value <= high:
-            return f"is outside {low:g} to {high:g}: try {advice}"
+            return f"is outside {low:g} to {high:g}: try {flag_of(name)} {example}"
     if choices and value not in choices:
         return f"is none of {', '.join(choices)}: choose one"
-    if name == "update" and value not in PLACES:
+    if name == "update" and value not in (*PLACES, *OLDER_PLACES):
         share = _read(float, str(value))
         if share is None or not 0 <= share <= 1:
-            return "is no place for updates: give auto, level0, home, or a share between 0 and 1"
+            return "is no place for updates: give auto, device, host, or a share between 0 and 1"
     return None
 
 
@@ -276,8 +260,6 @@ def field_help() -> dict[str, str]:
     }
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------------
-
 # What decides the numbers: a resumed run may change where bytes live and what is reported, never what is computed.
 FIXED = (
     "preset", "architecture", "model", "data", "packing", "tokenizer", "vocab_size", "batch_size",
@@ -288,8 +270,7 @@ FIXED = (
 
 
 def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "drop the flag") -> None:
-    """Raises ConfigurationError, with a ``remedy``, where a resumed run's settings differ in what decides the
-    numbers."""
+    """Raises ConfigurationError where a resumed run's settings differ in what decides the numbers."""
     for name in FIXED:
         now, then = getattr(config, name), stored.get(name)
         if name in stored and now != then:
@@ -298,8 +279,6 @@ def refuse_changes(config: TrainConfig, stored: dict[str, Any], remedy: str = "d
                 f"{remedy}, or start a new run with another --out"
             )
 
-
-# -- where values come from --------------------------------------------------------------------------------------------
 
 # A preset's recipe. Rates fall with width as practice has it (GPT-3's table). `tiny` is meant to be watched: it learns
 # the shape of Python from the standard library's sources in a few minutes on two CPU cores.
@@ -330,9 +309,7 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         stored = {name: value for name, value in found.items() if name in TrainConfig.__dataclass_fields__}
     preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
     if preset not in RECIPES:
-        raise ConfigurationError(
-            f"preset {preset!r} is unknown: choose one of {', '.join(RECIPES)}{nearest(preset, RECIPES)}"
-        )
+        raise ConfigurationError(f"preset {preset!r} is none of {', '.join(RECIPES)}{nearest(preset, RECIPES)}")
     recipe = RECIPES[preset]
     if explicit.get("model"):
         # It has been trained: a preset's rate would undo that. Adapters begin at zero and bear more.
@@ -348,7 +325,6 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
 
 
 def _named(config: str | None) -> dict[str, Any]:
-    """What ``--config`` brings: a preset's name, or a file's values."""
     if config is None:
         return {}
     if config in RECIPES:

@@ -147,9 +147,8 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         folder = path if path.is_dir() else path.parent
         free = format_bytes(shutil.disk_usage(folder).free)
-        raise DiskError(
-            f"writing {path} failed: {error.strerror or error}; {free} are free on its disk: make room"
-        ) from error
+        said = f"writing {path} failed: {error.strerror or error}; {free} are free on its disk: make room"
+        raise DiskError(said) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -5,10 +5,9 @@ data is read; weights are drawn or read into the stack one layer group after the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from vblackwell.nn.convert.model import convert
 from vblackwell.nn.decoder.config import DecoderConfig, find_preset, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.storage.initialize import Initialize
+from vblackwell.trace.trace import refuse_frozen
 from vblackwell.train.config import TrainConfig
 
 
@@ -52,24 +52,20 @@ def preset_model(config: TrainConfig, corpus: Corpus) -> TrainableModel:
     """The preset's model in fp32, drawn from the run's seed as the stack loads it."""
     preset = find_preset(config.preset)
     longest = max(config.seq_length, preset.max_position)
-    shape = dataclasses.replace(
-        preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id
-    )
+    shape = replace(preset, vocab_size=corpus.vocab_size, max_position=longest, eos_token_id=corpus.end_of_text_id)
     changed: dict[str, Any] = dict(config.architecture or {})
-    known = [each.name for each in dataclasses.fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
+    known = [each.name for each in fields(DecoderConfig) if each.name not in ("vocab_size", "eos_token_id")]
     for name, value in changed.items():
         if name not in known:
-            raise ConfigurationError(
-                f"--architecture has no {name!r}: choose from {', '.join(known)}{nearest(name, known)}"
-            )
+            raise ConfigurationError(f"--architecture has no {name!r}, but {', '.join(known)}{nearest(name, known)}")
         wanted = float if name in ("rope_theta", "norm_eps", "initializer_range") else int
         if isinstance(value, bool) or not isinstance(value, (int, float)) or wanted(value) != value:
             kind = "a number" if wanted is float else "a whole number"
             raise ConfigurationError(f"--architecture {name} {value!r} is not {kind}")
     if "num_heads" in changed or "hidden_size" in changed:
         changed = {"head_dim": None, "num_kv_heads": None} | changed
-    model = Decoder(dataclasses.replace(shape, **changed), device="meta", dtype=torch.float32)
-    return dataclasses.replace(trainable(model), initialize=model.initial_weights(config.seed))
+    model = Decoder(replace(shape, **changed), device="meta", dtype=torch.float32)
+    return replace(trainable(model), initialize=model.initial_weights(config.seed))
 
 
 def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None:
@@ -86,9 +82,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
         except CorruptData as error:
             raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
-        raise ConfigurationError(
-            f"--model {folder} has no tokenizer.json: give the one it was trained with as --tokenizer"
-        )
+        raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
     found = trainable(_on_meta(folder))
     limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
@@ -99,7 +93,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
-    return dataclasses.replace(found, initialize=weights, folder=folder)
+    return replace(found, initialize=weights, folder=folder)
 
 
 def _on_meta(folder: Path) -> nn.Module:
@@ -110,9 +104,7 @@ def _on_meta(folder: Path) -> nn.Module:
         shape = DecoderConfig.from_hf(raw)
     except (ConfigurationError, TypeError, ValueError) as error:
         file = folder / "config.json"
-        raise ConfigurationError(
-            f"{file}: {error}; give the config.json that the weights were published with"
-        ) from error
+        raise ConfigurationError(f"{file}: {error}; give the one that the weights were published with") from error
     return Decoder(shape, device="meta", dtype=torch.float32)
 
 
@@ -127,13 +119,39 @@ def trainable(model: nn.Module) -> TrainableModel:
     return TrainableModel(model, config_json(model) | names, heads)
 
 
-# -- as the flags say --------------------------------------------------------------------------------------------------
-
-
-def adapt_model(
+def convert_linears(
     config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
-    """Adapters around the model's linears, over a base that is frozen and, with ``--use-fp4``, packed."""
+    """Linears as ``--lora``, ``--use-fp4`` or ``--assignment`` ask, and layers of transformers fused."""
+    model = found.model
+    if config.lora is not None:
+        found = _adapt(config, found, device, say)
+    elif config.use_fp4:
+        done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
+        linears, layers = (len(done.replaced.get(kind, [])) for kind in ("linear", "experts"))
+        experts = f"and the experts of {layers} layers " if layers else ""
+        say(
+            f"--use-fp4: {linears} linears {experts}compute with their weights rounded to nvfp4, gradients straight "
+            f"through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n{done}"
+        )
+    elif config.assignment is not None:
+        assignment = Assignment.load(config.assignment)
+        apply_assignment(model, assignment, "training")
+        counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
+        say(
+            f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, "
+            "masters stay fp32, and so do the saved weights"
+        )
+    refuse_frozen(model)
+    fused = training.fuse(model)
+    if fused is not None:
+        say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
+    return found
+
+
+def _adapt(
+    config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
+) -> TrainableModel:
     assert config.lora is not None and config.model is not None
     assert found.initialize is not None and found.folder is not None
     model, given = found.model, Path(config.model)
@@ -161,30 +179,7 @@ def adapt_model(
         f"({', '.join(made.config['target_modules'])}): {sum(trained) / 1e6:.2f} M parameters are trained; the base is "
         f"frozen, {base}"
     )
-    return dataclasses.replace(found, initialize=fill)
-
-
-def use_fp4(config: TrainConfig, model: nn.Module, say: Callable[[str], None]) -> None:
-    """Linears, and experts, straight through nvfp4; heads, embeddings and norms stay as they are."""
-    done = convert(model, fp4_layers=config.fp4_layers, keep=config.keep, attention=None, fused=False)
-    linears, layers = (len(done.replaced.get(kind, [])) for kind in ("linear", "experts"))
-    experts = f"and the experts of {layers} layers " if layers else ""
-    say(
-        f"--use-fp4: {linears} linears {experts}compute with their weights rounded to "
-        "nvfp4, gradients straight through; masters stay fp32, and so do the saved weights (vb quantize packs them)\n"
-        f"{done}"
-    )
-
-
-def use_assignment(path: str, model: nn.Module, say: Callable[[str], None]) -> None:
-    """Linears straight through the precisions that a file assigns to them."""
-    assignment = Assignment.load(path)
-    apply_assignment(model, assignment, "training")
-    counts = ", ".join(f"{len(assignment.names(precision))} in {precision}" for precision in BITS)
-    say(
-        f"--assignment: {counts}, {assignment.bits:.2f} bits a weight of theirs; gradients straight through, masters "
-        "stay fp32, and so do the saved weights"
-    )
+    return replace(found, initialize=fill)
 
 
 def choose_attention(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vblackwell.data.chat import ChatCorpus, ChatDataset, chat_kind, prepare_chat
-from vblackwell.data.corpus import BatchStream, Corpus, Dataset, PackedDataset, prepare_data
+from vblackwell.data.corpus import Corpus, Dataset, PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.errors import ConfigurationError, InsufficientMemory, Unsupported
 from vblackwell.folders.chat_prompt import ChatTemplate
@@ -23,24 +23,16 @@ from vblackwell.machine.device import cap_process, choose_precision
 from vblackwell.machine.facts import disk_facts, memory_facts
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack, create_vgpu_stack
-from vblackwell.nn.convert.training import checkpoint_layers, fuse, training_loss
+from vblackwell.nn.convert.training import checkpoint_layers, training_loss
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimization, offload_of
 from vblackwell.offload.layout.groups import Formats, supports
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.placement import Plan
-from vblackwell.trace.trace import Untraceable, refuse_frozen
+from vblackwell.trace.trace import Untraceable
 from vblackwell.train.auto import apply_plan, make_training_plan, planned_sizes
 from vblackwell.train.config import TrainConfig
-from vblackwell.train.model import (
-    TrainableModel,
-    adapt_model,
-    choose_attention,
-    find_model,
-    preset_model,
-    use_assignment,
-    use_fp4,
-)
+from vblackwell.train.model import TrainableModel, choose_attention, convert_linears, find_model, preset_model
 from vblackwell.train.progress import Progress, StopRequest
 from vblackwell.train.trainer import LossScaler, Parts, Schedule, default_warmup_steps
 from vblackwell.units import format_bytes
@@ -79,8 +71,8 @@ class Prepared:
 def prepare(
     config: TrainConfig, device: torch.device, progress: Progress, stop: StopRequest, cleanup: ExitStack
 ) -> Prepared:
-    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: somebody
-    asked the run to stop while its data was read; VBError: something of it cannot be had.
+    """Data, model, stack and optimizer of a run. What must be closed is left to ``cleanup``. Raises Stopped: the run
+    was asked to stop while its data was read; VBError: something of it cannot be had.
     """
     if device.type == "cuda" and isinstance(config.fast_memory, int):
         cap_process(device, config.fast_memory)  # first: what probes and tunes keeps to it
@@ -89,18 +81,8 @@ def prepare(
         corpus, train, validation = open_data(config, found, progress)
     packs = isinstance(train, ChatDataset) and train.packing  # several documents a row, which must not see each other
     torch.manual_seed(config.seed)
-    found = found or preset_model(config, corpus)
+    found = convert_linears(config, found or preset_model(config, corpus), device, progress.say)
     model = found.model
-    if config.lora is not None:
-        found = adapt_model(config, found, device, progress.say)
-    elif config.use_fp4:
-        use_fp4(config, model, progress.say)
-    elif config.assignment is not None:
-        use_assignment(config.assignment, model, progress.say)
-    refuse_frozen(model)
-    fused = fuse(model)
-    if fused is not None:
-        progress.say(f"{type(model).__name__} of transformers, fused where that is the same: {fused.summary()}")
     compute_dtype = choose_precision(config.precision, config.mixed_precision, device)
     computed_in = str(compute_dtype or torch.float32).removeprefix("torch.")
     plan = None
@@ -130,7 +112,7 @@ def prepare(
     state_bytes = bytes_when_resident(model, compute_dtype, formats)
     stack = build_stack(config, device, plan, state_bytes=state_bytes)
     cleanup.callback(stack.close)
-    cleanup.callback(_close_engine, model)  # first, and also when what follows fails
+    cleanup.callback(lambda: (engine := offload_of(model)) and engine.close())  # also when what follows fails
     levels = " over ".join(f"{level.name} {format_bytes(level.capacity_bytes)}" for level in stack.levels)
     progress.say(f"memory: {levels}; training state {format_bytes(state_bytes)}")
     activations = config.activations
@@ -151,14 +133,14 @@ def prepare(
     )
     if packs and not isinstance(model, Decoder):
         check_packing(model, found.config["vocab_size"], device)
-    floor = config.learning_rate * config.min_learning_rate_ratio
+    peak = config.learning_rate
     parts = Parts(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
-        stream=BatchStream(train, config.batch_size),
+        data=train,
         validation=validation,
-        schedule=Schedule(config.learning_rate, floor, config.warmup_steps, config.max_steps),
+        schedule=Schedule(peak, peak * config.min_learning_rate_ratio, config.warmup_steps, config.max_steps),
         scaler=LossScaler() if compute_dtype is torch.float16 else None,
         device=device,
         loss=training_loss(model),
@@ -194,18 +176,9 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> VGPUAdamW:
     )
 
 
-def _close_engine(model: nn.Module) -> None:
-    engine = offload_of(model)
-    if engine is not None:
-        engine.close()
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
 def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progress) -> tuple[Corpus, Dataset, Dataset]:
-    """The data of ``--data``, what of it is trained on, and what is held out; what conversations are is said. It is
-    encoded with ``--tokenizer``, or else with that of the model's folder; without either one is trained."""
+    """The data of ``--data``, what of it is trained on, and what is held out. It is encoded with ``--tokenizer``, or
+    else with that of the model's folder; without either one is trained."""
     path = None if config.data is None else Path(config.data)
     tokenizer_path = Path(config.tokenizer) if config.tokenizer is not None else model and model.folder
     source = find_text(path)
@@ -213,29 +186,24 @@ def open_data(config: TrainConfig, model: TrainableModel | None, progress: Progr
         names = ", ".join(str(found.relative_to(source.root)) for found in source.left_out)
         progress.say(f"data: {source.name}: left out, being no data: {names}")
     kind = chat_kind(source)
-    splits = ("train", "validation")
+    length, seed = config.seq_length, config.seed
     if kind is None:
         corpus = prepare_data(path, tokenizer_path, config.vocab_size, progress.phase)
-        plain = [PackedDataset(corpus, config.seq_length, split, config.seed) for split in splits]
-        return corpus, plain[0], plain[1]
+        return corpus, PackedDataset(corpus, length, seed=seed), PackedDataset(corpus, length, "validation")
     chat = prepare_chat(source, kind, tokenizer_path, progress.phase)
-    train, validation = (
-        ChatDataset(chat, config.seq_length, split, config.seed, packing=config.packing) for split in splits
-    )
-    how = "each has a row of its own"
-    if train.packing:
-        how = "several share a row, positions begin again at 0 with each and none sees another"
+    train = ChatDataset(chat, length, seed=seed, packing=config.packing)
+    validation = ChatDataset(chat, length, "validation", packing=config.packing)
+    shared = "several share a row, positions begin again at 0 with each and none sees another"
+    how = shared if train.packing else "each has a separate row"
     progress.say(
         f"data: {chat.name}: {len(chat.lengths)} conversations ({chat.kind}), written with {chat.template.origin}; "
-        f"learnt are the answers, {train.learnt_share():.0%} of the tokens; {train.conversations} to train on in "
+        f"learnt are the answers, {train.learnt_share:.0%} of the tokens; {train.conversations} to train on in "
         f"{len(train)} rows of {train.seq_length} ({train.filled:.0%} filled): {how}"
     )
     cut, left_out = train.cut + validation.cut, train.left_out + validation.left_out
     if cut:
         lost = f"; {left_out} of them have no answer before the cut and are left out" if left_out else ""
-        progress.say(
-            f"data: {cut} conversations are longer than --seq-length {train.seq_length} and are cut there{lost}"
-        )
+        progress.say(f"data: {cut} conversations are longer than --seq-length {train.seq_length} and cut there{lost}")
     return chat, train, validation
 
 
@@ -256,20 +224,16 @@ def check_packing(model: nn.Module, vocab_size: int, device: torch.device) -> No
         logits_BSV = made(input_ids=rows, position_ids=positions, use_cache=False).logits.float()
     finally:
         model.train(training)
-    after_first, after_other = logits_BSV[:2, PROBE_TOKENS:]
     alone = logits_BSV[2, :PROBE_TOKENS]
     # What is masked adds exact zeros; sums of other lengths may round otherwise, by a few units of the compute type.
     tolerance = (2e-2 if next(model.parameters()).dtype != torch.float32 else 1e-4) * float(alone.norm())
-    apart = max(float((alone - found).norm()) for found in (after_first, after_other))
+    apart = max(float((alone - after_another).norm()) for after_another in logits_BSV[:2, PROBE_TOKENS:])
     if not apart <= tolerance:
         raise Unsupported(
             f"--packing: {type(model).__name__} lets a document see what is before it in its row (its logits differ by "
             f"{apart / max(float(alone.norm()), 1e-30):.2g} of their norm): add --no-packing: each conversation gets a "
-            "row of its own"
+            "separate row"
         )
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def build_stack(

@@ -59,69 +59,50 @@ def tracing(
 
         yield step
     if not written:
-        say(
-            f"--profile: the run was shorter than the {SKIPPED_STEPS + 1 + TRACED_STEPS} steps that a trace needs; "
-            "none was written"
-        )
+        needed = SKIPPED_STEPS + 1 + TRACED_STEPS
+        say(f"--profile: the run was shorter than the {needed} steps that a trace needs; none was written")
 
-
-# -- lanes -------------------------------------------------------------------------------------------------------------
 
 AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
-ORDER = (
-    "compute", "host to GPU", "GPU to host", "updates", "kernels", "GPU to GPU", "copies on the GPU", "copies", "idle",
-)  # fmt: skip
 
 
 def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
-    """What each GPU stream of a trace is for, one of ``ORDER``."""
-    # Microseconds by what was done: kernels, those of AdamW among them, and copies by their role.
-    uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    """What most of the time of each GPU stream of a trace goes into: copies of a direction, updates, other kernels, or
+    nothing; of each device the stream with most kernel time computes.
+    """
+    uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # microseconds
     for event in events:
         kind, length, name = event.get("cat"), float(event.get("dur", 0)), str(event.get("name", ""))
-        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            use = uses[event["pid"], event["tid"]]
-            if kind == "gpu_memcpy":
-                use[next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")] += length
-            elif kind == "kernel":
-                use["kernels"] += length
-                use["updates"] += length if "adam" in name.lower() else 0
-    computing: dict[Any, Lane] = {}  # of each device the stream with most kernel time
-    for lane in uses:
-        most = computing.setdefault(lane[0], lane)
-        if uses[lane]["kernels"] > uses[most]["kernels"]:
-            computing[lane[0]] = lane
-    roles: dict[Lane, str] = {}
-    for lane, use in uses.items():
-        kernels, updates = use.pop("kernels", 0.0), use.pop("updates", 0.0)  # the rest are copies
-        if computing[lane[0]] == lane and kernels:
-            roles[lane] = "compute"
-        elif sum(use.values()) > kernels:
-            roles[lane] = max(use, key=lambda role: use[role])
-        else:
-            roles[lane] = "updates" if updates > kernels / 2 else "kernels" if kernels else "idle"
+        if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        role = "updates" if "adam" in name.lower() else "kernels"
+        if kind == "gpu_memcpy":
+            role = next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")
+        elif kind == "gpu_memset":
+            role, length = "idle", 0.0
+        uses[event["pid"], event["tid"]][role] += length
+    roles = {lane: max(use, key=lambda role: use[role]) for lane, use in uses.items()}
+    kernels = {lane: use["kernels"] + use["updates"] for lane, use in uses.items()}
+    for device in {lane[0] for lane in uses}:
+        busiest = max((lane for lane in uses if lane[0] == device), key=kernels.__getitem__)
+        if kernels[busiest]:
+            roles[busiest] = "compute"
     return roles
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
-    """Put names and an order for streams and ``threads`` into a trace in Chrome's format."""
+    """Put names of streams and ``threads`` into a trace in Chrome's format."""
     events: list[dict[str, Any]] = trace["traceEvents"]
-    names: dict[Lane, tuple[str, int]] = {}
-    for lane, role in stream_roles(events).items():
-        names[lane] = (f"{role} (stream {lane[1]})", ORDER.index(role))
+    names = {lane: f"{role} (stream {lane[1]})" for lane, role in stream_roles(events).items()}
     backward = {e["tid"] for e in events if e.get("name") == "thread_name" and AUTOGRAD in e["args"]["name"]}
-    threads = {**{tid: "backward" for tid in backward}, **threads}
+    threads = {**dict.fromkeys(backward, "backward"), **threads}
     for event in events:
         lane, thread = (event.get("pid"), event.get("tid")), threads.get(event.get("tid", -1))
         if event.get("ph") == "X" and lane not in names and thread is not None:
-            names[lane] = (f"{thread} (thread {lane[1]})", 0 if thread == "MainThread" else 1)
-    told = ("thread_name", "thread_sort_index")
-    kept = [
-        event for event in events if event.get("name") not in told or (event.get("pid"), event.get("tid")) not in names
-    ]
-    for (pid, tid), (name, order) in names.items():
-        for kind, value in zip(told, ({"name": name}, {"sort_index": order}), strict=True):
-            kept.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": value})
+            names[lane] = f"{thread} (thread {lane[1]})"
+    kept = [e for e in events if e.get("name") != "thread_name" or (e.get("pid"), e.get("tid")) not in names]
+    for (pid, tid), name in names.items():
+        kept.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}})
     trace["traceEvents"] = kept

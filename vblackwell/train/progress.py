@@ -115,9 +115,6 @@ def describe(record: StepRecord, val_loss: float | None = None) -> str:
     return "  ".join(filter(None, parts))
 
 
-# -- requests to stop --------------------------------------------------------------------------------------------------
-
-
 class Stopped(BaseException):
     """A stop request where nothing is lost by leaving; no ``Exception``, so that nothing takes it for an error."""
 

@@ -53,11 +53,8 @@ def train(config: TrainConfig) -> int:
         except torch.OutOfMemoryError as error:
             # torch's "CUDA out of memory. Tried to allocate 32.00 MiB", without the accounting and advice that follow
             said = str(error).split(". GPU ")[0].replace("memory. Tried", "memory: tried")
-            raise InsufficientMemory(
-                f"{said}; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory",
-                needed_bytes=0,
-                available_bytes=0,
-            ) from error
+            said += "; lower --seq-length, add --gradient-checkpointing or --vgpu-auto, or raise --fast-memory"
+            raise InsufficientMemory(said, needed_bytes=0, available_bytes=0) from error
 
 
 def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
@@ -84,9 +81,8 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     folder.create()
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
-        settled = {name: getattr(prepared.config, name) for name in planned}
-        folder.write_settings(asdict(replace(config, **settled)))
-    return _to_the_end(prepared, folder, progress, stop, cleanup)
+        folder.write_settings(asdict(config) | {name: getattr(prepared.config, name) for name in planned})
+    return _run(prepared, folder, progress, stop, cleanup)
 
 
 def printable(text: str) -> str:
@@ -94,10 +90,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-def _to_the_end(
-    prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack
-) -> int:
-    """Resume if asked, train, export, report; the exit code."""
+def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
     config, parts = prepared.config, prepared.parts
     assert config.max_steps is not None
     checkpoints = (folder.checkpoints, prepared, progress.say)
@@ -134,10 +127,9 @@ def _to_the_end(
         raise DiskError(f"{error}. To go on: --resume --out {folder.path}") from error
     seconds, steps = time.perf_counter() - began, trainer.step - first_step
     progress.close()
+    go_on = f"--resume --out {folder.path}"
     if stop.signal is not None:
-        progress.say(
-            f"stopped by {stop.signal.name} after step {trainer.step}: go on with --resume --out {folder.path}"
-        )
+        progress.say(f"stopped by {stop.signal.name} after step {trainer.step}: go on with {go_on}")
         return stop.exit_code
     merged = ""
     if adapted(parts.model) is not None:
@@ -166,16 +158,13 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
     """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
     config, model = prepared.config, prepared.parts.model
     tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
-    prompt, reference, what = "def " if config.sample_prompt is None else config.sample_prompt, "", "sample"
-    talks = False
-    if isinstance(held_out, ChatDataset) and config.sample_prompt is None:
-        talks = True
+    prompt, what, reference, talks = config.sample_prompt, "sample", "", False
+    if prompt is None and isinstance(held_out, ChatDataset):
+        talks, what = True, "sample, in answer to a conversation that was held out"
         asked, answered = held_out.example()
-        prompt, what = (
-            tokenizer.decode(asked, skip_special_tokens=False),
-            "sample, in answer to a conversation that was held out",
-        )
+        prompt = tokenizer.decode(asked, skip_special_tokens=False)
         reference = f"\nthe data answers:\n{printable(tokenizer.decode(answered))}"
+    prompt = "def " if prompt is None else prompt
     length = max(1, len(tokenizer.encode(prompt, add_special_tokens=not talks).ids))
     limit = position_limit(model)
     count = config.sample_tokens if limit is None else min(config.sample_tokens, limit - length)
@@ -187,9 +176,6 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
         progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The report as plain values, of `VGPUStack.get_stats()`, the engine's `summary()` and what the ``run`` knows."""
     levels = []
@@ -199,9 +185,7 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
         levels.append({"level": label} | kept | {"hit_rate": level["hits"] / asked if asked else None})
     return {
         **run,
-        "placement": summary["placement"],
-        "formats": summary["formats"],
-        "groups": summary["groups"],
+        **{name: summary[name] for name in ("placement", "formats", "groups")},
         "bytes_by_kind_and_level": summary["bytes_by_level"],
         "levels": levels,
         "links": stats["links"],
@@ -211,21 +195,20 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
     }
 
 
-UNSETTLED_STEPS = 2  # at the start of a run, slower than the others
+SLOW_STEPS = 2  # at the start of a run, slower than the others
 
 
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
-    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have.
-
-    GPU: what torch reserved; without a GPU the arena. Host: what the stack's RAM level held.
+    """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of
+    the GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
-    settled = speeds[UNSETTLED_STEPS:] or speeds
+    steady = speeds[SLOW_STEPS:] or speeds
     level0, *below = report["levels"]
     measured = {
         "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
         "host_bytes": sum(level["peak_bytes"] for level in below if level["level"].startswith("cpu")),
-        "tokens_per_second": statistics.median(settled) if settled else None,
+        "tokens_per_second": statistics.median(steady) if steady else None,
     }
     predicted = zip(measured, (said.gpu, said.host, said.tokens_per_second), strict=True)
     return {
@@ -258,10 +241,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"written to the SSD: {format_bytes(report['ssd_written_bytes'])}",
     ]
     if peak is not None:
-        lines.append(
-            f"GPU at the peak, activations included: {format_bytes(peak['allocated'])} allocated, "
-            f"{format_bytes(peak['reserved'])} reserved"
-        )
+        allocated, reserved = format_bytes(peak["allocated"]), format_bytes(peak["reserved"])
+        lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved")
     lines.append(f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak")
     return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
 
@@ -272,7 +253,5 @@ def _plan_lines(found: dict[str, Any]) -> list[str]:
         said, was = found[name]["predicted"], found[name]["measured"]
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
-    clipped = found["clipped_tokens_per_second"]
-    return columns(rows, right=(1, 2, 3)) + (
-        [] if clipped is None else [f"predicted while steps clip: {clipped:,.0f} tokens/s"]
-    )
+    lines, clipped = columns(rows, right=(1, 2, 3)), found["clipped_tokens_per_second"]
+    return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]

@@ -45,9 +45,7 @@ class RunFolder:
             self._lock = self._locked()
             if not resume and self.has_run:
                 self.release()
-                raise ConfigurationError(
-                    f"--out {path} holds a run already: add --resume to go on with it, or choose another --out"
-                )
+                raise ConfigurationError(f"--out {path} holds a run: add --resume to go on, or choose another --out")
             for name in (SETTINGS, REPORT):  # of a process that was killed while it wrote them
                 _fresh(path / name).unlink(missing_ok=True)
             clean_leftovers(path, FINAL)  # which take room, too; nobody else writes here while it is locked
@@ -62,17 +60,13 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiskError(
-                f"cannot create the run folder {self.path}: {error.strerror}; choose another --out"
-            ) from error
+            raise DiskError(f"cannot create run folder {self.path}: {error.strerror}; choose another --out") from error
         if self._lock is None:
             self._lock = self._locked()
             if self.has_run:  # what was there when this process began was nothing
                 self.release()
-                raise ConfigurationError(
-                    f"--out {self.path} has come to hold a run of another process since this one began: choose another "
-                    "--out"
-                )
+                said = "has come to hold a run of another process since this one began: choose another"
+                raise ConfigurationError(f"--out {self.path} {said}")
 
     def write_json(self, name: str, value: Any) -> None:
         """``value`` into file ``name``, atomically. Raises DiskError."""
@@ -106,10 +100,8 @@ class RunFolder:
                 f"run folder {self.path} is in use by process {holder}: wait for it, or choose another --out"
             ) from None
         except OSError as error:
-            raise DiskError(
-                f"cannot lock the run folder: {path}: {error.strerror}; make room if its disk is full, or choose "
-                "another --out"
-            ) from error
+            advice = "make room if its disk is full, or choose another --out"
+            raise DiskError(f"cannot lock the run folder: {path}: {error.strerror}; {advice}") from error
 
 
 def _refuse_misplaced(folder: Path) -> None:
@@ -119,14 +111,11 @@ def _refuse_misplaced(folder: Path) -> None:
     ):
         for name in names:
             if is_wrong(folder / name):
-                raise ConfigurationError(
-                    f"--out {folder}: {folder / name} is not {kind}, as a run has there: move it away, or choose "
-                    "another --out"
-                )
+                advice = "as a run has there: move it away, or choose another --out"
+                raise ConfigurationError(f"--out {folder}: {folder / name} is not {kind}, {advice}")
 
 
 def _fresh(path: Path) -> Path:
-    """Where what becomes ``path`` is written first."""
     return path.with_name(path.name + ".tmp")
 
 

@@ -1,9 +1,9 @@
 """The loop: micro-batches, one optimizer step, numbers, and now and then a validation loss and a checkpoint.
 
-It stops only where the state is whole: a step that is interrupted half-way is undone (its gradients dropped, data
-position and generators put back), and a resumed run repeats it bit by bit. So is one that runs out of the GPU's memory,
-begun again with half the sequences in a forward, at the same sequences a step, from there on; but once the optimizer
-has begun to change weights, an error is an error.
+It stops only where the state is whole: a step that is interrupted is undone (its gradients dropped, data position and
+generators put back), and a resumed run repeats it bit by bit. So is one that runs out of the GPU's memory, begun again
+with half the sequences in a forward, as many a step; but once the optimizer has begun to change weights, an error is an
+error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from vblackwell.data.corpus import BatchStream, Dataset, evaluation_batches
+from vblackwell.data.corpus import Dataset
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.optimizer import VGPUAdamW
@@ -36,14 +37,14 @@ class TrainingDiverged(VBError):
 
 @dataclass
 class Parts:
-    """What a run is made of. ``loss``, by default the model, is called with what the data gives (input_ids, targets
-    and, for packed documents, positions, all (B, S) int64), and returns the mean; ``validation``: held-out windows.
+    """What a run is made of. ``loss``, by default the model, is called with what ``data`` gives, and returns the mean;
+    ``validation``: held-out windows.
     """
 
     model: nn.Module
     optimizer: VGPUAdamW
     stack: VGPUStack
-    stream: BatchStream
+    data: Dataset
     validation: Dataset
     schedule: Schedule
     scaler: LossScaler | None
@@ -71,25 +72,30 @@ class TrainerState:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> TrainerState:
         """The reverse of `dataclasses.asdict`. Raises CorruptData: a key is missing."""
-        given = {"micro_batch": None, "skipped": 0, "unrecorded": None} | found  # which older checkpoints do not have
         try:
-            return cls(**{name: given[name] for name in cls.__dataclass_fields__})
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__})
         except KeyError as error:
             raise CorruptData(f"trainer.json has no {error.args[0]!r}: it was written by another version") from None
 
 
 class Trainer:
-    """Runs ``config.max_steps`` steps, or until somebody asks to stop. ``record`` and ``checkpoint`` are called with
-    each step's record, and with the state where a checkpoint is due; ``step_context`` wraps every step.
+    """Runs ``config.max_steps`` steps, or until a stop request. ``record`` is called with each step's record,
+    ``checkpoint`` with the state where one is due; ``step_context`` wraps every step.
     """
 
     def __init__(
-        self, config: TrainConfig, parts: Parts, progress: Progress, stop: StopRequest,
-        record: Callable[[StepRecord], None], checkpoint: Callable[[TrainerState], None],
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        progress: Progress,
+        stop: StopRequest,
+        record: Callable[[StepRecord], None],
+        checkpoint: Callable[[TrainerState], None],
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert config.max_steps is not None
         self.config, self.parts, self.step, self.total_steps = config, parts, 0, config.max_steps
+        self.position = 0  # windows consumed
         self.micro_batch = config.batch_size  # sequences in a forward
         self._loss = parts.loss or parts.model
         self._held: dict[str, int] = {}  # the most in the step, by level
@@ -103,7 +109,7 @@ class Trainer:
         scaler = self.parts.scaler
         return TrainerState(
             step=self.step,
-            data_position=self.parts.stream.state,
+            data_position=self.position,
             skipped_in_a_row=self._skipped_in_a_row,
             scaler=None if scaler is None else asdict(scaler),
             rng=capture_rng(self.parts.device),
@@ -114,8 +120,7 @@ class Trainer:
 
     def restore(self, state: TrainerState) -> None:
         """Go on from ``state``; weights and optimizer states are restored by the caller."""
-        self.step = state.step
-        self.parts.stream.state = state.data_position
+        self.step, self.position = state.step, state.data_position
         self._skipped_in_a_row, self._skipped = state.skipped_in_a_row, state.skipped
         if self.parts.scaler is not None and state.scaler is not None:
             self.parts.scaler = LossScaler(**state.scaler)
@@ -130,11 +135,11 @@ class Trainer:
         return self.config.batch_size * self.config.accumulation_steps // self.micro_batch
 
     def _take_micro_batches_of(self, sequences: int) -> None:
-        self.micro_batch = self.parts.stream.batch_size = sequences
+        self.micro_batch = sequences
         self.parts.optimizer.accumulation_steps = self.accumulation_steps
 
     def run(self) -> None:
-        """Train until the last step, at which all is done that is due, or a stop request. Raises TrainingDiverged."""
+        """Train until the last step or a stop request. Raises TrainingDiverged, DiskError."""
         self._progress.start(self.step, self.total_steps)
         saved_step = self.step
         if self._unrecorded is not None:
@@ -166,13 +171,12 @@ class Trainer:
         try:
             self._record(record)
         except DiskError as error:  # the run cannot go on; its last step is kept, if that can be
-            self._unrecorded = record
+            self._unrecorded, outcome = record, f"Step {self.step} is in a checkpoint"
             try:
                 self._checkpoint(self.state())
             except DiskError as second:
-                text = f"{error}. No checkpoint of step {self.step} could be written either: {second}"
-                raise DiskError(text) from error
-            raise DiskError(f"{error}. Step {self.step} is in a checkpoint") from error
+                outcome = f"No checkpoint of step {self.step} could be written either: {second}"
+            raise DiskError(f"{error}. {outcome}") from error
         self._progress.step(record)
         self._unrecorded = record if due and record.val_loss is None and self._stop.wanted else None
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
@@ -217,17 +221,14 @@ class Trainer:
         )
 
     def _forward_and_backward(self) -> list[Callable[[], float]] | None:
-        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half might
-        fit.
-        """
-        parts, count = self.parts, self.accumulation_steps
-        scale = 1.0 if parts.scaler is None else parts.scaler.scale
-        parts.optimizer.loss_scale = scale
+        """Each micro-batch's share of the loss, fewer if a stop is wanted; None where memory ran out and half fits."""
+        parts, losses = self.parts, list[Callable[[], float]]()
+        parts.optimizer.loss_scale = 1.0 if parts.scaler is None else parts.scaler.scale
         parts.model.train()
-        self._held, losses = {}, list[Callable[[], float]]()
+        self._held = {}
         try:
-            while len(losses) < count and not self._stop.wanted:
-                losses.append(self._one_micro_batch(count, scale))
+            while len(losses) < self.accumulation_steps and not self._stop.wanted:
+                losses.append(self._one_micro_batch())
             return losses
         except (torch.OutOfMemoryError, InsufficientMemory) as error:
             # Raised by the device's allocator, perhaps to a level of the stack whose own count had space.
@@ -236,13 +237,15 @@ class Trainer:
                 raise
         return None  # the error is gone here, and with it what its frames held
 
-    def _one_micro_batch(self, count: int, scale: float) -> Callable[[], float]:
-        parts = self.parts
-        sent = [send(numbers_BS, parts.device) for numbers_BS in parts.stream.next()]
+    def _one_micro_batch(self) -> Callable[[], float]:
+        parts, count = self.parts, self.accumulation_steps
+        batch = parts.data.batch(np.arange(self.position, self.position + self.micro_batch))
+        self.position += self.micro_batch
+        sent = [send(numbers_BS, parts.device) for numbers_BS in batch]
         loss = self._loss(*(arrived() for arrived in sent))
         late = send_back(loss.detach() / count)  # on its way before backward fills the queues
         self._note_held(parts.stack.get_stats())  # level 0 is empty at the end
-        (loss * (scale / count)).backward()
+        (loss * (parts.optimizer.loss_scale / count)).backward()
         return late
 
     def _note_held(self, stats: dict[str, Any]) -> None:
@@ -250,17 +253,16 @@ class Trainer:
             self._held[label] = max(level["used_bytes"], self._held.get(label, 0))
 
     def _begin_again_smaller(self, start: TrainerState) -> None:
-        """Undo the begun step, and halve what a forward takes."""
         parts, before = self.parts, self.micro_batch
         parts.optimizer.zero_grad()
         self.restore(start)
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
+        again = f"{self.micro_batch}, {self.accumulation_steps} forwards a step"
         self._progress.say(
-            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with "
-            f"{self.micro_batch}, {self.accumulation_steps} forwards a step, the same {self.config.tokens_per_step:,} "
-            "tokens"
+            f"step {self.step + 1}: out of memory with {before} sequences in a forward; begun again with {again}, the "
+            f"same {self.config.tokens_per_step:,} tokens"
         )
 
     def _update(self, loss: float) -> bool:
@@ -269,8 +271,7 @@ class Trainer:
         if finite:
             optimizer.step()
             finite = not optimizer.skipped
-            if scaler is not None:
-                # Overflow of scaled gradients is how the scaler finds its scale, and no sign of divergence.
+            if scaler is not None:  # overflow is how it finds its scale, and no sign of divergence
                 tolerated = not finite and not scaler.exhausted
                 scaler.update(overflowed=not finite)
         optimizer.zero_grad()
@@ -283,23 +284,20 @@ class Trainer:
         """Mean loss over the first held-out sequences, the same for every batch size, without a random draw; None if it
         was interrupted or is not finite.
         """
-        parts, wanted, total, seen = self.parts, self.config.eval_sequences, 0.0, 0
+        parts, total = self.parts, 0.0
+        count = min(self.config.eval_sequences, len(parts.validation))
         parts.model.eval()
-        for batch in evaluation_batches(parts.validation, self.micro_batch, -(-wanted // self.micro_batch)):
+        for start in range(0, count, self.micro_batch):
             if self._stop.wanted:
                 return None
-            used = min(len(batch[0]), wanted - seen)
-            total += float(self._loss(*(numbers_BS[:used].to(parts.device) for numbers_BS in batch))) * used
-            seen += used
-        return finite_or_none(total / seen)
+            batch = parts.validation.batch(np.arange(start, min(start + self.micro_batch, count)))
+            total += float(self._loss(*(numbers_BS.to(parts.device) for numbers_BS in batch))) * len(batch[0])
+        return finite_or_none(total / count)
 
 
 def half_of(micro_batch: int, sequences: int) -> int:
     """The most sequences in a forward, at most half of ``micro_batch``, that divide the ``sequences`` of a step."""
     return next(size for size in range(micro_batch // 2, 0, -1) if sequences % size == 0)
-
-
-# -- random generators -------------------------------------------------------------------------------------------------
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
@@ -325,20 +323,14 @@ def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(decoded("cuda"), device)
 
 
-# -- tokens to the device, losses from it ------------------------------------------------------------------------------
-
-
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Sends ``tensor`` to ``device``, past everything else that is being copied; on a CPU it is there. What is returned
-    gives it, for what the current stream queues from then on.
-
-    A copy that the computing stream waits for holds up all after it, and where weights are streamed the copy engines
-    always have a queue (15 ms a step: docs/journal/offload.md). On a separate stream it starts when the host asks.
+    """Sends ``tensor`` to ``device`` on a separate stream, past the queue of streamed weights (15 ms a step:
+    docs/journal/offload.md). What is returned gives it, for what the current stream queues from then on.
     """
     if device.type != "cuda":
         return lambda: tensor
@@ -357,8 +349,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tenso
 
 
 def send_back(value: torch.Tensor) -> Callable[[], float]:
-    """Sends a one-element tensor to the host, on the stream of `send`. What is returned reads it: that waits for what
-    computes it, and for nothing that was queued after that.
+    """Sends a one-element tensor to the host, on the stream of `send`. What is returned reads it, and waits for nothing
+    that was queued after what computes it.
     """
     value = value.detach()
     if not value.is_cuda:
@@ -376,8 +368,6 @@ def send_back(value: torch.Tensor) -> Callable[[], float]:
 
     return read
 
-
-# -- learning rate and loss scale --------------------------------------------------------------------------------------
 
 MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
@@ -408,8 +398,7 @@ def default_warmup_steps(total_steps: int) -> int:
 @dataclass
 class LossScaler:
     """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
-    a power of two, so that scaling is exact. torch's `GradScaler` reads `p.grad`, whose values have left level 0 while
-    a model is offloaded; here the optimizer divides by the scale and says whether gradients were finite.
+    a power of two, so that scaling is exact. (torch's `GradScaler` reads `p.grad`, which is None while offloaded.)
     """
 
     scale: float = 2.0**16

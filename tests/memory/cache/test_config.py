@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.memory.conftest import NullLevel
 from vblackwell import VGPULevel, VGPUStack, create_vgpu_stack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, UnknownKey
 from vblackwell.machine.facts import memory_facts
@@ -69,9 +70,9 @@ def test_refused_configs(config, message):
 
 
 def test_level_zero_is_addressable(disk_path: str):
-    for config in (LevelConfig("ssd", MiB, path=disk_path), LevelConfig("null", MiB)):
+    for level in (LevelConfig("ssd", MiB, path=disk_path), NullLevel(MiB)):
         with pytest.raises(ConfigurationError, match="level 0 cannot be"):
-            VGPUStack([config])
+            VGPUStack([level])
 
 
 def test_unknown_policies_and_promotions():

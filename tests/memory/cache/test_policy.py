@@ -18,7 +18,7 @@ EMPTY = Layout((), 0, None, None)
 
 
 def entry(key: str, priority: int = 5, level: int = 0) -> Entry:
-    made = Entry(key, None, priority, EMPTY)
+    made = Entry(key, priority, EMPTY)
     made.level = level
     return made
 
@@ -175,7 +175,7 @@ def test_next_use_falls_back_to_lru_the_moment_the_trace_breaks():
 
 
 def test_announced_entries_stay_victims_of_next_use():
-    """A prefetch changes the recency of an entry, and must not make the heap lose it."""
+    """A prefetch changes the recency of an entry, and must not lose it."""
     policy, entries = NextUse(), {key: entry(key) for key in "abcd"}
     for key in "abcd":
         policy.add(entries[key])

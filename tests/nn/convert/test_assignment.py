@@ -180,13 +180,14 @@ def test_a_device_and_nested_lists_are_refused(text, part, tmp_path):
 
 def test_vb_train_takes_the_file(tmp_path):
     from vblackwell.train.config import TrainConfig
-    from vblackwell.train.model import use_assignment
+    from vblackwell.train.model import TrainableModel, convert_linears
 
     Assignment({"first": "two-part", "second": "nvfp4"}, {"first": (32, 32), "second": (32, 32)}).save(
         tmp_path / "a.json"
     )
     model, said = Words(), []
-    use_assignment(str(tmp_path / "a.json"), model, said.append)
+    config = TrainConfig(assignment=str(tmp_path / "a.json"))
+    convert_linears(config, TrainableModel(model, {}, (1, 1, 1)), torch.device("cpu"), said.append)
     assert isinstance(model.second, VBOptimizedLinear) and "1 in two-part" in said[0] and "6.50 bits" in said[0]
     with pytest.raises(ConfigurationError, match="--assignment"):
         TrainConfig(assignment="a.json", use_fp4=True)

@@ -23,9 +23,8 @@ from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
-from vblackwell.planner.model_spec import ModelSpec
 from vblackwell.planner.placement import Bounds
-from vblackwell.train.auto import _copier, _loss
+from vblackwell.train.auto import spec_of
 from vblackwell.units import GiB
 
 TOKENS, VOCABULARY = 48, 97
@@ -91,7 +90,7 @@ def test_routers_count_in_training_alone():
 def test_a_plan_is_made_for_the_model_that_runs():
     """Its copies are plain, so it has to fuse them again: without, it would count logits that never are."""
     model = build("Qwen2").to("meta")
-    run = Run(ModelSpec("model", _copier(model), VOCABULARY, _loss), 32, precision="bf16", capability=(9, 0))
+    run = Run(spec_of(model, "model"), 32, precision="bf16", capability=(9, 0))
     machine = Machine(Bounds(8 * GiB, 64 * GiB), H200)
     plain, fused = (Forecast(run, machine, fused=fused) for fused in (False, True))
     assert not is_accelerated(plain.model(False)) and has_fused_loss(fused.model(False))

@@ -1,8 +1,4 @@
-"""From what users write to levels.
-
-``cpu`` as the first level is the arena, because level 0 allocates tensors one by one. Where sizes are not given, a GPU
-keeps a fifth of its free memory, RAM half of it, a disk half; slabs and file grow as they are used.
-"""
+"""From what users write to levels. ``cpu`` as the first one is the arena: level 0 allocates tensors one by one."""
 
 from __future__ import annotations
 
@@ -20,19 +16,19 @@ from vblackwell.machine.facts import numa_node_of_pci, pci_of_cuda, why_no_cuda
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
-from vblackwell.memory.level import DeviceLevel, Level, NullLevel
+from vblackwell.memory.level import DeviceLevel, Level
 from vblackwell.units import MiB, format_bytes, parse_bytes
 
 GPU_SHARE = 0.8
 _KEYS = ("capacity_mb", "device", "speed_gbps", "path")
-DEVICES = ("cuda:0", "cpu", "ssd", "arena", "null")
+DEVICES = ("cuda:0", "cpu", "ssd", "arena")
 
 
 @dataclass(frozen=True)
 class LevelConfig:
     """One level as asked for."""
 
-    device: str  # 'cuda:0', 'cpu', 'ssd', 'arena' (RAM as level 0) or 'null' (only accounts)
+    device: str  # 'cuda:0', 'cpu', 'ssd' or 'arena' (RAM as level 0)
     capacity_bytes: int
     speed_gbps: float | None = None  # GB/s, as far as the user says
     path: str | None = None  # a directory for 'ssd'
@@ -85,10 +81,8 @@ def parse_levels(config: Mapping[str, Any]) -> list[LevelConfig]:
 
 def _refuse_unknown(raw: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in (key for key in raw if key not in known):
-        near = nearest(str(key), known)
-        raise ConfigurationError(
-            f"{where} has the key {key!r}, which is not supported (known: {', '.join(known)}){near}"
-        )
+        names = f"(known: {', '.join(known)}){nearest(str(key), known)}"
+        raise ConfigurationError(f"{where} has the key {key!r}, which is not supported {names}")
 
 
 def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None = None) -> Level:
@@ -100,7 +94,7 @@ def build_level(config: LevelConfig, number: int = 0, *, numa_node: int | None =
         return DeviceLevel("cpu", capacity_bytes)
     if kind == "cpu":
         return HostLevel(capacity_bytes, numa_node=numa_node)
-    return DiskLevel(config.path or default_disk_path(), capacity_bytes) if kind == "ssd" else NullLevel(capacity_bytes)
+    return DiskLevel(config.path or default_disk_path(), capacity_bytes)
 
 
 def build_levels(config: Mapping[str, Any] | Iterable[LevelConfig] | Iterable[Level]) -> list[Level]:
@@ -143,9 +137,8 @@ def _usable_gpu(config: LevelConfig) -> torch.device:
         reason = f"torch sees {torch.cuda.device_count()} GPU(s)"
     if reason is not None:
         raise ConfigurationError(f"level {config.device} is not possible: {reason}; or use 'cpu' as level 0")
-    size, total = config.capacity_bytes, torch.cuda.get_device_properties(index).total_memory
-    if size > total:
-        raise ConfigurationError(
-            f"a level of {format_bytes(size)} does not fit on {config.device} with {format_bytes(total)}"
-        )
+    total = torch.cuda.get_device_properties(index).total_memory
+    if config.capacity_bytes > total:
+        asked, has = format_bytes(config.capacity_bytes), format_bytes(total)
+        raise ConfigurationError(f"a level of {asked} does not fit on {config.device} with {has}")
     return torch.device("cuda", index)

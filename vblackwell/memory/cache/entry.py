@@ -1,8 +1,8 @@
 """What the stack knows of one key: its layout, where its bytes are, and the tensors that its users may hold.
 
 The bytes of a key are one extent of row-major parts, each at a multiple of 64 bytes: one for a tensor, one per
-component for a packed tensor. On level 0 its entry keeps ready-made tensors over the extent. `access` hands out aliases
-of them, and the storage's use count tells whether any are still held: by a variable, a view, or autograd.
+component for a packed tensor. On level 0 `access` hands out aliases of tensors over the extent, and the storage's use
+count tells whether any are still held: by a variable, a view, or autograd.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ class Layout:
 
     def tensors_over(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts as aliases of ``buffer``, a flat uint8 tensor of at least ``num_bytes``."""
-        return tuple(
-            buffer[part.offset : part.offset + part.num_bytes].view(part.dtype).view(part.shape).detach()
-            for part in self.parts
-        )
+        pieces = (buffer[part.offset : part.offset + part.num_bytes].view(part.dtype) for part in self.parts)
+        return tuple(piece.view(part.shape).detach() for piece, part in zip(pieces, self.parts, strict=True))
 
     def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What the user sees, made of aliases of ``tensors``."""
@@ -108,7 +106,6 @@ class Entry:
     or that `stray` has them, in RAM outside all levels."""
 
     key: str
-    owner: str | None
     priority: int
     layout: Layout
     level: int = 0

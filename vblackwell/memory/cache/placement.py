@@ -2,9 +2,9 @@
 
 Every operation is called in a turn (`pool.Turn`), plans under the lock, carries the moves out without it, and commits
 them one by one under it. Moves come out bottom-up and each is finished before the next starts, because it may write
-where the one before it read. While an entry moves it is hidden: not resident, no victim. One whose own place is needed
-for its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are
-written again, and stay so, not lost, if a disk fails in between.
+where the one before it read. While an entry moves it is not resident, and no victim. One whose own place is needed for
+its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are written
+again, and stay so, not lost, if a disk fails in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import LRU
-from vblackwell.memory.level import DeviceLevel, Extent, Level
+from vblackwell.memory.level import Extent, Level
 from vblackwell.memory.pool import LevelPool, Place, does_not_fit
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
@@ -39,11 +39,9 @@ class Move:
 
 
 class Plan:
-    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock.
-
-    To place bytes on a full level its victims sink, each to the first level below that takes it, where colder and no
-    more important entries may sink in turn; the cascade is greedy. It uses the levels' own arithmetic, so offsets are
-    decided and fragmentation is exact; every range is left before it is written again.
+    """Moves, bottom-up, of a cascade that is known to fit before the first byte moves; made under the stack's lock, by
+    the levels' own arithmetic. Victims on a full level sink, each to the first level below that takes it, where colder
+    and no more important entries may sink in turn; the cascade is greedy.
 
     ``by_order``: not an access, so that it should not fail: every victim is tried, of any priority, and one that cannot
     sink may rise where bytes are free. ``spare_expected``: leave alone what a prefetch brought up and was not used yet.
@@ -82,7 +80,7 @@ class Plan:
             refusals += 1
             if refusals == MAX_REFUSALS and not self._by_order:
                 break
-        self.take_back(mark)
+        self.roll_back(mark)
         return None
 
     def place(self, level: int, num_bytes: int) -> Extent | None:
@@ -100,7 +98,7 @@ class Plan:
         self.moves.append(Move(entry, target, extent, entry.level, None if from_ram else entry.extent, evicted))
         self._moved.add(entry)
 
-    def take_back(self, mark: int = 0) -> None:
+    def roll_back(self, mark: int = 0) -> None:
         """Undo the moves from number ``mark`` on, the last one first."""
         while len(self.moves) > mark:
             move = self.moves.pop()
@@ -138,17 +136,15 @@ class Placement:
         self._levels, self._policy, self._pool, self._lock = levels, policy, pool, lock
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
-    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, adopt: bool) -> None:
-        """Find a level for a new entry, by priority; copy ``bytes_in`` (flat uint8) there, or ``adopt`` their memory.
-        Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
+    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
+        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there. Raises
+        InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
             if not entry.num_bytes:  # shapes only, always on level 0
                 self._policy.add(entry)
                 return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
-            if adopt and not plan.moves and (adopted := self._adopt(level, extent, bytes_in)):
-                return self._seat(entry, level, adopted)
             self._begin(plan, level, extent)
         with self._carried_out(plan):
             self._fill(level, extent, bytes_in, source)
@@ -170,17 +166,6 @@ class Placement:
         for level in (*downwards, *upwards):
             yield plan, level, plan.make_room(level, size)
         raise does_not_fit(self._levels, f"for {entry.key!r}", size, plan.refusal)
-
-    def _adopt(self, level: int, extent: Extent, bytes_in: torch.Tensor) -> Extent | None:
-        """The caller's memory as the extent, in place of the one that was placed; None where it has to be copied."""
-        target = self._levels[level]
-        if not isinstance(target, DeviceLevel):
-            return None
-        target.displace(extent)
-        adopted = target.adopt(bytes_in)
-        if adopted is None:
-            target.restore(extent)
-        return adopted
 
     def reserve(self, what: str, num_bytes: int, level: int) -> Extent:
         """An extent on exactly this level, at the cost of any entry there. Raises InsufficientMemory; nothing moved."""
@@ -214,9 +199,8 @@ class Placement:
         with self._lock:
             self.sweep()
             if entry.level == 0 and entry.held():
-                raise StaleTensor(
-                    f"{entry.key!r} cannot leave {self._levels[0].name}: a tensor of it is still held; delete it first"
-                )
+                held = "a tensor of it is still held; delete it first"
+                raise StaleTensor(f"{entry.key!r} cannot leave {self._levels[0].name}: {held}")
             source, old = self._levels[entry.level], entry.extent
             extent = plan.make_room(target, entry.num_bytes, max_priority, than)
             passes_ram = extent is None and old is not None
@@ -325,8 +309,7 @@ class Placement:
             entry.resident = entry.extent = entry.stray = None
 
     def _begin(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> None:
-        """Hide what the plan moves, and note the extent on ``level`` that the caller fills after it: taking the plan
-        back frees it. Under the lock, with the planning."""
+        """Hide what the plan moves, and note the extent that the caller fills after it. Under the lock."""
         for move in plan.moves:
             if move.entry is not None:
                 move.entry.resident = None
@@ -348,19 +331,17 @@ class Placement:
             raise
 
     def _carry(self, move: Move, entry: Entry) -> None:
-        target = self._levels[move.target]
+        source, target = self._levels[entry.level], self._levels[move.target]
         with self._counted(move.source, move.target, entry.num_bytes):
             target.materialise(move.target_extent)
-            there, here = entry.stray, None
-            if entry.extent is not None:
-                there = self._levels[entry.level].view(entry.extent)
-                if there is None:
-                    here = target.view(move.target_extent)  # None: both are disks, and the bytes pass through RAM
-                    there = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu") if here is None else here
-                    self._levels[entry.level].read(entry.extent, there).finish()
-            if here is None:
-                assert there is not None
-                target.write(move.target_extent, there).finish()
+            bytes_in = entry.stray if entry.extent is None else source.view(entry.extent)
+            if bytes_in is None:
+                assert entry.extent is not None
+                if (straight := target.view(move.target_extent)) is not None:
+                    return source.read(entry.extent, straight).finish()
+                bytes_in = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")  # between two disks
+                source.read(entry.extent, bytes_in).finish()
+            target.write(move.target_extent, bytes_in).finish()
 
     def _commit(self, move: Move, entry: Entry) -> None:
         """The entry's bytes have arrived. Under the lock."""
@@ -374,9 +355,9 @@ class Placement:
         self._seat(entry, move.target, move.target_extent)
 
     def _undo(self, plan: Plan) -> None:
-        """Take back what has not happened of a plan. Under the lock."""
+        """Undo what has not happened of a plan. Under the lock."""
         entries = [move.entry for move in plan.moves if move.entry is not None]
-        plan.take_back()
+        plan.roll_back()
         for entry in entries:
             self._show(entry)
 
@@ -403,14 +384,12 @@ class Placement:
                 self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
-        """Copy bytes from outside into an extent, and count them."""
         with self._counted(source, level, bytes_in.nbytes):
             self._levels[level].materialise(extent)
             self._levels[level].write(extent, bytes_in).finish()
 
     @contextmanager
     def _counted(self, source: Place, target: Place, num_bytes: int) -> Iterator[None]:
-        """Count the bytes that the block moves, and its time."""
         start = time.perf_counter()
         yield
         self._pool.count_link(source, target, num_bytes, time.perf_counter() - start)

@@ -1,22 +1,20 @@
-"""The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future.
+"""The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future (Belady).
 
-Entries sit in an order for each (level, priority), from least to most recently used; using one moves it to the end, and
-one that sinks to another level walks in from the recent end to its place.
-
-`next_use` is Belady's policy on a trace that repeats, as the accesses of training do. (The last distance between two
-accesses of a key is no forecast: forward and backward give every key two alternating ones.) Its victims come from a
-heap for each (level, priority) with lazy deletion: O(log n).
+Entries sit in an order for each (level, priority), from least to most recently used, and of `next_use` in another, by
+their next use, the furthest first. (The last distance between two accesses of a key is no forecast: forward and
+backward give every key two alternating ones.)
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 from vblackwell.memory.cache.entry import Entry
 
-_HeapItem = tuple[float, int, str, Entry]  # (-next_use, last_use, key, entry)
+_Rank = tuple[float, int, Entry]  # (-next_use, last_use, entry); no two entries have the same last use
 
 
 class LRU:
@@ -64,7 +62,7 @@ class LRU:
         return a.last_use < b.last_use
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
-        yield from self._order.get(seat, ())
+        return iter(self._order.get(seat, ()))
 
 
 class Rhythm:
@@ -73,7 +71,7 @@ class Rhythm:
     Knuth, Morris and Pratt's prefix function finds the shortest at O(1) amortised a key: ``n`` recorded keys with
     longest border ``b`` have period ``n - b``, which is taken to repeat once two whole periods are there; with three,
     recording stops and a pointer walks round the cycle, until the first unexpected key. Recording starts over where no
-    period shows within 16 times the number of different keys, so an irregular start does not hide what comes after it.
+    period shows within 16 times the number of different keys: an irregular start hides nothing.
     """
 
     def __init__(self) -> None:
@@ -122,22 +120,20 @@ class NextUse(LRU):
         self._rhythm = Rhythm()
         self.cycle: list[str] | None = None  # that the trace repeats, so that the future is known
         self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
-        self._positions: dict[str, list[int]] = {}  # of each key in the cycle
+        self._positions: defaultdict[str, list[int]] = defaultdict(list)  # of each key in the cycle
         self._now = 0
-        self._members: dict[str, Entry] = {}
-        self._heaps: dict[tuple[int, int], list[_HeapItem]] = {}
+        self._furthest_first: defaultdict[tuple[int, int], list[_Rank]] = defaultdict(list)  # empty without a cycle
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
-        self._members[entry.key] = entry
         self._forecast(entry)
 
     def discard(self, entry: Entry) -> None:
+        self._unrank(entry)
         super().discard(entry)
-        if self._members.get(entry.key) is entry:  # not what has replaced it already
-            del self._members[entry.key]
 
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
+        self._unrank(entry)
         super().touch(entry, accessed=accessed)
         if accessed:
             self._now += 1
@@ -147,20 +143,21 @@ class NextUse(LRU):
                 return
             if self.cycle is not None:
                 entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
-        if self.cycle is not None and entry.seat is not None:
-            self._push(entry)
+        self._rank(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
-        self.cycle, self._heaps, self._positions = cycle, {}, {}
+        self.cycle = cycle
+        self._positions.clear()
+        self._furthest_first.clear()
         if cycle is None:
             return
         self._gaps = [0] * len(cycle)
         for position, key in enumerate(cycle):
-            self._positions.setdefault(key, []).append(position)
+            self._positions[key].append(position)
         for positions in self._positions.values():
             for position, following in zip(positions, [*positions[1:], positions[0] + len(cycle)], strict=True):
                 self._gaps[position] = following - position
-        for entry in self._members.values():
+        for entry in chain.from_iterable(self._order.values()):
             self._forecast(entry)
 
     def _forecast(self, entry: Entry) -> None:
@@ -169,35 +166,21 @@ class NextUse(LRU):
             at, length = self._rhythm.position, len(self.cycle)
             steps = ((position - at) % length for position in self._positions.get(entry.key, ()))
             entry.next_use = self._now + 1 + min(steps, default=float("inf"))
-            self._push(entry)
+            self._rank(entry)
 
-    def _push(self, entry: Entry) -> None:
-        assert entry.seat is not None
-        heap = self._heaps.setdefault(entry.seat, [])
-        heapq.heappush(heap, (-entry.next_use, entry.last_use, entry.key, entry))
-        if len(heap) > 2 * len(self._members) + 64:
-            live = {item[2]: item for item in heap if self._current(item, entry.seat)}
-            heap[:] = sorted(live.values(), key=lambda item: item[:3])
+    def _rank(self, entry: Entry) -> None:
+        if self.cycle is not None and entry.seat is not None:
+            insort(self._furthest_first[entry.seat], (-entry.next_use, entry.last_use, entry))
 
-    @staticmethod
-    def _current(item: _HeapItem, seat: tuple[int, int]) -> bool:
-        entry = item[3]
-        return entry.seat == seat and -item[0] == entry.next_use and item[1] == entry.last_use
+    def _unrank(self, entry: Entry) -> None:
+        if self.cycle is not None and entry.seat is not None:
+            ranks = self._furthest_first[entry.seat]
+            del ranks[bisect_left(ranks, (-entry.next_use, entry.last_use))]
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
         if self.cycle is None:
-            yield from super()._coldest_first(seat)
-            return
-        heap, seen = self._heaps.get(seat, []), {}
-        try:
-            while heap:
-                item = heapq.heappop(heap)
-                if self._current(item, seat) and item[2] not in seen:
-                    seen[item[2]] = item
-                    yield item[3]
-        finally:
-            for item in seen.values():
-                heapq.heappush(heap, item)
+            return super()._coldest_first(seat)
+        return (entry for _, _, entry in self._furthest_first.get(seat, ()))
 
     def colder(self, a: Entry, b: Entry) -> bool:
         if self.cycle is None:

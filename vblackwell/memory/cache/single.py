@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from vblackwell.memory.level import Extent
 from vblackwell.numerics.fp4 import quantize
 
 CODECS = ("lossless", "fp4")
-MIN_SAVING = 1 / 16  # or bytes are held as they are
 
 
 class VGPULevel:
@@ -101,16 +99,14 @@ class _Held(NamedTuple):
     layout: Layout  # of what was compressed: the value, or its packed form
     codec: str
     digest: int
-    is_compressed: bool
 
 
 class CompressedVGPULevel(VGPULevel):
     """A capped place for tensors by name, in fewer bytes; its capacity is of the bytes that are held.
 
     ``lossless`` is for anything: bytes are laid out by their place in the element (signs and exponents of neighbouring
-    weights are much alike) and compressed by zstd, unless they would hardly shrink. ``fp4``
-    (nvfp4) is for weights that the caller names. An XXH3 of the held bytes is checked before they are turned back.
-    ``codec`` is that of keys that are put without one; other settings, and what is raised, are as for `VGPULevel`.
+    weights are much alike) and compressed by zstd. ``fp4`` (nvfp4) is for weights that the caller names. ``codec`` is
+    that of keys that are put without one; other settings, and what is raised, are as for `VGPULevel`.
     """
 
     def __init__(self, level: int = 1, *settings: Any, codec: str = "lossless", **named: Any) -> None:
@@ -120,9 +116,8 @@ class CompressedVGPULevel(VGPULevel):
     def put(self, key: str, tensor: Any, codec: str | None = None) -> None:
         """Compress a tensor, or with 'lossless' a packed tensor, and hold it; one that is there already is replaced.
 
-        Raises InsufficientMemory where it does not fit (what was under ``key`` still is), ConfigurationError for an
-        unknown codec, or a value that FP4 does not take (integer, inf, NaN, packed), Unsupported without the package
-        zstandard.
+        Raises as `VGPULevel.put`; ConfigurationError for an unknown codec, or a value that FP4 does not take (integer,
+        inf, NaN, packed); Unsupported without the package zstandard.
         """
         codec = _checked(codec or self.codec)
         layout, tensors = layout_of(tensor)
@@ -130,14 +125,11 @@ class CompressedVGPULevel(VGPULevel):
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigurationError(f"{key!r} is {type(tensor).__name__}: fp4 takes tensors, hold it 'lossless'")
             layout, tensors = layout_of(quantize(tensor, "nvfp4", name=key))
-        buffer, is_compressed = packed_bytes(layout, tensors).cpu(), False
-        if codec == "lossless" and layout.num_bytes:
-            planes = np.ascontiguousarray(buffer.numpy().reshape(-1, _element_bytes(layout)).T)
-            small = _compressor().compress(planes.data)
-            if is_compressed := len(small) < (1 - MIN_SAVING) * layout.num_bytes:
-                buffer = torch.frombuffer(bytearray(small), dtype=torch.uint8)
-        digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
-        self._store(key, _Held(layout, codec, digest, is_compressed), buffer)
+        buffer = packed_bytes(layout, tensors).cpu()
+        if codec == "lossless":
+            planes = buffer.numpy().reshape(-1, _element_bytes(layout)).T
+            buffer = torch.frombuffer(bytearray(_compressor().compress(planes.tobytes())), dtype=torch.uint8)
+        self._store(key, _Held(layout, codec, xxhash.xxh3_64_intdigest(buffer.numpy().data)), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises
@@ -150,12 +142,11 @@ class CompressedVGPULevel(VGPULevel):
                 f"{key!r}: {len(data)} compressed bytes on level {self.level} differ from what was written: "
                 "the memory or disk is failing, or something else wrote there"
             )
-        if held.is_compressed:
-            num_bytes = held.layout.num_bytes
-            raw = require_zstandard().ZstdDecompressor().decompress(data, max_output_size=num_bytes)
-            flat = torch.empty(num_bytes, dtype=torch.uint8)
-            for at, plane in enumerate(np.frombuffer(raw, dtype=np.uint8).reshape(_element_bytes(held.layout), -1)):
-                flat.numpy().reshape(len(plane), -1)[:, at] = plane
+        if held.codec == "lossless":
+            raw = require_zstandard().ZstdDecompressor().decompress(data, max_output_size=held.layout.num_bytes)
+            planes = np.frombuffer(raw, dtype=np.uint8).reshape(_element_bytes(held.layout), -1)
+            flat = torch.empty(held.layout.num_bytes, dtype=torch.uint8)
+            flat.numpy()[:] = planes.T.ravel()
         value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
         return value.dequantize() if held.codec == "fp4" else value
 
@@ -171,22 +162,19 @@ def _element_bytes(layout: Layout) -> int:
     return layout.parts[0].dtype.itemsize if len(layout.parts) == 1 else 1
 
 
-@functools.cache
 def require_zstandard() -> Any:
     """The package; raises Unsupported where it is not installed."""
     try:
         import zstandard
     except ImportError as error:
-        raise Unsupported(
-            "lossless compression needs the package zstandard: pip install 'vblackwell[compressed]'"
-        ) from error
+        said = "lossless compression needs the package zstandard: pip install 'vblackwell[compressed]'"
+        raise Unsupported(said) from error
     return zstandard
 
 
 def _compressor() -> Any:
     """Exponents hold few repetitions and much skew: a small table of long matches leaves the work to zstd's entropy
-    coder, three times as fast there and a twelfth smaller than level 1's own settings.
-    """
+    coder, three times as fast there and a twelfth smaller than level 1's settings."""
     zstd = require_zstandard()
     sizes = {"window_log": 17, "hash_log": 6, "chain_log": 6, "min_match": 7, "threads": -1}
     chosen = zstd.ZstdCompressionParameters(strategy=zstd.STRATEGY_FAST, write_content_size=True, **sizes)

@@ -1,8 +1,8 @@
 """The stack: levels together, keys on them, hot ones up, cold ones down.
 
 A key's bytes live on exactly one level. What `access` returned stays valid while it is held: the entry is no victim
-while its storage has other users, and `update` or `remove` then leave the old bytes to their holder. Accessing a
-resident key takes one short lock and no transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
+then, and `update` or `remove` leave the old bytes to their holder. Accessing a resident key takes one short lock and no
+transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         policy: ``'lru'`` or ``'next_use'``: what is evicted first among equal priorities.
         promotion: ``'direct'`` brings an accessed key to level 0, ``'gradual'`` one level up an access.
 
-    ``levels`` are the `Level` objects, ``level0_device`` is where `access` returns tensors. Raises ConfigurationError
-    for unknown keys or values, a GPU that is not there, capacities beyond the machine's.
+    ``level0_device`` is where `access` returns tensors. Raises ConfigurationError for unknown keys or values, a GPU
+    that is not there, capacities beyond the machine's.
     """
 
     def __init__(
@@ -72,19 +72,14 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
         self._at_close: Callable[[], object] = lambda: None
 
-    def register(
-        self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
-    ) -> None:
+    def register(self, key: str, tensor: Any, priority: int | None = None) -> None:
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
-        Args:
-            priority: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
-                further down where full. By default by what the name says (`default_priority`).
-            owner: of the key, such as a model's name. Only the same owner may replace the key.
-            take: let the stack use the tensor's own memory where it can; the caller gives the tensor up.
+        ``priority``: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
+        further down where full. By default by what the name says (`default_priority`).
 
         Raises InsufficientMemory where the stack is full (nothing moved, and what was under ``key`` still is), KeyClash
-        where another owner has the key, or it is a reservation's name.
+        where it is a reservation's name.
         """
         priority = default_priority(key) if priority is None else priority
         if not isinstance(priority, int) or not 0 <= priority <= 10:
@@ -93,20 +88,22 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         if layout.num_bytes > max(level.capacity_bytes for level in self.levels):
             raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
         with self._turn.take():
-            old = self._owned(key, owner)
-            self._admit(Entry(key, owner, priority, layout), tensors, old, take=take)
+            self._check_open()
+            if key in self._reservations:
+                raise KeyClash(f"key {key!r} is taken by a reservation: give the model another name (name='...')")
+            self._admit(Entry(key, priority, layout), tensors, self._entries.get(key))
 
-    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
+    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
         source = self._place_of(buffer)
         try:
-            self._placement.admit(entry, buffer, source, adopt=take)
+            self._placement.admit(entry, buffer, source)
         except InsufficientMemory:
             if old is None or not self._placement.vacate(old):
                 raise
             try:
-                self._placement.admit(entry, buffer, source, adopt=take)
+                self._placement.admit(entry, buffer, source)
             except BaseException:
                 self._placement.put_back(old)
                 raise
@@ -115,24 +112,9 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         if old is not None:
             self._placement.drop(old)
 
-    def _owned(self, key: str, owner: str | None) -> Entry | None:
-        self._check_open()
-        with self._lock:
-            entry = self._entries.get(key)
-            if (entry is None or entry.owner == owner) and key not in self._reservations:
-                return entry
-        holder = "a reservation" if entry is None else repr(entry.owner)
-        raise KeyClash(
-            f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
-            "(name='...')"
-        )
-
     def access(self, key: str) -> Any:
-        """The value under ``key`` on level 0's device; valid while held, not to be written to.
-
-        Raises UnknownKey; DiskError or CorruptData where its bytes, or those of a key that had to sink, cannot be
-        moved.
-        """
+        """The value under ``key`` on level 0's device; valid while held, not to be written to. Raises UnknownKey;
+        DiskError or CorruptData where its bytes, or those of a key that had to sink, cannot be moved."""
         return self._find(key, 0)[0]
 
     def _find(self, key: str, pins: int) -> tuple[Any, Entry]:
@@ -140,7 +122,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             entry = self._entries.get(key)
             if entry is not None and entry.resident is not None and entry.error is None:
                 self._policy.touch(entry)
-                self._hits[0] += 1
+                self._counts[0]["hits"] += 1
                 entry.expected = False
                 entry.pins += pins
                 return self._hand_out(entry, entry.resident), entry
@@ -194,11 +176,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 entry.pins -= 1
 
     def prefetch(self, keys: Iterable[Any]) -> None:
-        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order.
-
-        Returns at once; full levels make it a hint. Raises UnknownKey; what fails later is raised by the key's next
-        `access`.
-        """
+        """Bring keys, or parameters that an offloaded model on this stack knows, up in the background, in this order,
+        as far as levels have room. Raises UnknownKey; what fails later is raised by the key's next `access`."""
         self._check_open()
         wanted: list[Any] = [keys] if isinstance(keys, (str, torch.Tensor)) else list(keys)
         for key in wanted:
@@ -223,25 +202,22 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
                 entry.error = error
 
     def update(self, key: str, tensor: Any) -> None:
-        """Replace the bytes of ``key`` by those of a value of the same shape and dtype.
-
-        Raises UnknownKey; ConfigurationError for another shape or dtype (register it instead); InsufficientMemory where
-        the old bytes are still held, and the new ones do not fit next to them.
-        """
+        """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
+        new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
             if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
-                raise ConfigurationError(
-                    f"update of {key!r} has another shape or dtype: register it again to replace it"
-                )
+                said = "has another shape or dtype: register it again to replace it"
+                raise ConfigurationError(f"update of {key!r} {said}")
             if not old.num_bytes:
                 return
             buffer = packed_bytes(layout, tensors)
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
             else:
-                self._admit(Entry(key, old.owner, old.priority, layout), tensors, old)
+                self._admit(Entry(key, old.priority, layout), tensors, old)
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
@@ -252,11 +228,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._placement.drop(entry)
 
     def move(self, key: str, level: int) -> None:
-        """Promote or demote ``key`` by hand.
-
-        Raises InsufficientMemory where it does not fit, whatever sinks (nothing moved), StaleTensor where it would
-        leave level 0 while somebody holds its tensor.
-        """
+        """Promote or demote ``key`` by hand. Raises InsufficientMemory where it does not fit, whatever sinks (nothing
+        moved), StaleTensor where it would leave level 0 while somebody holds its tensor."""
         self._check_level(level)
         with self._turn.take():
             entry = self._lookup(key)
@@ -272,9 +245,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         with self._turn.take():
             self._check_open()
             if name in self._entries or name in self._reservations:
-                raise KeyClash(
-                    f"the name {name!r} is taken in this stack: give the models different names (name='...')"
-                )
+                raise KeyClash(f"the name {name!r} is taken in this stack: give models different names (name='...')")
             extent = self._placement.reserve(f"reservation {name!r}", num_bytes, level)
             with self._lock:
                 self._reservations[name] = Reservation(name, level, extent, self.levels[level])
