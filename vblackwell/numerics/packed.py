@@ -51,9 +51,15 @@ def tiles(form: Format, n: int, k: int, budget: int) -> Iterator[tuple[slice, sl
 
 
 def dequantize(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form: Format, n: int, k: int, dtype: torch.dtype,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    form: Format,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
     fine: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The (n, k) matrix that packed tensors stand for, ``(value * s) * ts`` rounded once to fp32, then to ``dtype``."""
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     for rows, columns, coded, blocks in tiles(form, n, k, _TILE_ELEMENTS):

@@ -34,9 +34,13 @@ _TOP = 7 * 16 + 7  # the largest magnitude, in sixteenths of a code
 
 
 def separate(
-    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None,
-    workspace_bytes: int | None = None, name: str = "tensor",
-) -> PackedTensor:  # fmt: skip
+    tensor: Tensor,
+    scale_search: str = "mse",
+    *,
+    tensor_scale: Tensor | None = None,
+    workspace_bytes: int | None = None,
+    name: str = "tensor",
+) -> PackedTensor:
     """``tensor`` in two parts, any shape and size; arguments, and what is refused, as for `quantize`."""
     options = {"tensor_scale": tensor_scale, "workspace_bytes": workspace_bytes, "name": name}
     return refine(quantize(tensor, FORM.name, scale_search, **options), tensor)

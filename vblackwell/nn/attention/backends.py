@@ -89,16 +89,28 @@ class AttentionRequest(NamedTuple):
 def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant) -> AttentionRequest:
     mask, device = variant.mask, q_BNSH.device.type
     return AttentionRequest(
-        device, torch.cuda.get_device_capability(q_BNSH.device) if device == "cuda" else (0, 0), q_BNSH.dtype,
-        q_BNSH.shape[1], k_BKTH.shape[1], q_BNSH.shape[2], k_BKTH.shape[2], q_BNSH.shape[3],
+        device,
+        torch.cuda.get_device_capability(q_BNSH.device) if device == "cuda" else (0, 0),
+        q_BNSH.dtype,
+        q_BNSH.shape[1],
+        k_BKTH.shape[1],
+        q_BNSH.shape[2],
+        k_BKTH.shape[2],
+        q_BNSH.shape[3],
         "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive",
-        variant.causal, variant.bottom_right, variant.window, variant.softcap is not None,
-        variant.alibi_slopes_N is not None, variant.dropout > 0,
+        variant.causal,
+        variant.bottom_right,
+        variant.window,
+        variant.softcap is not None,
+        variant.alibi_slopes_N is not None,
+        variant.dropout > 0,
         torch.is_grad_enabled() and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad),
         torch.is_grad_enabled() and mask is not None and mask.requires_grad,
-        torch.are_deterministic_algorithms_enabled(), q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel(),
+        torch.are_deterministic_algorithms_enabled(),
+        q_BNSH.shape[0],
+        0 if mask is None else mask.shape[:-2].numel(),
         q_BNSH.device.index,
-    )  # fmt: skip
+    )
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -184,9 +196,18 @@ def _efficient_reasons(r: AttentionRequest) -> Iterator[str]:
 def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
     left, right = bounds(variant.causal, variant.window)
     return attention_reference(
-        q, k, v, mask=variant.mask, left=left, right=right, bottom_right=variant.bottom_right, scale=variant.scale,
-        softcap=variant.softcap or 0.0, slopes_N=variant.alibi_slopes_N, dropout=variant.dropout,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=variant.mask,
+        left=left,
+        right=right,
+        bottom_right=variant.bottom_right,
+        scale=variant.scale,
+        softcap=variant.softcap or 0.0,
+        slopes_N=variant.alibi_slopes_N,
+        dropout=variant.dropout,
+    )
 
 
 def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -255,10 +276,20 @@ def _check_name(backend: str) -> None:
 
 
 def attention(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-    bottom_right: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
-    alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, backend: str = "auto",
-) -> tuple[Tensor, str]:  # fmt: skip
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bottom_right: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
+    backend: str = "auto",
+) -> tuple[Tensor, str]:
     """Attention (B, N, S, H), and the name of the backend that ran; arguments as in ``flash_attention``.
 
     Raises ConfigurationError as that does, or for an unknown backend; Unsupported, with every backend's reasons, where
@@ -351,10 +382,19 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
 
 
 def _forward(
-    backend: str, cached: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    backend: str,
+    cached: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
     asked = [name for name in _UNKNOWN if options.get(name) is not None]
     if asked:
@@ -367,7 +407,14 @@ def _forward(
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
     out_BNSH, _ = attention(
-        query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
+        query,
+        key,
+        value,
+        mask=attention_mask,
+        causal=causal,
+        scale=scaling,
+        softcap=softcap,
+        dropout=dropout,
         backend=backend if queries == keys else cached,
-    )  # fmt: skip
+    )
     return out_BNSH.transpose(1, 2).contiguous(), None

@@ -59,11 +59,22 @@ class FlashAttention(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, dropout: float = 0.0, *, n_kv_heads: int | None = None, causal: bool = False,
-        window: int | None = None, rotary_theta: float | None = None, softcap: float | None = None, bias: bool = True,
-        backend: str = "auto", use_fp4: bool = False, device: torch.device | str | None = None,
+        self,
+        d_model: int,
+        n_heads: int,
+        dropout: float = 0.0,
+        *,
+        n_kv_heads: int | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        rotary_theta: float | None = None,
+        softcap: float | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+        use_fp4: bool = False,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
@@ -120,9 +131,17 @@ class FlashAttention(nn.Module):
         if self.rotary_theta is not None:
             q, k = rotary(q, k, *rotary_tables(0, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
         y_BNSH, self.backend = attention(
-            q, k, v, mask=mask, causal=self.causal, bottom_right=True, window=self.window, softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0, backend=self.wanted_backend,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=mask,
+            causal=self.causal,
+            bottom_right=True,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self.dropout if self.training else 0.0,
+            backend=self.wanted_backend,
+        )
         return self.out_proj(y_BNSH.transpose(1, 2).flatten(2))
 
 
@@ -142,9 +161,15 @@ def from_multihead_attention(
         raise Unsupported("a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention adds no keys")
     weight, bias = module.in_proj_weight, module.in_proj_bias
     made = FlashAttention(
-        module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=bias is not None,
-        backend=backend, device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
+        module.embed_dim,
+        module.num_heads,
+        module.dropout,
+        causal=causal,
+        bias=bias is not None,
+        backend=backend,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
     given = {"qkv_proj.weight": weight, "out_proj.weight": module.out_proj.weight}
     if bias is not None:
         given |= {"qkv_proj.bias": bias, "out_proj.bias": module.out_proj.bias}

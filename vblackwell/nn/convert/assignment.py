@@ -140,9 +140,14 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
 
 
 def assign_precision(
-    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
-    pattern: str = "all", keep: str = HEAD,
-) -> Assignment:  # fmt: skip
+    model: nn.Module,
+    batches: Batches,
+    budget: float = DEFAULT_BUDGET,
+    *,
+    max_bits: float | None = None,
+    pattern: str = "all",
+    keep: str = HEAD,
+) -> Assignment:
     """The cheapest precisions by which the calibration loss rises by at most ``budget``, a share of it, or the best of
     at most ``max_bits`` a weight; ``pattern`` and ``keep`` as for `select_linears`.
 

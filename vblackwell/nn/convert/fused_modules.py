@@ -142,9 +142,11 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
         return more
     width, inner = 8, 6
     small = {
-        "gate_proj": nn.Linear(width, inner), "up_proj": nn.Linear(width, inner), "down_proj": nn.Linear(inner, width),
+        "gate_proj": nn.Linear(width, inner),
+        "up_proj": nn.Linear(width, inner),
+        "down_proj": nn.Linear(inner, width),
         "gate_up_proj": nn.Linear(width, 2 * inner),
-    }  # fmt: skip
+    }
     twin = twin_of(module, _modules={name: small.get(name, child) for name, child in module._modules.items()})
     x = _random(2, 3, width) * 2
     otherwise = "it computes something else than down(silu(gate(x)) * up(x))"
@@ -201,9 +203,11 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
         return None
     x, otherwise = _random(2, 3, 8), "it computes something else than h + mlp(norm(h)) after attention"
     stubs: dict[str, nn.Module] = {
-        "input_layernorm": _Stub(torch.cos), "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
-        "post_attention_layernorm": _Stub(torch.tanh), "mlp": _Stub(torch.square),
-    }  # fmt: skip
+        "input_layernorm": _Stub(torch.cos),
+        "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
+        "post_attention_layernorm": _Stub(torch.tanh),
+        "mlp": _Stub(torch.square),
+    }
     h = x + torch.sin(3 * torch.cos(x))
     first, why = {**stubs, **_WITHOUT_MLP}, None
     for training in (True, False):

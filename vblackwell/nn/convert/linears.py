@@ -172,10 +172,16 @@ NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 
 
 def enable_vb_optimization(
-    model: nn.Module, mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True,
-    replace_pattern: str = "all", *, refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
+    model: nn.Module,
+    mode: str = "auto",
+    enable_quantization: bool = True,
+    enable_fp4: bool = True,
+    replace_pattern: str = "all",
+    *,
+    refresh_every: int = REFRESH_EVERY,
+    drift_threshold: float = DRIFT_THRESHOLD,
     verbose: bool = False,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """Put weights in two parts into ``model``, in place, and return it.
 
     Every chosen linear becomes a `VBOptimizedLinear` on the very same parameters: dtypes, ties and optimizers stay.

@@ -94,10 +94,15 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
     make: Any = peft.LoraConfig  # whose alpha is stated as an int, and may be a float
     config = make(
-        r=lora.rank, lora_alpha=lora.scale * lora.rank, lora_dropout=lora.dropout, target_modules=wanted, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
+        r=lora.rank,
+        lora_alpha=lora.scale * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=wanted,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
         fan_in_fan_out=all(type(module).__name__ == "Conv1D" for module in chosen),
-    )  # fmt: skip
+    )
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:

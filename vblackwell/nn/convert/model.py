@@ -29,10 +29,17 @@ _EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def convert(
-    model: nn.Module, *, fp4_layers: str | None = "all", keep: str | None = None, format: str = "nvfp4",
-    scale_search: str | None = None, pack: bool = False, attention: str | None = "auto", fused: bool = True,
+    model: nn.Module,
+    *,
+    fp4_layers: str | None = "all",
+    keep: str | None = None,
+    format: str = "nvfp4",
+    scale_search: str | None = None,
+    pack: bool = False,
+    attention: str | None = "auto",
+    fused: bool = True,
     loss: bool = False,
-) -> Conversion:  # fmt: skip
+) -> Conversion:
     """Replace what provably computes the same, or, for FP4, what was asked for, in place.
 
     Args:
@@ -78,7 +85,7 @@ def convert(
 
 def _linears(
     done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
-) -> None:  # fmt: skip
+) -> None:
     model = done.model
     found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
     following = _following_activations(model) if epilogues else {}

@@ -89,15 +89,31 @@ def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> Abstract
 
 
 def fused_backend(
-    num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    seq_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
     deterministic: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """The dispatcher's choice for causal training of this shape among fused backends; Unsupported, with all reasons."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = dispatcher.AttentionRequest(
-        device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
-        gradient=True, deterministic=deterministic, gpu=device.index,
-    )  # fmt: skip
+        device.type,
+        capability,
+        dtype,
+        num_heads,
+        num_kv_heads,
+        seq_length,
+        seq_length,
+        head_dim,
+        causal=True,
+        gradient=True,
+        deterministic=deterministic,
+        gpu=device.index,
+    )
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name != "math"}
     if accepted := [name for name, why in reasons.items() if not why]:
         return accepted[0]

@@ -109,9 +109,13 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=False)
 
     def forward(
-        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
+        self,
+        x_BSD: Tensor | Unnormed,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: KVCache | SteadyCache | None = None,
         mask_BSS: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
@@ -204,9 +208,15 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
-        mask_BSS: Tensor | None = None, wanted: bool = True, lean: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x_BSD: Tensor,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: KVCache | SteadyCache | None = None,
+        mask_BSS: Tensor | None = None,
+        wanted: bool = True,
+        lean: bool = False,
+    ) -> Tensor:
         """(B, S, D) to the same.
 
         ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
@@ -268,18 +278,35 @@ class OptimizedTransformerBlock(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, d_ff: int, dropout: float = 0.0, use_fp4: bool = False,
-        use_checkpoint: bool = False, *, n_kv_heads: int | None = None, causal: bool = False, window: int | None = None,
-        rotary_theta: float | None = None, backend: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        dropout: float = 0.0,
+        use_fp4: bool = False,
+        use_checkpoint: bool = False,
+        *,
+        n_kv_heads: int | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        rotary_theta: float | None = None,
+        backend: str = "auto",
+    ) -> None:
         super().__init__()
         if d_ff < 1:
             raise ConfigurationError(f"a feed-forward width of {d_ff}: give at least 1, usually 4 x {d_model}")
         self.dropout, self.use_fp4, self.use_checkpoint = dropout, use_fp4, use_checkpoint
         self.attention = FlashAttention(
-            d_model, n_heads, dropout, n_kv_heads=n_kv_heads, causal=causal, window=window, rotary_theta=rotary_theta,
-            backend=backend, use_fp4=use_fp4,
-        )  # fmt: skip
+            d_model,
+            n_heads,
+            dropout,
+            n_kv_heads=n_kv_heads,
+            causal=causal,
+            window=window,
+            rotary_theta=rotary_theta,
+            backend=backend,
+            use_fp4=use_fp4,
+        )
         self.attention_norm = RMSNorm(d_model, BLOCK_NORM_EPSILON)
         self.feed_forward_norm = AddRMSNorm(d_model, BLOCK_NORM_EPSILON)
         if use_fp4:

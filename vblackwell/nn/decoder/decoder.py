@@ -86,9 +86,13 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, seed: int = 0, device: torch.device | str | None = None,
+        self,
+        config: DecoderConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
@@ -144,9 +148,13 @@ class Decoder(nn.Module):
         return fill
 
     def forward(
-        self, input_ids_BS: Tensor, targets_BS: Tensor | None = None, positions_BS: Tensor | None = None, *,
+        self,
+        input_ids_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        *,
         cache: KVCache | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
 
         Args:

@@ -46,10 +46,19 @@ class FusedFP4Linear(PackedLinear):
     buffer_names = (*PackedLinear.buffer_names, "weight_row_top")
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, activation: str = "none", *,
-        format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = False, w4a8: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        format: str = "nvfp4",
+        scale_search: str | None = None,
+        use_fp4: bool = False,
+        w4a8: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias, format_named(format), device, dtype)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")

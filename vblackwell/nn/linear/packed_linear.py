@@ -136,9 +136,14 @@ class PackedLinear(nn.Module):
     packed_by = "format"  # the argument that decides what the weight is packed to
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, form: Format, device: torch.device | str | None,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        form: Format,
+        device: torch.device | str | None,
         dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ConfigurationError(f"a linear of {in_features} -> {out_features} features: both must be at least 1")
@@ -229,9 +234,15 @@ class PackedLinear(nn.Module):
             destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         self._forget()
         device = self.weight_codes.device if self.weight is None else self.weight.device
         own = {prefix + name for name in self.state_names}

@@ -36,9 +36,16 @@ class StoredFP4Linear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: nn.Parameter | None, format: str | Format = "nvfp4", *,
-        tiled: bool = False, fine: bool = False, dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None,
+        format: str | Format = "nvfp4",
+        *,
+        tiled: bool = False,
+        fine: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.form = format_named(format) if isinstance(format, str) else format

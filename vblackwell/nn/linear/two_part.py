@@ -230,9 +230,14 @@ class VirtualBlackwellAdapter:
 
 
 def create_virtual_blackwell(
-    mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True, *,
-    refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD, max_weights: int = MAX_WEIGHTS,
-) -> VirtualBlackwellAdapter:  # fmt: skip
+    mode: str = "auto",
+    enable_quantization: bool = True,
+    enable_fp4: bool = True,
+    *,
+    refresh_every: int = REFRESH_EVERY,
+    drift_threshold: float = DRIFT_THRESHOLD,
+    max_weights: int = MAX_WEIGHTS,
+) -> VirtualBlackwellAdapter:
     """An adapter for weights by name; arguments as of `enable_vb_optimization`."""
     settings = Settings.of(mode, enable_quantization, enable_fp4, refresh_every, drift_threshold)
     return VirtualBlackwellAdapter(settings, max_weights=max_weights)
@@ -258,10 +263,18 @@ class VBOptimizedLinear(PackedLinear):
     packed_by = "precision"
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, mode: str = "auto", *,
-        precision: str = "two-part", refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        mode: str = "auto",
+        *,
+        precision: str = "two-part",
+        refresh_every: int = REFRESH_EVERY,
+        drift_threshold: float = DRIFT_THRESHOLD,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         settings = Settings(mode, precision, refresh_every, drift_threshold)
         form = format_named("nvfp4" if precision == "two-part" else precision)
         super().__init__(in_features, out_features, bias, form, device, dtype)
