@@ -19,7 +19,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_lm, in_stack
 from vblackwell.nn.convert.fused_modules import swap
-from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, nothing_selected, replace_modules
+from vblackwell.nn.convert.linears import LARGE_ELEMENTS, find_linears, head_and, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.rounded import fp4_round_trip
@@ -87,7 +87,7 @@ def _linears(
     done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
 ) -> None:
     model = done.model
-    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    found = find_linears(model, pattern, head_and(keep))
     following = _following_activations(model) if epilogues else {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, reason in found.items():

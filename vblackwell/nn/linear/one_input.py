@@ -158,7 +158,7 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
     if codes is None or scales is None:
         return None
     first, rows = layers[0], sum(layer.out_features for layer in layers)
-    return codes, scales, first.weight_tensor_scale, None, first._layout, "none", rows, first.in_features
+    return codes, scales, first.weight_tensor_scale, None, first.layout, "none", rows, first.in_features
 
 
 def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) -> list[Tensor] | None:
@@ -205,8 +205,8 @@ def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None
     layers = [linear for linear in linears if isinstance(linear, FusedFP4Linear) and linear.is_quantized]
     if len(layers) < len(linears) or any(layer.w4a8 or hooked(layer) for layer in layers):
         return None
-    plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer._layout) for layer in layers)
-    alike = len({(layer.in_features, layer._layout, layer.weight_codes.device) for layer in layers}) == 1
+    plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer.layout) for layer in layers)
+    alike = len({(layer.in_features, layer.layout, layer.weight_codes.device) for layer in layers}) == 1
     return layers if plain and alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
 
 
@@ -254,7 +254,7 @@ def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
     """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients."""
     if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
         return False
-    if not is_tiled(linear._layout) or x.numel() > MAX_ROWS * linear.in_features:
+    if not is_tiled(linear.layout) or x.numel() > MAX_ROWS * linear.in_features:
         return False
     if not (on_gpu(x) and x.dtype == norm.weight.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
         return False
