@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.rows import rotary
-from vblackwell.nn.attention.backends import attention
+from vblackwell.nn.attention.backends import Variant, attention
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 
 def rotary_tables(start: int, length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each (S, H) in fp32, of positions ``start`` to ``start + length``; see `rotary_tables_at`."""
+    """`rotary_tables_at` of positions ``start`` to ``start + length``."""
     return rotary_tables_at(torch.arange(start, start + length, dtype=torch.float32, device=device), head_dim, theta)
 
 
@@ -78,10 +78,8 @@ class FlashAttention(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
-            raise ConfigurationError(
-                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide "
-                "the width, the key heads the heads"
-            )
+            found = f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads"
+            raise ConfigurationError(f"{found}: the heads must divide the width, the key heads the heads")
         if not 0 <= dropout < 1:
             raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")
         if rotary_theta is not None and d_model // n_heads % 2:
@@ -100,9 +98,7 @@ class FlashAttention(nn.Module):
         return f"{self.d_model}, heads={heads}, causal={self.causal}, backend={self.wanted_backend!r}"
 
     def quantize(self) -> FlashAttention:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the module. Raises
-        ConfigurationError where a weight has inf or NaN.
-        """
+        """Packs the projections made with ``use_fp4``, as `FusedFP4Linear.quantize`. Returns the module."""
         for projection in (self.qkv_proj, self.out_proj):
             if isinstance(projection, FusedFP4Linear):
                 projection.quantize()
@@ -120,8 +116,7 @@ class FlashAttention(nn.Module):
         """
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.d_model:
             raise ConfigurationError(f"attention of an input of {tuple(x_BSD.shape)}: give (B, S, {self.d_model})")
-        if mask is not None and mask.dim() == 3:
-            mask = mask[:, None]
+        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         parts = self.qkv_proj(x_BSD).split([count * self.head_dim for count in heads], dim=-1)
         # Views of one tensor: the kernels read heads by their strides.
@@ -130,18 +125,9 @@ class FlashAttention(nn.Module):
         )
         if self.rotary_theta is not None:
             q, k = rotary(q, k, *rotary_tables(0, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
-        y_BNSH, self.backend = attention(
-            q,
-            k,
-            v,
-            mask=mask,
-            causal=self.causal,
-            bottom_right=True,
-            window=self.window,
-            softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0,
-            backend=self.wanted_backend,
-        )
+        dropout = self.dropout if self.training else 0.0
+        variant = Variant(mask, self.causal, True, self.window, softcap=self.softcap, dropout=dropout)
+        y_BNSH, self.backend = attention(q, k, v, variant, self.wanted_backend)
         return self.out_proj(y_BNSH.transpose(1, 2).flatten(2))
 
 
@@ -153,23 +139,16 @@ def from_multihead_attention(
     than its own, or to additional keys.
     """
     if module.in_proj_weight is None:
+        other = f"keys of width {module.kdim} and values of {module.vdim} over queries of {module.embed_dim}"
         raise Unsupported(
-            f"a MultiheadAttention with keys of width {module.kdim} and values of {module.vdim} over queries of "
-            f"{module.embed_dim}: only self-attention of one width becomes a FlashAttention"
+            f"a MultiheadAttention with {other}: only self-attention of one width becomes a FlashAttention"
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise Unsupported("a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention adds no keys")
     weight, bias = module.in_proj_weight, module.in_proj_bias
-    made = FlashAttention(
-        module.embed_dim,
-        module.num_heads,
-        module.dropout,
-        causal=causal,
-        bias=bias is not None,
-        backend=backend,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    options = {"causal": causal, "bias": bias is not None, "backend": backend}
+    placed = {"device": weight.device, "dtype": weight.dtype}
+    made = FlashAttention(module.embed_dim, module.num_heads, module.dropout, **options, **placed)
     given = {"qkv_proj.weight": weight, "out_proj.weight": module.out_proj.weight}
     if bias is not None:
         given |= {"qkv_proj.bias": bias, "out_proj.bias": module.out_proj.bias}
