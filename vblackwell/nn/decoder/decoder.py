@@ -47,10 +47,9 @@ class HiddenWithTargets:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         if func is not functional.linear or not isinstance(args[0], cls):
-            raise Unsupported(
-                f"{getattr(func, '__name__', func)} on hidden states with targets: only a linear head takes them; "
-                "call it with the hidden states alone and compute the loss from its logits"
-            )
+            what = f"{getattr(func, '__name__', func)} on hidden states with targets"
+            remedy = "call it with the hidden states alone and compute the loss from its logits"
+            raise Unsupported(f"{what}: only a linear head takes them; {remedy}")
         given, weight_VD, *bias_V = args
         bias = bias_V[0] if bias_V else (kwargs or {}).get("bias")
         return linear_cross_entropy(given.hidden, weight_VD, given.targets, bias, **given.options)
@@ -68,7 +67,7 @@ def _twice(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class DecoderTrunk(nn.Module):
-    """Everything but the head. It exists for the names of the weights."""
+    """Everything but the head, under the names that the weights have in files."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -174,9 +173,9 @@ class Decoder(nn.Module):
     def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None) -> Tensor:
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
-        if start + length > self.config.max_position:
+        if start + length > (limit := self.config.max_position):
             raise ConfigurationError(
-                f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
+                f"a sequence of {start + length} tokens: this model's limit is {limit}; shorten it"
             )
         x_BSD = self.model.embed_tokens(input_ids_BS)
         mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
@@ -189,9 +188,8 @@ class Decoder(nn.Module):
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
             if recompute:
-                x_BSD = checkpoint(
-                    _twice(partial(layer, mask_BSS=mask_BSS, lean=True)), x_BSD, *tables, modules=(layer,)
-                )
+                lean = _twice(partial(layer, mask_BSS=mask_BSS, lean=True))
+                x_BSD = checkpoint(lean, x_BSD, *tables, modules=(layer,))
             else:
                 x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
         if cache is not None:
@@ -217,13 +215,14 @@ class Decoder(nn.Module):
         return self.lm_head(normed_B1D[:, -1])
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        chunk = self.loss_chunk_tokens
         if hidden_TD.is_cuda and takes_targets(self.lm_head):
-            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": self.loss_chunk_tokens}
+            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": chunk}
             return self.lm_head(HiddenWithTargets(hidden_TD, targets_T, **options))
         counted = (targets_T != IGNORED_TARGET).sum()
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._loss_sum(hidden_TD, targets_T) / counted
-        pieces = zip(hidden_TD.split(self.loss_chunk_tokens), targets_T.split(self.loss_chunk_tokens), strict=True)
+        pieces = zip(hidden_TD.split(chunk), targets_T.split(chunk), strict=True)
         sums = [checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]
         return torch.stack(sums).sum() / counted
 
