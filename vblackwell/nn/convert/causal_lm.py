@@ -222,8 +222,8 @@ class _FusedLoss:
             model.__dict__.pop("_loss_function", None)
 
     def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        ours = isinstance(logits, NoLogits) and logits.loss is not None
-        return logits.loss if ours else self._original(logits, *args, **kwargs)
+        loss = logits.loss if isinstance(logits, NoLogits) else None
+        return self._original(logits, *args, **kwargs) if loss is None else loss
 
     def __reduce__(self) -> Any:
         return operator.itemgetter(0), ((self._original,),)

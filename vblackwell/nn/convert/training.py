@@ -93,10 +93,9 @@ def training_request(
 ) -> dispatcher.AttentionRequest:
     """Causal training of this shape; ``heads`` as of `attention_heads`."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    sizes, flags = (*heads[:2], seq_length, seq_length, heads[2]), {"causal": True, "gradient": True}
-    return dispatcher.AttentionRequest(
-        device.type, capability, dtype, *sizes, **flags, deterministic=deterministic, gpu=device.index
-    )
+    sizes: tuple[Any, ...] = (*heads[:2], seq_length, seq_length, heads[2])
+    request = dispatcher.AttentionRequest(device.type, capability, dtype, *sizes)
+    return request._replace(causal=True, gradient=True, deterministic=deterministic, gpu=device.index)
 
 
 def fused_backend(request: dispatcher.AttentionRequest) -> str:
@@ -110,11 +109,9 @@ def fused_backend(request: dispatcher.AttentionRequest) -> str:
 
 def chosen_backend(request: dispatcher.AttentionRequest) -> str:
     """What torch takes in this context: 'flash', 'cudnn', 'efficient' or 'math'."""
-    device = torch.device(request.device, request.gpu)
-    query, key = (
-        torch.empty(1, heads, request.queries, request.head, dtype=request.dtype, device=device, requires_grad=True)
-        for heads in (request.heads, request.kv_heads)
-    )
+    shapes = ((1, heads, request.queries, request.head) for heads in (request.heads, request.kv_heads))
+    how: dict[str, Any] = {"dtype": request.dtype, "device": _device(request), "requires_grad": True}
+    query, key = (torch.empty(shape, **how) for shape in shapes)
     try:
         given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
         choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
@@ -127,7 +124,11 @@ def chosen_backend(request: dispatcher.AttentionRequest) -> str:
     return names[choice]
 
 
+def _device(request: dispatcher.AttentionRequest) -> torch.device:
+    return torch.device(request.device, request.gpu)  # type: ignore[arg-type]
+
+
 def _refused(request: dispatcher.AttentionRequest) -> Unsupported:
-    what = f"{request.heads} heads of {request.head} in {request.dtype} on {torch.device(request.device, request.gpu)}"
+    what = f"{request.heads} heads of {request.head} in {request.dtype} on {_device(request)}"
     remedy = "leave the flag out, or add --mixed-precision"
     return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")

@@ -103,14 +103,9 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head, width, bias=False)
 
     def forward(
-        self,
-        x_BSD: Tensor | Unnormed,
-        cos_SH: Tensor,
-        sin_SH: Tensor,
-        cache: Cache = None,
-        mask_BSS: Tensor | None = None,
+        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: Cache = None, mask: Tensor | None = None
     ) -> Tensor:
-        """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
+        """(B, S, D); tables may be (B, S, H) too. ``mask`` (B, S, S) is what may be attended to, causality included."""
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
         q_BNSH, k_BKTH, v_BKTH = (
@@ -123,7 +118,7 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
-        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask_BSS, cache is not None)
+        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask, cache is not None)
         return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
 
     def _attended(

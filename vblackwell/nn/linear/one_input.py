@@ -266,8 +266,9 @@ def lean_feed_forward(
     """
     if not isinstance(norm, nn.RMSNorm) or not may_be_lean(x, norm, mlp, linears):
         return None
-    weights: list[Any] = [linear.weight for linear in linears]
-    return feed_forward_block(x + residual, norm.weight, _epsilon(norm, norm.weight), *weights, wanted)
+    gate, up, down = (linear.weight for linear in linears)
+    eps = _epsilon(norm, norm.weight)
+    return feed_forward_block(x + residual, norm.weight, eps, gate, up, down, wanted)  # type: ignore[arg-type]
 
 
 def may_be_lean(x: Tensor, norm: Any, mlp: nn.Module, linears: tuple[nn.Module, ...]) -> bool:

@@ -256,9 +256,8 @@ class PackableLinear(PackedLinear):
             meta = bytearray(json.dumps(packed.coarse.meta()).encode())
             destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:  # type: ignore
         self._forget()
-        metadata, strict, missing_keys, *_ = rest
         device = self.weight_codes.device if self.weight is None else self.weight.device
         shape, own = (self.out_features, self.in_features), {prefix + name for name in self.state_names}
         others = {key: value for key, value in state_dict.items() if key not in own}
@@ -272,10 +271,10 @@ class PackableLinear(PackedLinear):
             if packed.shape != shape:
                 wanted = f"this layer's is {shape}: the checkpoint belongs to another model"
                 raise ConfigurationError(f"{prefix}weight is packed with shape {packed.shape}, {wanted}")
-            self._adopt(packed if metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
+            self._adopt(packed if local_metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
             self._drop_buffers()
             self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
-        super()._load_from_state_dict(others, prefix, *rest)
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, *rest)

@@ -67,7 +67,9 @@ class StoredFP4Linear(PackedLinear):
             size = torch.Size(shape).numel() * kind.itemsize
             held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
             self.register_parameter(name, held)
-        self.bias = None if bias is None else bias.requires_grad_(False)
+        self.bias = bias
+        if bias is not None:
+            bias.requires_grad_(False)
 
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
