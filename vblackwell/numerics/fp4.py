@@ -33,12 +33,8 @@ Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 class FP4Codec:
     """Encodes and decodes one format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
 
-    Args:
-        scale_search: 'mse' (least squared error) or 'max' (the plain published scale).
-        block_size: for int4 (32, 128) and int8 (``None``: the row; or any even number).
-
-    Raises:
-        ConfigurationError: an unknown format or search, a block size the format does not have.
+    ``scale_search`` is 'mse' (least squared error) or 'max' (the plain published scale); ``block_size`` for int4 (32,
+    128) and int8 (``None``: the row; or any even number). Raises ConfigurationError for what is not known.
     """
 
     def __init__(self, format: str = "nvfp4", scale_search: str = "mse", *, block_size: int | None = None) -> None:
@@ -83,8 +79,7 @@ def quantize(
         workspace_bytes: GPU memory for temporaries; default: what keeps the whole under 0.35 of the tensor.
         encoder: of the same bits, asked first (kernels/fp4/encode.py).
 
-    Raises:
-        ConfigurationError: wrong dtype, empty, inf or NaN elements, a tensor scale that does not fit.
+    Raises ConfigurationError for a wrong dtype, no elements, inf or NaN, a tensor scale that does not fit.
     """
     form = format_named(format, block_size)
     check_search(scale_search)

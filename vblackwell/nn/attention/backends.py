@@ -90,12 +90,9 @@ def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant)
     changes = (variant.softcap is not None, variant.alibi_slopes_N is not None, variant.dropout > 0)
     gradient = learns and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad)
     gradients = (gradient, learns and mask is not None and mask.requires_grad)
-    rest = (
-        torch.are_deterministic_algorithms_enabled(),
-        q_BNSH.shape[0],
-        0 if mask is None else mask.shape[:-2].numel(),
-    )
-    what = (*sizes, kind, *bounds, *changes, *gradients, *rest, device.index)
+    planes, deterministic = 0 if mask is None else mask.shape[:-2].numel(), torch.are_deterministic_algorithms_enabled()
+    rest = (deterministic, q_BNSH.shape[0], planes, device.index)
+    what = (*sizes, kind, *bounds, *changes, *gradients, *rest)
     return AttentionRequest(device.type, capability, q_BNSH.dtype, *what)
 
 
@@ -196,19 +193,16 @@ def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Var
             mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
     # A branch, because sizes may be symbols under torch.compile.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    how = {"scale": variant.scale, **grouped}
     with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(
-            q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
-        )
+        return functional.scaled_dot_product_attention(q, k, v, mask, variant.dropout, variant.causal, **how)
 
 
 Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
-        registry.Backend(
-            "triton", _triton_reasons, lambda q, k, v, asked: op.flash_attention(q, k, v, **asked._asdict())
-        ),
+        registry.Backend("triton", _triton_reasons, lambda q, k, v, how: op.flash_attention(q, k, v, **how._asdict())),
         registry.Backend("cudnn", _cudnn_reasons, partial(_run_sdpa, SDPBackend.CUDNN_ATTENTION)),
         registry.Backend("flash", _flash_reasons, partial(_run_sdpa, SDPBackend.FLASH_ATTENTION)),
         registry.Backend("efficient", _efficient_reasons, partial(_run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
@@ -268,9 +262,6 @@ def attention(
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
 
 
-# -- measured times ----------------------------------------------------------------------------------------------------
-
-
 def neighbours_key(r: AttentionRequest) -> str:
     """The key of times of a shape and its neighbours: type, head width, power of two of the length, and kind."""
     bucket = tuning.bucket(max(r.queries, r.keys))
@@ -298,8 +289,6 @@ def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run
     order = sorted(preference(r), key=lambda name: times.get(name, math.inf)) if times else preference(r)
     return [BACKENDS[name] for name in order]
 
-
-# -- transformers' models ----------------------------------------------------------------------------------------------
 
 NAME = "vblackwell"
 _UNKNOWN = ("s_aux", "position_bias", "cache")  # no backend has sinks, or biases by position

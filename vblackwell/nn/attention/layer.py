@@ -51,11 +51,8 @@ class FlashAttention(nn.Module):
         backend: 'auto', or the name of the only one that may run.
         use_fp4: both projections train straight through nvfp4, and ``quantize()`` packs them.
 
-    Attributes:
-        backend: which backend ran last; None before the first forward.
-
-    Raises:
-        ConfigurationError: heads that do not divide the width or one another, or other values out of range.
+    The attribute ``backend`` is the one that ran last; None before the first forward. Raises ConfigurationError for
+    heads that do not divide the width or one another, or other values out of range.
     """
 
     def __init__(
@@ -105,14 +102,9 @@ class FlashAttention(nn.Module):
         return self
 
     def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What each position gathers, (B, S, D).
-
-        Args:
-            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added.
-
-        Raises:
-            ConfigurationError: an input or mask of another shape or type.
-            Unsupported: no backend (or not the one asked for) takes this; the message has every backend's reasons.
+        """What each position gathers, (B, S, D). ``mask``: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1:
+        boolean (True attends) or added. Raises ConfigurationError for an input or mask of another shape or type;
+        Unsupported, with every backend's reasons, where none (or not the one asked for) takes this.
         """
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.d_model:
             raise ConfigurationError(f"attention of an input of {tuple(x_BSD.shape)}: give (B, S, {self.d_model})")
@@ -120,9 +112,7 @@ class FlashAttention(nn.Module):
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         parts = self.qkv_proj(x_BSD).split([count * self.head_dim for count in heads], dim=-1)
         # Views of one tensor: the kernels read heads by their strides.
-        q, k, v = (
-            part.unflatten(-1, (count, self.head_dim)).transpose(1, 2) for part, count in zip(parts, heads, strict=True)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         if self.rotary_theta is not None:
             q, k = rotary(q, k, *rotary_tables(0, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
         dropout = self.dropout if self.training else 0.0
@@ -140,9 +130,8 @@ def from_multihead_attention(
     """
     if module.in_proj_weight is None:
         other = f"keys of width {module.kdim} and values of {module.vdim} over queries of {module.embed_dim}"
-        raise Unsupported(
-            f"a MultiheadAttention with {other}: only self-attention of one width becomes a FlashAttention"
-        )
+        only = "only self-attention of one width becomes a FlashAttention"
+        raise Unsupported(f"a MultiheadAttention with {other}: {only}")
     if module.bias_k is not None or module.add_zero_attn:
         raise Unsupported("a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention adds no keys")
     weight, bias = module.in_proj_weight, module.in_proj_bias

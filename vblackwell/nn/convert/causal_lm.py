@@ -109,8 +109,7 @@ def accelerate_causal_lm(
             only of a model in training; evaluation keeps logits, and computing with a training output's raises.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
-    Raises:
-        ConfigurationError: the model is accelerated already.
+    Raises ConfigurationError where the model is accelerated already.
     """
     if model in _done:
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
@@ -153,7 +152,7 @@ def has_fused_loss(model: nn.Module) -> bool:
 
 
 def restore_causal_lm(model: nn.Module) -> nn.Module:
-    """Undo `accelerate_causal_lm`; a model that was not accelerated is returned as it is."""
+    """Undo `accelerate_causal_lm`, if it was called; returns the model."""
     swapped, fused = _done.pop(model, ([], None))
     for module in swapped:
         object.__setattr__(module, "__class__", plain_class(module))

@@ -146,8 +146,6 @@ def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     return why or {"forward": forward}
 
 
-# -- layers that transformers checkpoints one by one -------------------------------------------------------------------
-
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
 

@@ -112,10 +112,8 @@ def nothing_selected(model: nn.Module, pattern: str, found: Mapping[str, str | N
     by_reason = defaultdict[str | None, list[str]](list)
     for name, reason in found.items():
         by_reason[reason].append(name)
-    left = [
-        f"{name}{f' and {len(others)} more' if others else ''} ({reason})"
-        for reason, (name, *others) in by_reason.items()
-    ]
+    examples = ((reason, name, len(others)) for reason, (name, *others) in by_reason.items())
+    left = [f"{name}{f' and {more} more' if more else ''} ({reason})" for reason, name, more in examples]
     said = ", ".join(left) or "it has none"
     return ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__}: {said}")
 
@@ -195,8 +193,7 @@ def enable_vb_optimization(
         verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
         renewal: ``refresh_every`` and ``drift_threshold`` of `Settings`: when kept scales are renewed.
 
-    Raises:
-        ConfigurationError: a value that is refused, both switches off, or nothing selected. The model is as it was.
+    Raises ConfigurationError, the model as it was, for a value out of range, both switches off, or nothing selected.
     """
     settings = Settings.of(mode, enable_quantization, enable_fp4, **renewal)
     chosen = select_linears(model, replace_pattern)
@@ -260,9 +257,8 @@ class VBModelWrapper(nn.Module):
             sizes = (format_bytes(row["weight_bytes"]), format_bytes(row["cached_bytes"]))
             shape, drift = "x".join(map(str, row["shape"])), "" if row["drift"] is None else f"{row['drift']:.3f}"
             print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], drift))
-        weight, cached = (
-            format_bytes(sum(row[f"{kind}_bytes"] for row in stats.values())) for kind in ("weight", "cached")
-        )
+        weight = format_bytes(sum(row["weight_bytes"] for row in stats.values()))
+        cached = format_bytes(sum(row["cached_bytes"] for row in stats.values()))
         print(f"{len(stats)} layers, {weight} of weights, {cached} of caches")
 
 

@@ -29,8 +29,6 @@ from vblackwell.nn.linear import one_input
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import Unnormed, hooked, linears_of_one_input, normed, output_is_read
 
-# -- keys and values ---------------------------------------------------------------------------------------------------
-
 
 class KVCache:
     """Keys and values of every layer of a ``Decoder``; memory for ``max_length`` positions comes with the first."""
@@ -86,8 +84,6 @@ class SteadyCache:
 
 Cache = KVCache | SteadyCache | None
 
-# -- the decoder's blocks ----------------------------------------------------------------------------------------------
-
 
 class SelfAttention(nn.Module):
     """Attention of one block; passes without a cache run on ``backend``, or None: on PyTorch's choice."""
@@ -141,9 +137,8 @@ class SelfAttention(nn.Module):
             if q_BNSH.is_cuda:
                 return attention(q_BNSH, k_BKTH, v_BKTH, Variant(causal=True, bottom_right=True))[0]
             mask_ST = torch.ones(new, known, dtype=torch.bool, device=q_BNSH.device).tril(known - new)
-        return functional.scaled_dot_product_attention(
-            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
-        )
+        how = {"attn_mask": mask_ST, "is_causal": new == known > 1, "enable_gqa": self.grouped}
+        return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, **how)
 
 
 def within_documents(positions_BS: Tensor) -> Tensor:
@@ -204,10 +199,8 @@ class DecoderLayer(nn.Module):
         wanted: bool = True,
         lean: bool = False,
     ) -> Tensor:
-        """(B, S, D) to the same.
-
-        ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-        ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
+        """(B, S, D) to the same. Unless ``wanted``, the last product may be left out: a checkpoint's second pass throws
+        the output away. ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -216,19 +209,16 @@ class DecoderLayer(nn.Module):
         rows_BSD = norm(x_BSD) if hooked(attention) else normed(x_BSD, norm, *projections, recompute=lean)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         if lean:
-            linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-            y_BSD = one_input.lean_feed_forward(
-                attended_BSD, x_BSD, self.post_attention_layernorm, mlp, linears, wanted
-            )
+            linears, norm = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.post_attention_layernorm
+            y_BSD = one_input.lean_feed_forward(attended_BSD, x_BSD, norm, mlp, linears, wanted)
             if y_BSD is not None:
                 return y_BSD
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return x_BSD + mlp(normed_BSD, wanted)
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
-        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm.
-
-        ``added_BSD`` is what is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
+        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm. ``added_BSD`` is what
+        is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -245,9 +235,6 @@ class DecoderLayer(nn.Module):
         return mlp(normed_BSD), x_BSD
 
 
-# -- a block for other models ------------------------------------------------------------------------------------------
-
-
 class OptimizedTransformerBlock(nn.Module):
     """``h = x + attention(norm(x))``, then ``h + down(gelu(up(norm(h))))``, to build models of one's own from.
 
@@ -262,8 +249,7 @@ class OptimizedTransformerBlock(nn.Module):
         use_checkpoint: keep only the input for backward and compute the block again there.
         attention: ``n_kv_heads``, ``causal``, ``window``, ``rotary_theta``, ``backend`` of ``FlashAttention``.
 
-    Raises:
-        ConfigurationError: sizes below 1, heads that do not divide the width, a dropout outside [0, 1).
+    Raises ConfigurationError for sizes below 1, heads that do not divide the width, a dropout outside [0, 1).
     """
 
     def __init__(

@@ -145,8 +145,6 @@ def not_supported_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-# -- presets -----------------------------------------------------------------------------------------------------------
-
 GPT2_VOCAB_SIZE = 50257
 
 # Widths are multiples of 64 so that every block format divides them. ``7b`` is Llama 2's shape (6.74 G with its 32,000

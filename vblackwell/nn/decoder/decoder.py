@@ -79,9 +79,8 @@ class DecoderTrunk(nn.Module):
 class Decoder(nn.Module):
     """Token numbers in, logits or a loss out; on the device 'meta' no weights are drawn.
 
-    Attributes:
-        gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
-        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
+    ``gradient_checkpointing``: compute blocks again in backward instead of keeping their activations.
+    ``loss_chunk_tokens``: whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
     """
 
     def __init__(
@@ -174,9 +173,8 @@ class Decoder(nn.Module):
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
         if start + length > (limit := self.config.max_position):
-            raise ConfigurationError(
-                f"a sequence of {start + length} tokens: this model's limit is {limit}; shorten it"
-            )
+            wrong = f"a sequence of {start + length} tokens: this model's limit is {limit}"
+            raise ConfigurationError(f"{wrong}; shorten it")
         x_BSD = self.model.embed_tokens(input_ids_BS)
         mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
         if positions_BS is None:

@@ -37,9 +37,8 @@ class FusedFP4Linear(PackableLinear):
         w4a8: once packed, round inputs to E4M3 and multiply on FP8 tensor cores; for mxfp4.
         device, dtype: of the parameters, as for ``nn.Linear``.
 
-    Raises:
-        ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than
-            mxfp4 or with sizes that are no multiples of 16.
+    Raises ConfigurationError for a size below 1, an unknown activation, format or search, or w4a8 with another format
+    than mxfp4 or with sizes that are no multiples of 16.
     """
 
     weight_row_top: Tensor | None  # for w4a8 alone; follows from the scales, so no state dict has it
@@ -90,11 +89,10 @@ class FusedFP4Linear(PackableLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
+        if self.weight is None and self.w4a8:
+            placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
+            return fp4_linear_w4a8(x, *placed, self.bias, self.activation, self.out_features, self.in_features)
         if self.weight is None:
-            if self.w4a8:
-                placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
-                shape = (self.out_features, self.in_features)
-                return fp4_linear_w4a8(x, *placed, self.bias, self.activation, *shape)
             return fp4_linear(x, *self.placed_arguments())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))

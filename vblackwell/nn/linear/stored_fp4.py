@@ -17,17 +17,7 @@ from torch import Tensor, nn
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import (
-    CODES,
-    FINE,
-    PARTS,
-    SCALES,
-    TENSOR_SCALE,
-    PackedLinear,
-    PlacedWeight,
-    pack,
-    place,
-)
+from vblackwell.nn.linear.packed_linear import FINE, PARTS, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
 from vblackwell.numerics.packed import PackedTensor
@@ -59,9 +49,8 @@ class StoredFP4Linear(PackedLinear):
         if tiled:
             self.layout = layout.tiled_name(form.name)
             codes, scales = ((shape, torch.uint8) for shape in layout.shapes(self.layout, n, k))
-        self._views = {CODES: codes, SCALES: scales, TENSOR_SCALE: ((), torch.float32)} | (
-            {FINE: codes} if fine else {}
-        )
+        views = (codes, scales, ((), torch.float32), codes)
+        self._views = dict(zip((*PARTS, FINE) if fine else PARTS, views, strict=False))
         self.parts = tuple(self._views)
         for name, (shape, kind) in self._views.items():
             size = torch.Size(shape).numel() * kind.itemsize

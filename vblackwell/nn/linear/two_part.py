@@ -44,9 +44,8 @@ class Settings:
     drift_threshold: float = 0.05  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", MODES), ("precision", BITS)):
-            if getattr(self, name) not in known:
-                chosen = getattr(self, name)
+        for name, chosen, known in (("mode", self.mode, MODES), ("precision", self.precision, BITS)):
+            if chosen not in known:
                 raise ConfigurationError(f"{name} {chosen!r} is not known: choose one of {', '.join(known)}")
         # True is an int to Python; numpy's floats are floats.
         every, drift = self.refresh_every, self.drift_threshold
@@ -68,9 +67,8 @@ class Settings:
 
 @functools.cache
 def _optimizer_steps() -> list[int]:
-    """How many steps any optimizer has taken, from the first question on.
-
-    A tensor's version says that it was changed in place, but not by fused optimizers, nor by our kernels.
+    """How many steps any optimizer has taken, from the first question on: fused ones, and our kernels, change weights
+    without a new version of the tensor.
     """
     steps = [0]
 
@@ -114,9 +112,8 @@ class _Cache:
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
         """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
-        source = (
-            weight if self.settings.precision == "two-part" else weight.detach()
-        )  # the op of formats has a gradient
+        # Of the two ops that of formats has a gradient.
+        source = weight if self.settings.precision == "two-part" else weight.detach()
         return Rounded(weight, self._rounded(source, dtype, rounded), self.count_step)
 
     @torch.compiler.disable
@@ -199,9 +196,7 @@ class VirtualBlackwellAdapter:
 
     def compress(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias``, (..., K) to (..., N) in the type of ``x`` or of autocast, with ``weight`` (N, K) rounded.
-
-        Raises:
-            ConfigurationError: another shape than was registered, or inf or NaN when packing.
+        Raises ConfigurationError for another shape than was registered, or inf or NaN when packing.
         """
         if name not in self._caches:  # never announced, or crowded out
             self.register_weight(name, weight)
@@ -250,8 +245,7 @@ class VBOptimizedLinear(PackableLinear):
         precision: 'two-part' (8.5 bits), 'nvfp4' (4.5) or 'int8' (8).
         device, dtype: of the parameters, as for ``nn.Linear``.
 
-    Raises:
-        ConfigurationError: a size below 1, or a value that `Settings` refuses.
+    Raises ConfigurationError for a size below 1, or a value that `Settings` refuses.
     """
 
     state_names = (*STATE_NAMES, FINE)
