@@ -340,9 +340,6 @@ def _forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
@@ -350,13 +347,14 @@ def _forward(
     if asked:
         raise Unsupported(f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has")
     queries, keys = query.shape[2], key.shape[2]
+    is_causal = options.get("is_causal")
     causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
     causal = causal and queries > 1
     if causal and keys > queries:  # a static cache that is being filled: what follows is empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
-    softcap = options.get("softcap")
-    variant = Variant(attention_mask, causal, scale=scaling, softcap=softcap, dropout=dropout)
+    scores = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    variant = Variant(attention_mask, causal, dropout=options.get("dropout", 0.0), **scores)
     out_BNSH, _ = attention(query, key, value, variant, backend if queries == keys else cached)
     return out_BNSH.transpose(1, 2).contiguous(), None

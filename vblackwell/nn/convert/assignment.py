@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.machine.lock import disk_error
-from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
+from vblackwell.nn.convert.linears import find_linears, replace_modules, select_linears
 from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 
@@ -130,16 +130,10 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
 
 
 def assign_precision(
-    model: nn.Module,
-    batches: Batches,
-    budget: float = DEFAULT_BUDGET,
-    *,
-    max_bits: float | None = None,
-    pattern: str = "all",
-    keep: str = HEAD,
+    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None, **which: str
 ) -> Assignment:
     """The cheapest precisions by which the calibration loss rises by at most ``budget``, a share of it, or the best of
-    at most ``max_bits`` a weight; ``pattern`` and ``keep`` as for `select_linears`.
+    at most ``max_bits`` a weight; ``which`` are ``pattern`` and ``keep`` of `select_linears`.
 
     ``model`` takes inputs and returns logits (B, S, V), or a value with ``logits``; its weights change meanwhile.
     Batches are (inputs, targets (B, S) int64, -100 where there is none). ConfigurationError for what is out of range.
@@ -148,7 +142,7 @@ def assign_precision(
         raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")
     if not 0 <= budget < math.inf:
         raise ConfigurationError(f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more")
-    measured = measure_sensitivity(model, batches, pattern, keep)
+    measured = measure_sensitivity(model, batches, **which)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in measured.shapes}
 
     def tried(chosen: dict[str, str]) -> Assignment:
@@ -169,11 +163,11 @@ def assign_precision(
 
 
 @torch.no_grad()
-def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all", keep: str = HEAD) -> Sensitivity:
+def measure_sensitivity(model: nn.Module, batches: Batches, **which: str) -> Sensitivity:
     """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
-    linears = select_linears(model, pattern, keep)
+    linears = select_linears(model, **which)
     divergence: dict[str, dict[str, float]] = {name: {} for name in linears}
     with evaluating(model):
         before = [_log_probabilities(model, inputs) for inputs, _ in batches]

@@ -226,11 +226,10 @@ def create_virtual_blackwell(
     enable_fp4: bool = True,
     *,
     max_weights: int = 4096,
-    **renewal: Any,
+    **how: Any,
 ) -> VirtualBlackwellAdapter:
     """An adapter for weights by name; other arguments as of `enable_vb_optimization`."""
-    settings = Settings.of(mode, enable_quantization, enable_fp4, **renewal)
-    return VirtualBlackwellAdapter(settings, max_weights=max_weights)
+    return VirtualBlackwellAdapter(Settings.of(mode, enable_quantization, enable_fp4, **how), max_weights=max_weights)
 
 
 class VBOptimizedLinear(PackableLinear):
