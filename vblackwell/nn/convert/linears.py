@@ -138,11 +138,8 @@ def store_linears(
     why it was left, or None; ConfigurationError if nothing is selected.
     """
 
-    def make(linear: Any) -> StoredFP4Linear:
-        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-        return StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)
-
     found = find_linears(model, pattern, head_and(keep))
+    make = functools.partial(StoredFP4Linear, format=format, tiled=tiled)
     replace_linears(model, select_linears(model, pattern, head_and(keep)), make)
     return found
 

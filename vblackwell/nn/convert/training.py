@@ -1,8 +1,8 @@
 """What a training run asks of its model: the loss, the heads, fused operators, and which attention backend runs.
 
-The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` the model runs the fused backend
-that the dispatcher names for the run's real shapes, or the run is refused: it must not end in the slow path unnoticed.
-Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
+The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` it runs the fused backend that the
+dispatcher names for the run's real shapes, or the run is refused. Deterministic runs leave cuDNN and the
+memory-efficient kernel out: neither has a deterministic backward.
 """
 
 from __future__ import annotations

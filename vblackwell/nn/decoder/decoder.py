@@ -1,10 +1,9 @@
 """A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
 
 Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same
-bits. Initial weights are drawn on the CPU whatever the device, one parameter after the other from one generator, so
-that a model that trains offloaded begins with the bits of the resident one. With ``gradient_checkpointing`` head and
-loss run over ``loss_chunk_tokens`` tokens at a time, on CUDA always, as one operation (`HiddenWithTargets`): at 50,000
-words the logits of a batch would otherwise set the peak.
+bits. Initial weights are drawn on the CPU whatever the device, in order from one generator, so that a model that trains
+offloaded begins with the bits of the resident one. With ``gradient_checkpointing``, on CUDA always, head and loss run
+over ``loss_chunk_tokens`` tokens at a time (`HiddenWithTargets`): the logits of a batch would set the peak.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.types import Device
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
@@ -80,16 +80,11 @@ class Decoder(nn.Module):
     """Token numbers in, logits or a loss out; on the device 'meta' no weights are drawn.
 
     ``gradient_checkpointing``: compute blocks again in backward instead of keeping their activations.
-    ``loss_chunk_tokens``: whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
+    ``loss_chunk_tokens``: tokens whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        *,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, config: DecoderConfig, *, seed: int = 0, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.config = config

@@ -150,8 +150,7 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
     layers = None if torch.compiler.is_compiling() else _packed_alike(linears)  # where tensors lie cannot be traced
     if layers is None or len({layer.weight_tensor_scale.data_ptr() for layer in layers}) > 1:
         return None
-    codes = joined([layer.weight_codes for layer in layers])
-    scales = joined([layer.weight_scales for layer in layers])
+    codes, scales = joined([layer.weight_codes for layer in layers]), joined([layer.weight_scales for layer in layers])
     if codes is None or scales is None:
         return None
     first, rows = layers[0], sum(layer.out_features for layer in layers)

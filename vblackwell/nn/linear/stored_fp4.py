@@ -24,27 +24,19 @@ from vblackwell.numerics.packed import PackedTensor
 
 
 class StoredFP4Linear(PackedLinear):
-    """``x W^T + b`` with a frozen packed weight; gradients pass through to ``x``.
+    """What ``linear`` computes, with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``dtype`` that
-    of the weight before. The bytes are the parameters ``parts``, on the meta device until they are known.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part. The bytes are the
+    parameters ``parts``, on the meta device until they are known.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: nn.Parameter | None,
-        format: str | Format = "nvfp4",
-        *,
-        tiled: bool = False,
-        fine: bool = False,
-        dtype: torch.dtype = torch.float32,
+        self, linear: nn.Linear, format: str | Format = "nvfp4", *, tiled: bool = False, fine: bool = False
     ) -> None:
+        n, k = linear.out_features, linear.in_features
         form = format_named(format) if isinstance(format, str) else format
-        super().__init__(in_features, out_features, form)
-        self.dtype = dtype
-        n, k = out_features, in_features
+        super().__init__(k, n, form)
+        self.dtype, self.training = linear.weight.dtype, linear.training
         codes, scales = (form.codes_shape(n, k), form.codes_dtype), (form.scales_shape(n, k), form.scale_dtype)
         if tiled:
             self.layout = layout.tiled_name(form.name)
@@ -56,9 +48,9 @@ class StoredFP4Linear(PackedLinear):
             size = torch.Size(shape).numel() * kind.itemsize
             held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
             self.register_parameter(name, held)
-        self.bias = bias
-        if bias is not None:
-            bias.requires_grad_(False)
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
 
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
