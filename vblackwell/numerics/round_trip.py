@@ -9,8 +9,8 @@ three bits) the quotient ``w / (s * ts)`` exceeds. Of the correctly rounded fp32
 monotone and keeps ``c``; and ``u`` is on the side of ``b`` that ``q`` is on of ``c``: where they differ, ``q / s`` is
 further from ``b`` than half a unit in its last place, because neighbours of ``c``, divided by ``s`` < 2 (significands),
 are. So ``u`` decides, unless it is a boundary itself: those are compared again in fp64, where ``c * ts`` is exact, on a
-CPU the few alone. Scales of mxfp4 (powers of two) and int4 (bf16) times boundaries fit fp32, so a quotient on a boundary
-is a true tie. int8's scale takes the place of ``ts``. nf4's boundaries have 25 bits: it is rounded in fp64.
+CPU the blocks with one alone. Scales of mxfp4 (powers of two) and int4 (bf16) times boundaries fit fp32, so a quotient
+on a boundary is a true tie. int8's scale takes the place of ``ts``. nf4's boundaries have 25 bits: fp64 rounds it.
 
 ``B`` blocks, ``E`` elements a block.
 """

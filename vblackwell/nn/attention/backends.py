@@ -1,4 +1,4 @@
-"""Which attention runs: ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), or
+"""Which attention runs: ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` or ``efficient`` (PyTorch's SDPA) or
 ``math`` (kernels/attention/reference.py: everything else, any device). Each says why not.
 
 Of those that accept a request the one runs that takes the least time of what ``benchmarks/bench_attention.py --tune``

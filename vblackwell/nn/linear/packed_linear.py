@@ -1,9 +1,9 @@
 """A linear whose weight is packed. Its bytes are the parts of ``weight_*``, stored in one of two ways: as buffers that
 replace a parameter (`PackableLinear`), or as frozen parameters that a stack moves (stored_fp4.py).
 
-In a state dict, and on the CPU, a weight in buffers has the canonical layout (numerics/packed.py), as entries of tensors
-alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffers have. Either kind of checkpoint loads into a
-layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
+In a state dict, and on the CPU, a weight in buffers has the canonical layout (numerics/packed.py), as entries of
+tensors alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffers have. Either kind of checkpoint loads
+into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class PackableLinear(PackedLinear):
             meta = bytearray(json.dumps(packed.coarse.meta()).encode())
             destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *rest) -> None:  # type: ignore
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *rest) -> None:  # type: ignore
         self._forget()
         device = self.weight_codes.device if self.weight is None else self.weight.device
         shape, own = (self.out_features, self.in_features), {prefix + name for name in self.state_names}
@@ -271,10 +271,10 @@ class PackableLinear(PackedLinear):
             if packed.shape != shape:
                 wanted = f"this layer's is {shape}: the checkpoint belongs to another model"
                 raise ConfigurationError(f"{prefix}weight is packed with shape {packed.shape}, {wanted}")
-            self._adopt(packed if local_metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
+            self._adopt(packed if metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
             self._drop_buffers()
             self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
-        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(others, prefix, metadata, strict, missing_keys, *rest)

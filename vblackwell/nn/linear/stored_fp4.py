@@ -26,8 +26,8 @@ from vblackwell.numerics.packed import PackedTensor
 class StoredFP4Linear(PackedLinear):
     """What ``linear`` computes, with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part. The bytes are the
-    parameters ``parts``, on the meta device until they are known.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part. The bytes are
+    the parameters ``parts``, on the meta device until they are known.
     """
 
     def __init__(
