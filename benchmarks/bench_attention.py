@@ -77,7 +77,7 @@ def variant_of(case: dict[str, Any]) -> Variant:
 def runner(name: str, leaves: list[Tensor], variant: Variant) -> Callable[[], Tensor]:
     q, k, v = leaves
     if name == "dispatcher":
-        return lambda: dispatcher.attention(*leaves, **variant._asdict())[0]
+        return lambda: dispatcher.attention(*leaves, variant)[0]
     return lambda: BACKENDS[name].run(q, k, v, variant)
 
 

@@ -458,12 +458,13 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
     """
     from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 
-    stored, plain = StoredFP4Linear(256, 512, None, tiled=True, dtype=torch.bfloat16), nn.Linear(256, 512, bias=False)
+    plain = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
+    stored = StoredFP4Linear(plain, tiled=True)
 
     def make(count: int) -> torch.Tensor:
         return torch.zeros(count, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
-    plain.to(torch.bfloat16).requires_grad_(False)
+    plain.requires_grad_(False)
     written_out = 2 * 256 * 512
     for count, outs in ((64, 1), (1024, 2)):
         found, truth = (

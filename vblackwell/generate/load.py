@@ -18,16 +18,14 @@ from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.quantized import load_quantized
 from vblackwell.generate.steps import lay_out_for_decoding
-from vblackwell.kernels.fp4.encode import nvfp4_encoder
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.nn.convert.linears import HEAD, find_linears, install_packed
+from vblackwell.nn.convert.linears import find_linears, head_and, install_packed
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.stored_fp4 import PACKING_BYTES
+from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
-from vblackwell.numerics.fp4 import quantize
 from vblackwell.offload.layout.generation import workspace_bytes
 
 FINAL = "final"
@@ -77,15 +75,14 @@ def load_decoder(
             dtype = weights.dtype_of("lm_head.weight")
     chosen = set[str]()
     if fp4 is not None:
-        linears = find_linears(model, fp4_layers, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+        linears = find_linears(model, fp4_layers, head_and(keep))
         chosen = {name for name, reason in linears.items() if reason is None}
         if not chosen:
             raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
     for name, tensor in load_state(folder, names=names, device=device):
         owner, _, leaf = name.rpartition(".")
         if fp4 is not None and owner in chosen:
-            packed = quantize(tensor, fp4, workspace_bytes=PACKING_BYTES, name=name, encoder=nvfp4_encoder)
-            install_packed(model, owner, packed)
+            install_packed(model, owner, pack(tensor, fp4, name))
         else:
             value = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device).copy_(tensor)
             model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=fp4 is None)

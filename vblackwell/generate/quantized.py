@@ -123,11 +123,8 @@ class PackedWeights(FolderWeights):
                     f"{name} is {linear}, its packed weight {found} instead of {wanted}: the file belongs to another "
                     "model"
                 )
-            stored = StoredFP4Linear(
-                linear.in_features, linear.out_features, linear.bias, form, tiled=tiled, fine=name in tables.fine,
-                dtype=linear.weight.dtype,
-            )  # fmt: skip
-            replace_modules(model, {linear: stored.train(linear.training)})
+            stored = StoredFP4Linear(linear, form, tiled=tiled, fine=name in tables.fine)
+            replace_modules(model, {linear: stored})
         super().__init__(model, folder, tables.specs.keys() - tables.entries)
 
     def __call__(self, name: str, out: Tensor) -> None:

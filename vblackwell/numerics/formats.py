@@ -22,7 +22,6 @@ NF4_VALUES: tuple[float, ...] = (
 )  # fmt: skip
 
 E2M1_VALUES: tuple[float, ...] = _E2M1 + tuple(-value for value in _E2M1)
-
 E4M3_MAX = 448.0
 E4M3_MAX_CODE = 0x7E  # 0x7F is NaN
 E8M0_MAX_CODE = 0xFE  # 0xFF is NaN
@@ -68,9 +67,6 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-SCALE_SEARCHES = ("mse", "max")
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def format_named(name: str, block_size: int | None = None) -> Format:
     """The format called ``name``; ConfigurationError if there is none, or it has no such blocks."""
@@ -86,7 +82,6 @@ def format_named(name: str, block_size: int | None = None) -> Format:
 
 
 def check_search(scale_search: str) -> str:
-    if scale_search not in SCALE_SEARCHES:
-        known = ", ".join(SCALE_SEARCHES)
-        raise ConfigurationError(f"scale_search {scale_search!r} is not known: choose one of {known}")
+    if scale_search not in ("mse", "max"):
+        raise ConfigurationError(f"scale_search {scale_search!r} is not known: choose one of mse, max")
     return scale_search

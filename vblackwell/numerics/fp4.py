@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.numerics.formats import E4M3_MAX, WEIGHT_DTYPES, Format, check_search, format_named
-from vblackwell.numerics.packed import PackedTensor, pack_nibbles, tiles
+from vblackwell.numerics.formats import E4M3_MAX, Format, check_search, format_named
+from vblackwell.numerics.packed import PackedTensor, pack_nibbles, padded_tile, tiles
 from vblackwell.numerics.round_trip import max_tensor_scale
 from vblackwell.numerics.rounding import decode_scales, max_scale, round_elements
 from vblackwell.numerics.search import best_e4m3, best_e8m0, best_fraction
@@ -34,12 +33,8 @@ Encoder = Callable[[Tensor, Format, str, int], tuple[Tensor, Tensor] | None]
 class FP4Codec:
     """Encodes and decodes one format: 'nvfp4', 'mxfp4', 'nf4', 'int4' or 'int8'.
 
-    Args:
-        scale_search: 'mse' (least squared error) or 'max' (the plain published scale).
-        block_size: for int4 (32, 128) and int8 (``None``: the row; or any even number).
-
-    Raises:
-        ConfigurationError: an unknown format or search, a block size the format does not have.
+    ``scale_search`` is 'mse' (least squared error) or 'max' (the plain published scale); ``block_size`` for int4 (32,
+    128) and int8 (``None``: the row; or any even number). Raises ConfigurationError for what is not known.
     """
 
     def __init__(self, format: str = "nvfp4", scale_search: str = "mse", *, block_size: int | None = None) -> None:
@@ -47,7 +42,7 @@ class FP4Codec:
         self.scale_search = check_search(scale_search)
 
     def encode(self, w: Tensor) -> tuple[Tensor, PackedTensor]:
-        """Codes of a tensor of any shape, and what they are decoded with; see ``quantize`` for what is refused."""
+        """Codes of a tensor of any shape, and what they are decoded with; raises as ``quantize``."""
         packed = quantize(w, self.form.name, self.scale_search, block_size=self.form.block_size)
         return packed.codes, packed
 
@@ -57,8 +52,8 @@ class FP4Codec:
         """
         if scale.form != self.form:
             given, own = (f"{form.name} (block {form.block_size})" for form in (scale.form, self.form))
-            remedy = f"decode with FP4Codec({scale.form.name!r})"
-            raise ConfigurationError(f"codes of {given} given to a codec of {own}: {remedy}")
+            wrong = f"codes of {given} given to a codec of {own}"
+            raise ConfigurationError(f"{wrong}: decode with FP4Codec({scale.form.name!r})")
         packed = replace(scale, codes=codes)
         packed.check()
         return packed.dequantize()
@@ -84,8 +79,7 @@ def quantize(
         workspace_bytes: GPU memory for temporaries; default: what keeps the whole under 0.35 of the tensor.
         encoder: of the same bits, asked first (kernels/fp4/encode.py).
 
-    Raises:
-        ConfigurationError: wrong dtype, empty, inf or NaN elements, a tensor scale that does not fit.
+    Raises ConfigurationError for a wrong dtype, no elements, inf or NaN, a tensor scale that does not fit.
     """
     form = format_named(format, block_size)
     check_search(scale_search)
@@ -128,7 +122,7 @@ def joint_tensor_scale(
 
 def _amax(w: Tensor, form: Format, name: str) -> Tensor:
     """Largest magnitude as 0-dimensional fp32, after refusing what cannot be encoded."""
-    if w.dtype not in WEIGHT_DTYPES:
+    if w.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         known = "float32, bfloat16 and float16; convert it with .float() first"
         raise ConfigurationError(f"{name} is {w.dtype}: {form.name} encodes {known}")
     if w.numel() == 0:
@@ -138,11 +132,9 @@ def _amax(w: Tensor, form: Format, name: str) -> Tensor:
     low, high = torch.aminmax(w)
     amax = torch.maximum(low.abs(), high.abs()).to(torch.float32)
     if not torch.isfinite(amax):
-        bad = w.numel() - int(torch.isfinite(w).sum())
+        bad = f"{w.numel() - int(torch.isfinite(w).sum())} inf or NaN elements of {w.numel()}"
         remedy = "repair the weights (an overflow in training?) before quantising"
-        raise ConfigurationError(
-            f"{name} has {bad} inf or NaN elements of {w.numel()}, which {form.name} cannot hold: {remedy}"
-        )
+        raise ConfigurationError(f"{name} has {bad}, which {form.name} cannot hold: {remedy}")
     return amax
 
 
@@ -164,24 +156,21 @@ def _encode(
     w_NK: Tensor, form: Format, scale_search: str, tensor_scale: Tensor, workspace_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
     (n, k), device = w_NK.shape, w_NK.device
-    block = form.block_of(k)
+    block, exponent, budget = form.block_of(k), _exponent(tensor_scale, form), _CPU_TILE_ELEMENTS
     codes = torch.empty(form.codes_shape(n, k), dtype=form.codes_dtype, device=device)
     block_scales = torch.empty(form.scales_shape(n, k), dtype=form.scale_dtype, device=device)
-    if workspace_bytes is None:
-        workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
-    low, high = _GPU_TILE_ELEMENTS
-    on_gpu = min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
-    budget = _CPU_TILE_ELEMENTS if device.type == "cpu" else on_gpu
-    exponent = _exponent(tensor_scale, form)
+    if device.type != "cpu":
+        if workspace_bytes is None:
+            workspace_bytes = int(_EXTRA_MEMORY * w_NK.nbytes) - codes.nbytes - block_scales.nbytes
+        low, high = _GPU_TILE_ELEMENTS
+        budget = min(high, max(low, workspace_bytes // _TILE_BYTES_PER_ELEMENT))
     for rows, columns, coded, blocks in tiles(form, n, k, budget):
-        tile = w_NK[rows, columns]
-        short = (blocks.stop - blocks.start) * block - tile.shape[1]
-        blocks_BE = (pad(tile, (0, short)) if short else tile).reshape(-1, block)
+        blocks_BE = padded_tile(w_NK[rows, columns], (blocks.stop - blocks.start) * block).reshape(-1, block)
         scales, tile_codes = _encode_blocks(blocks_BE, form, scale_search, tensor_scale, exponent)
         if form.bits == 4:
             tile_codes = pack_nibbles(tile_codes)
-        codes[rows, coded] = tile_codes.view(tile.shape[0], -1)
-        block_scales[rows, blocks] = scales.view(tile.shape[0], -1)
+        codes[rows, coded] = tile_codes.view(-1, coded.stop - coded.start)
+        block_scales[rows, blocks] = scales.view(-1, blocks.stop - blocks.start)
     return codes, block_scales
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.numerics.formats import Format, format_named
@@ -50,10 +51,21 @@ def tiles(form: Format, n: int, k: int, budget: int) -> Iterator[tuple[slice, sl
             yield slice(row, min(n, row + height)), slice(start, min(stop, k)), coded, blocks
 
 
+def padded_tile(tile: Tensor, width: int) -> Tensor:
+    """``tile`` (rows, columns) with columns of zeros up to ``width``."""
+    return pad(tile, (0, width - tile.shape[1])) if tile.shape[1] < width else tile
+
+
 def dequantize(
-    codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form: Format, n: int, k: int, dtype: torch.dtype,
+    codes: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    form: Format,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
     fine: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The (n, k) matrix that packed tensors stand for, ``(value * s) * ts`` rounded once to fp32, then to ``dtype``."""
     out = torch.empty(n, k, dtype=dtype, device=codes.device)
     for rows, columns, coded, blocks in tiles(form, n, k, _TILE_ELEMENTS):
@@ -139,20 +151,15 @@ class PackedTensor:
         return coarse if self.fine is None else coarse | {"fine": self.fine}
 
     def meta(self) -> dict[str, Any]:
-        return {
-            "version": META_VERSION,
-            "format": self.form.name,
-            "block_size": self.form.block_size,
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-        } | ({} if self.fine is None else {"parts": 2})
+        described = {"version": META_VERSION, "format": self.form.name, "block_size": self.form.block_size}
+        described |= {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
+        return described if self.fine is None else described | {"parts": 2}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> PackedTensor:
-        """The packed tensor that ``tensors()`` and ``meta()`` described.
-
-        Raises Unsupported for another version, ConfigurationError for an unknown format or a fine part of another than
-        nvfp4, CorruptData for what is missing or does not fit.
+        """The packed tensor that ``tensors()`` and ``meta()`` described. Raises Unsupported for another version,
+        ConfigurationError for an unknown format or a fine part of another than nvfp4, CorruptData for what is missing
+        or does not fit.
         """
         if meta.get("version") != META_VERSION:
             found = f"packed tensor of version {meta.get('version')!r}; this release reads version {META_VERSION}"

@@ -32,8 +32,7 @@ _FRACTIONS = tuple(1 - step / 50 for step in range(16))  # the plain scale first
 def _e2m1_error(a_EB: Tensor, s_B: Tensor, limit: float | None) -> Tensor:
     """Squared error of magnitudes ``a`` rounded to E2M1 times ``s``; inf where a decoded value would pass ``limit``."""
     u = (a_EB / s_B).clamp_max_(6.0)
-    # Adding 2^(e + p - 2) to a float of p bits rounds u to multiples of 2^(e - 1), ties to even: e = max(0, floor(log2
-    # u)).
+    # Adding 2^(e + p - 2) to a float of p bits rounds u to multiples of 2^(e - 1), to even; e = max(0, floor(log2 u)).
     if u.dtype == torch.float32:
         shift = u.view(torch.int32).bitwise_and(0x7F800000).clamp_min_(127 << 23).add_(22 << 23).view(torch.float32)
     else:
@@ -118,8 +117,7 @@ def _walk(a_EB: Tensor, amax: Tensor, code: Tensor, step: int, table: Tensor, li
 
 def best_e8m0(a_EB: Tensor, limit: float | None = None) -> Tensor:
     """E8M0 codes (uint8) of least squared error among the specification's floor, one below and one above (fp64)."""
-    floor = e8m0_floor(a_EB.amax(0)).to(torch.int64)
-    best = _Best.empty(a_EB)
+    floor, best = e8m0_floor(a_EB.amax(0)).to(torch.int64), _Best.empty(a_EB)
     for offset in (-1, 0, 1):
         code = (floor + offset).clamp_(0, E8M0_MAX_CODE)
         best.offer(code, _e2m1_error(a_EB, pow2(code - 127), limit))
@@ -128,10 +126,8 @@ def best_e8m0(a_EB: Tensor, limit: float | None = None) -> Tensor:
 
 def best_fraction(w_BE: Tensor, form: Format) -> Tensor:
     """Scales of least squared error among fractions from 0.7 to 1 of the `max` scale: for nf4, int4, int8 (fp64)."""
-    amax = w_BE.abs().amax(1)
-    one = torch.ones((), dtype=torch.float64, device=w_BE.device)
-    best_scale = max_scale(amax, one, form)
-    best_error = torch.full_like(amax, torch.inf)
+    amax, one = w_BE.abs().amax(1), torch.ones((), dtype=torch.float64, device=w_BE.device)
+    best_scale, best_error = max_scale(amax, one, form), torch.full_like(amax, torch.inf)
     for fraction in _FRACTIONS[::2] if form.name == "nf4" else _FRACTIONS:
         scale = max_scale(amax * fraction, one, form)
         error = _fraction_error(w_BE, scale, form)  # whose temporaries are gone before the next ones are made

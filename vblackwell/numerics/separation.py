@@ -16,15 +16,15 @@ weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.numerics.formats import E4M3_MAX, FORMATS
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.numerics.packed import FINE_ZERO, PackedTensor, e2m5, pack_nibbles, tiles, unpack_nibbles
+from vblackwell.numerics.packed import FINE_ZERO, PackedTensor, e2m5, pack_nibbles, padded_tile, tiles, unpack_nibbles
 from vblackwell.numerics.round_trip import max_tensor_scale
 from vblackwell.numerics.rounding import decode_scales
 
@@ -33,12 +33,8 @@ _TILE_ELEMENTS = 1 << 18  # fp64 temporaries of 2 MiB each
 _TOP = 7 * 16 + 7  # the largest magnitude, in sixteenths of a code
 
 
-def separate(
-    tensor: Tensor, scale_search: str = "mse", *, tensor_scale: Tensor | None = None,
-    workspace_bytes: int | None = None, name: str = "tensor",
-) -> PackedTensor:  # fmt: skip
-    """``tensor`` in two parts, any shape and size; arguments, and what is refused, as for `quantize`."""
-    options = {"tensor_scale": tensor_scale, "workspace_bytes": workspace_bytes, "name": name}
+def separate(tensor: Tensor, scale_search: str = "mse", **options: Any) -> PackedTensor:
+    """``tensor`` in two parts, any shape and size; ``options``, and what is refused, as for `quantize`."""
     return refine(quantize(tensor, FORM.name, scale_search, **options), tensor)
 
 
@@ -53,8 +49,7 @@ def refine(coarse: PackedTensor, tensor: Tensor) -> PackedTensor:
     fine = torch.empty_like(coarse.codes)
     for rows, columns, half, blocks in tiles(FORM, coarse.n, coarse.k, _TILE_ELEMENTS):
         codes = unpack_nibbles(coarse.codes[rows, half])
-        tile = w_NK[rows, columns].to(torch.float64)
-        tile = pad(tile, (0, codes.shape[1] - tile.shape[1]))
+        tile = padded_tile(w_NK[rows, columns].to(torch.float64), codes.shape[1])
         scale = decode_scales(coarse.block_scales[rows, blocks], FORM).to(torch.float64) * coarse.tensor_scale.double()
         u_BE = tile.view(*scale.shape, 16) / torch.where(scale > 0, scale, torch.inf).unsqueeze(-1)
         u = u_BE.view(codes.shape).mul_(1.0 - 2.0 * (codes >> 3))  # along the code's own sign
@@ -122,13 +117,10 @@ def round_to_parts(w_NK: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=w_NK.device)
     for rows, columns, _, blocks in tiles(FORM, n, k, _TILE_ELEMENTS):
         scale_B1 = decode_scales(scales.block[rows, blocks], FORM).unsqueeze(-1)
-        tile = w_NK.detach()[rows, columns].to(torch.float32)
-        width = columns.stop - columns.start
-        if short := 16 * scale_B1.shape[1] - width:
-            tile = pad(tile, (0, short))
+        tile = padded_tile(w_NK.detach()[rows, columns].to(torch.float32), 16 * scale_B1.shape[1])
         tile_BE = tile.reshape(*scale_B1.shape[:2], 16)
         u = tile_BE.abs() / torch.where(scale_B1 == 0, torch.inf, scale_B1 * scales.tensor)
         sixteenths = _position(u).mul_(16).round_().clamp_max_(_TOP)
         rounded = e2m5(sixteenths).mul_(scale_B1).mul_(scales.tensor).copysign_(tile_BE)
-        out[rows, columns] = rounded.flatten(1)[:, :width]
+        out[rows, columns] = rounded.flatten(1)[:, : columns.stop - columns.start]
     return out

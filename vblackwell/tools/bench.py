@@ -223,14 +223,14 @@ def _dtype(rung: str) -> torch.dtype:
 def _attend(case: Case, rung: str, model: nn.Module) -> str:
     """Chooses the attention that the rung asks for; its name."""
     length = case.tokens_NBS.shape[2] - 1
-    wanted = (*training.attention_heads(model), length, _dtype(rung), case.device)
+    request = training.training_request(training.attention_heads(model), length, _dtype(rung), case.device)
     if _has(rung, "bf16") and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
     made: Any = model
     if not _has(rung, "flash"):
         kind = "sdpa" if isinstance(model, Decoder) else str(made.config._attn_implementation)
-        return training.chosen_backend(*wanted) if kind == "sdpa" else kind
-    name = training.fused_backend(*wanted)
+        return training.chosen_backend(request) if kind == "sdpa" else kind
+    name = training.fused_backend(request)
     if isinstance(model, Decoder):
         model.use_attention(name)
         return name

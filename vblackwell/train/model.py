@@ -213,10 +213,11 @@ def choose_attention(
         if foreign:
             cleanup.callback(use_dispatcher(model))
         return "the dispatcher's, with a mask of documents"
-    wanted = (*found.heads, config.seq_length, compute_dtype or torch.float32, device)
+    dtype = compute_dtype or torch.float32
+    request = training.training_request(found.heads, config.seq_length, dtype, device, config.deterministic)
     if not config.use_flash_attn:
-        return training.chosen_backend(*wanted)
-    name = training.fused_backend(*wanted, deterministic=config.deterministic)
+        return training.chosen_backend(request)
+    name = training.fused_backend(request)
     if foreign:
         cleanup.callback(use_dispatcher(model, name, cached="auto"))  # the sample at the end writes with a cache
     else:

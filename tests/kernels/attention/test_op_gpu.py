@@ -276,7 +276,7 @@ def test_backends_that_accept_agree(case, kv_heads):
     for name, reasons in dispatcher.attention_backends(request).items():
         if reasons:
             continue
-        got = gradients(lambda q, k, v, name=name: dispatcher.attention(q, k, v, **options, backend=name)[0], tensors)
+        got = gradients(lambda q, k, v, name=name: dispatcher.attention(q, k, v, Variant(**options), name)[0], tensors)
         # some roundings of bf16 to 2^-9 each, at a few times their size where gradients cancel
         assert max(relative(a, b) for a, b in zip(got, exact, strict=True)) < 2e-2, name
         ran.append(name)

@@ -12,7 +12,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.nn.attention import backends as dispatcher
-from vblackwell.nn.attention.backends import AttentionRequest, attention, attention_backends, choose_attention
+from vblackwell.nn.attention.backends import AttentionRequest, Variant, attention, attention_backends, choose_attention
 from vblackwell.nn.attention.layer import FlashAttention, from_multihead_attention
 
 
@@ -163,8 +163,8 @@ def test_masks_of_any_shape_reach_pytorch(shape):
     torch.manual_seed(0)
     q = torch.randn(3, 2, 5, 16)
     for mask in (torch.rand(shape) > 0.3, torch.randn(shape)):
-        got, name = attention(q, q, q, mask=mask, backend="flash")
-        expected, _ = attention(q, q, q, mask=mask, backend="math")
+        got, name = attention(q, q, q, Variant(mask), "flash")
+        expected, _ = attention(q, q, q, Variant(mask), "math")
         torch.testing.assert_close(got, expected)
 
 
@@ -203,7 +203,7 @@ def test_what_a_grid_cannot_count_is_refused(monkeypatch):
         with pytest.raises(Unsupported, match=f"{words}.*it takes 65535"):
             choose_attention(H200._replace(**change), "triton")
     q = torch.randn(3, 2, 5, 16)
-    request = dispatcher.request_of(q, q, q, dispatcher.Variant(mask=torch.ones(3, 1, 5, 5, dtype=torch.bool)))
+    request = dispatcher.request_of(q, q, q, Variant(mask=torch.ones(3, 1, 5, 5, dtype=torch.bool)))
     assert (request.batch, request.mask_planes) == (3, 3)
 
 
@@ -225,8 +225,8 @@ def test_names_and_mixtures():
     with pytest.raises(ConfigurationError, match="did you mean 'flash'"):
         attention(q, q, q, backend="flahs")
     with pytest.raises(Unsupported, match="a sliding window"):
-        attention(q, q, q, window=2, backend="flash")
-    out, name = attention(q, q, q, window=2)
+        attention(q, q, q, Variant(window=2), "flash")
+    out, name = attention(q, q, q, Variant(window=2))
     assert name == "math" and out.shape == q.shape
 
 
@@ -235,7 +235,7 @@ def test_rows_that_see_nothing_are_zero(name):
     q = torch.randn(1, 2, 5, 16, requires_grad=True)
     mask = torch.ones(5, 5, dtype=torch.bool)
     mask[2] = False
-    out, _ = attention(q, q, q, mask=mask, backend=name)
+    out, _ = attention(q, q, q, Variant(mask), name)
     (gradient,) = torch.autograd.grad(out.sum(), q)
     assert not out[:, :, 2].any() and gradient.isfinite().all()
 
@@ -250,9 +250,9 @@ def test_a_request_may_be_compiled():
 def test_sizes_may_be_symbols():
     q = torch.randn(1, 2, 6, 16)
     compiled = torch.compile(
-        lambda x: attention(x, x, x, causal=True)[0], fullgraph=True, dynamic=True, backend="eager"
+        lambda x: attention(x, x, x, Variant(causal=True))[0], fullgraph=True, dynamic=True, backend="eager"
     )
-    torch.testing.assert_close(compiled(q), attention(q, q, q, causal=True)[0])
+    torch.testing.assert_close(compiled(q), attention(q, q, q, Variant(causal=True))[0])
 
 
 @pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
@@ -280,7 +280,7 @@ def test_a_backend_may_be_asked_for_as_of_any_op(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_a_forward_mode_derivative_is_the_unfused_one():
     q, tangent = torch.randn(2, 1, 2, 5, 16).unbind()
-    got = torch.func.jvp(lambda x: attention(x, x, x, causal=True)[0], (q,), (tangent,))
-    expected = torch.func.jvp(lambda x: attention(x, x, x, causal=True, backend="math")[0], (q,), (tangent,))
+    got = torch.func.jvp(lambda x: attention(x, x, x, Variant(causal=True))[0], (q,), (tangent,))
+    expected = torch.func.jvp(lambda x: attention(x, x, x, Variant(causal=True), "math")[0], (q,), (tangent,))
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)

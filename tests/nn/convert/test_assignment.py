@@ -11,15 +11,19 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError
 from vblackwell.nn.convert.assignment import (
+    BITS,
     Assignment,
     Sensitivity,
-    _bytes,
     apply_assignment,
     assign_precision,
     choose,
     measure_sensitivity,
 )
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
+
+
+def _bytes(precision: str, shape: tuple[int, int]) -> float:
+    return BITS[precision] * shape[0] * shape[1] / 8
 
 
 class Words(nn.Module):

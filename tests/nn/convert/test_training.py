@@ -18,7 +18,14 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.pointwise import cross_entropy
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.convert.causal_lm import has_fused_loss, is_accelerated
-from vblackwell.nn.convert.training import attention_backends, chosen_backend, fuse, fused_backend, training_loss
+from vblackwell.nn.convert.training import (
+    attention_backends,
+    chosen_backend,
+    fuse,
+    fused_backend,
+    training_loss,
+    training_request,
+)
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.forecast import Forecast, Machine
@@ -102,22 +109,24 @@ CPU = torch.device("cpu")
 
 def test_the_attention_that_runs_is_known():
     shape = DecoderConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
+    heads = (shape.num_heads, shape.kv_heads, shape.head_size)
+    request = training_request(heads, 16, torch.float32, CPU)
     with attention_backends(use_flash_attn=True, deterministic=False):
-        assert chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU) == "flash"
+        assert chosen_backend(request) == "flash"
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(Unsupported, match="--use-flash-attn: no fused"):
-        chosen_backend(shape.num_heads, shape.kv_heads, shape.head_size, 16, torch.float32, CPU)
+        chosen_backend(request)
 
 
 def test_the_fused_attention_of_a_run_and_why_there_is_none(monkeypatch):
     monkeypatch.setattr(dispatcher, "_measured", lambda request: {})
-    assert fused_backend(4, 2, 32, 16, torch.float32, CPU) == "flash"
+    assert fused_backend(training_request((4, 2, 32), 16, torch.float32, CPU)) == "flash"
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda) == "cudnn"
-    assert fused_backend(4, 2, 64, 512, torch.bfloat16, cuda, deterministic=True) == "triton"
-    assert fused_backend(4, 4, 64, 512, torch.float32, cuda) == "efficient"
+    assert fused_backend(training_request((4, 2, 64), 512, torch.bfloat16, cuda)) == "cudnn"
+    assert fused_backend(training_request((4, 2, 64), 512, torch.bfloat16, cuda, deterministic=True)) == "triton"
+    assert fused_backend(training_request((4, 4, 64), 512, torch.float32, cuda)) == "efficient"
     with pytest.raises(Unsupported, match="--use-flash-attn: no fused.*--mixed-precision") as caught:
-        fused_backend(4, 2, 512, 512, torch.float32, cuda)
+        fused_backend(training_request((4, 2, 512), 512, torch.float32, cuda))
     for words in (
         "flash: the tensors are torch.float32: it takes",
         "efficient: 4 query heads over 2 key heads",

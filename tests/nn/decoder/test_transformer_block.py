@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import vblackwell
 from vblackwell.errors import ConfigurationError
-from vblackwell.nn.decoder.block import BLOCK_NORM_EPSILON, OptimizedTransformerBlock
+from vblackwell.nn.decoder.block import OptimizedTransformerBlock
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.round_trip import round_trip
 
@@ -25,7 +25,7 @@ def written_out(block: OptimizedTransformerBlock, x, mask, weights):
     """The block in plain operations of PyTorch."""
 
     def norm(x, weight):
-        return x * (x.square().mean(-1, keepdim=True) + BLOCK_NORM_EPSILON).rsqrt() * weight
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
     bias = {name: block.get_submodule(name).bias for name in WEIGHTS}
     qkv = functional.linear(norm(x, block.attention_norm.weight), weights[WEIGHTS[0]], bias[WEIGHTS[0]])

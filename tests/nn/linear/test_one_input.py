@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.nn.decoder import decoder as decoder_module
@@ -19,7 +20,7 @@ def packed(n: int, k: int, spread: float, seed: int, device: str = "cpu") -> Fus
     """In tiles, as on a GPU."""
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * spread
     weight[3, :16] = 0.0
-    stored = StoredFP4Linear(k, n, None, tiled=True)
+    stored = StoredFP4Linear(nn.Linear(k, n, bias=False), tiled=True)
     return stored.over(stored.bytes_of(weight.to(device), "w"))
 
 
@@ -110,7 +111,7 @@ def test_a_packed_decoder_is_laid_out():
         (mlp, "up_proj"),
     ):
         linear = getattr(owner, name)
-        stored = StoredFP4Linear(linear.in_features, linear.out_features, None, tiled=True)
+        stored = StoredFP4Linear(linear, tiled=True)
         setattr(owner, name, stored.over(stored.bytes_of(linear.weight, name)))
     ids = torch.arange(12)[None]
     expected = model(ids)

@@ -54,7 +54,7 @@ def test_a_layer_becomes_tiles_in_the_room_that_its_weight_leaves(format, dtype,
         assert before >= size and memory.peak > before
         assert memory.peak - before <= 0.35 * size
         held = memory.now - (before - size)
-    assert layer._layout == f"{format}-tiled"
+    assert layer.layout == f"{format}-tiled"
     assert 8 * held / (rows * columns) <= 4.6 * 1024 / 1000  # 1000 rows are stored as 32 bands of 32
 
 

@@ -23,7 +23,7 @@ def test_it_is_the_packed_layer(format, tiled, shape):
     linear = nn.Linear(shape[1], shape[0])
     weight = linear.weight.detach().clone()
     packed = FusedFP4Linear.from_linear(linear, format=format, scale_search="mse").freeze()
-    stored = StoredFP4Linear(shape[1], shape[0], linear.bias, format, tiled=tiled)
+    stored = StoredFP4Linear(linear, format, tiled=tiled)
     parts = stored.bytes_of(weight, "weight")
     for name, value in parts.items():
         held = getattr(stored, name)

@@ -237,7 +237,7 @@ def test_threads_that_meet_an_unpacked_layer(monkeypatch):
     class Watched(VBOptimizedLinear):
         def __setattr__(self, name, value):
             if name == "weight" and value is None:
-                assert self._layout and all(part is not None for part in (self.weight_codes, self.weight_fine))
+                assert self.layout and all(part is not None for part in (self.weight_codes, self.weight_fine))
             super().__setattr__(name, value)
 
     layer, x = Watched(64, 48, mode="inference"), torch.randn(2, 64)

@@ -1,9 +1,9 @@
-"""Which attention runs: the own kernel or one of PyTorch's; each says why not, the fastest known of the others runs.
+"""Which attention runs: ``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` or ``efficient`` (PyTorch's SDPA) or
+``math`` (kernels/attention/reference.py: everything else, any device). Each says why not.
 
-``triton`` (kernels/attention/op.py), ``cudnn``, ``flash`` and ``efficient`` (PyTorch's SDPA), and ``math``
-(kernels/attention/reference.py: everything else, any device). Among those that accept a request the one with the least
-time runs that ``benchmarks/bench_attention.py --tune`` has measured on this machine; where nothing was measured, and
-under ``torch.compile``, which cannot read the tables, the order is that of ``preference``.
+Of those that accept a request the one runs that takes the least time of what ``benchmarks/bench_attention.py --tune``
+has measured on this machine; where nothing was measured, and under ``torch.compile``, which cannot read the tables, the
+order is that of ``preference``.
 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
@@ -21,14 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
-from vblackwell.kernels.attention.op import (
-    WIDEST_HEAD,
-    bounds,
-    check_dense,
-    check_options,
-    flash_attention,
-    grid_reasons,
-)
+from vblackwell.kernels.attention import op
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime import registry, tuning
 
@@ -47,6 +40,9 @@ class Variant(NamedTuple):
     softcap: float | None = None
     alibi_slopes_N: Tensor | None = None
     dropout: float = 0.0
+
+
+PLAIN = Variant()
 
 
 class AttentionRequest(NamedTuple):
@@ -80,25 +76,24 @@ class AttentionRequest(NamedTuple):
     @property
     def kind(self) -> str:
         """What timings are kept by, in addition to type, head width and length."""
-        parts = [self.mask] + [
-            name for name in ("causal", "softcap", "alibi", "dropout", "gradient") if getattr(self, name)
-        ]
+        flags = ("causal", "softcap", "alibi", "dropout", "gradient")
+        parts = [self.mask, *(name for name in flags if getattr(self, name))]
         return "+".join(parts + ["window"] * (self.window is not None) + ["grouped"] * (self.heads != self.kv_heads))
 
 
 def request_of(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant) -> AttentionRequest:
-    mask, device = variant.mask, q_BNSH.device.type
-    return AttentionRequest(
-        device, torch.cuda.get_device_capability(q_BNSH.device) if device == "cuda" else (0, 0), q_BNSH.dtype,
-        q_BNSH.shape[1], k_BKTH.shape[1], q_BNSH.shape[2], k_BKTH.shape[2], q_BNSH.shape[3],
-        "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive",
-        variant.causal, variant.bottom_right, variant.window, variant.softcap is not None,
-        variant.alibi_slopes_N is not None, variant.dropout > 0,
-        torch.is_grad_enabled() and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad),
-        torch.is_grad_enabled() and mask is not None and mask.requires_grad,
-        torch.are_deterministic_algorithms_enabled(), q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel(),
-        q_BNSH.device.index,
-    )  # fmt: skip
+    mask, device, learns = variant.mask, q_BNSH.device, torch.is_grad_enabled()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    sizes = (q_BNSH.shape[1], k_BKTH.shape[1], q_BNSH.shape[2], k_BKTH.shape[2], q_BNSH.shape[3])
+    kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
+    bounds = (variant.causal, variant.bottom_right, variant.window)
+    changes = (variant.softcap is not None, variant.alibi_slopes_N is not None, variant.dropout > 0)
+    gradient = learns and (q_BNSH.requires_grad or k_BKTH.requires_grad or v_BKTH.requires_grad)
+    gradients = (gradient, learns and mask is not None and mask.requires_grad)
+    planes, deterministic = 0 if mask is None else mask.shape[:-2].numel(), torch.are_deterministic_algorithms_enabled()
+    rest = (deterministic, q_BNSH.shape[0], planes, device.index)
+    what = (*sizes, kind, *bounds, *changes, *gradients, *rest)
+    return AttentionRequest(device.type, capability, q_BNSH.dtype, *what)
 
 
 # Generators: whether one refuses is asked at every call, and only what is read is written out.
@@ -114,11 +109,11 @@ def _triton_reasons(r: AttentionRequest) -> Iterator[str]:
     on_cuda = r.device == "cuda"
     yield from registry.triton_reasons(r.device, r.capability)
     dtypes = (*HALF, torch.float32) if on_cuda else (torch.float16, torch.float32, torch.float64)
-    yield from _common_reasons(r, dtypes, WIDEST_HEAD)
+    yield from _common_reasons(r, dtypes, op.WIDEST_HEAD)
     if r.mask_gradient:
         yield "the mask wants a gradient"
     if on_cuda:
-        yield from grid_reasons(r.batch, r.mask_planes)
+        yield from op.grid_reasons(r.batch, r.mask_planes)
 
 
 def _torch_reasons(r: AttentionRequest, dtypes: tuple[torch.dtype, ...], widest: int) -> Iterator[str]:
@@ -156,7 +151,7 @@ def _cudnn_reasons(r: AttentionRequest) -> Iterator[str]:
 
 def _flash_reasons(r: AttentionRequest) -> Iterator[str]:
     on_cpu = r.device == "cpu"
-    yield from _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, WIDEST_HEAD)
+    yield from _torch_reasons(r, (*HALF, torch.float32, torch.float64) if on_cpu else HALF, op.WIDEST_HEAD)
     if not on_cpu and (r.device != "cuda" or r.capability < (8, 0)):
         yield "it needs a CUDA GPU of compute capability 8.0, or the CPU"
     if r.mask != "none" and not on_cpu:
@@ -182,11 +177,11 @@ def _efficient_reasons(r: AttentionRequest) -> Iterator[str]:
 
 
 def _run_math(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    left, right = bounds(variant.causal, variant.window)
-    return attention_reference(
-        q, k, v, mask=variant.mask, left=left, right=right, bottom_right=variant.bottom_right, scale=variant.scale,
-        softcap=variant.softcap or 0.0, slopes_N=variant.alibi_slopes_N, dropout=variant.dropout,
-    )  # fmt: skip
+    mask, causal, bottom_right, window, scale, softcap, slopes_N, dropout = variant
+    left, right = op.bounds(causal, window)
+    sees: dict[str, Any] = {"mask": mask, "left": left, "right": right, "bottom_right": bottom_right}
+    softcap = softcap or 0.0
+    return attention_reference(q, k, v, **sees, scale=scale, softcap=softcap, slopes_N=slopes_N, dropout=dropout)
 
 
 def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -198,17 +193,16 @@ def _run_sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, variant: Var
             mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
     # A branch, because sizes may be symbols under torch.compile.
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    how = {"scale": variant.scale, **grouped}
     with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(
-            q, k, v, mask, variant.dropout, variant.causal, scale=variant.scale, **grouped
-        )
+        return functional.scaled_dot_product_attention(q, k, v, mask, variant.dropout, variant.causal, **how)
 
 
 Run = Callable[[Tensor, Tensor, Tensor, Variant], Tensor]
 BACKENDS: dict[str, registry.Backend[AttentionRequest, Run]] = {
     backend.name: backend
     for backend in (
-        registry.Backend("triton", _triton_reasons, lambda q, k, v, asked: flash_attention(q, k, v, **asked._asdict())),
+        registry.Backend("triton", _triton_reasons, lambda q, k, v, how: op.flash_attention(q, k, v, **how._asdict())),
         registry.Backend("cudnn", _cudnn_reasons, partial(_run_sdpa, SDPBackend.CUDNN_ATTENTION)),
         registry.Backend("flash", _flash_reasons, partial(_run_sdpa, SDPBackend.FLASH_ATTENTION)),
         registry.Backend("efficient", _efficient_reasons, partial(_run_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
@@ -247,33 +241,25 @@ def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
 
 
 def _check_name(backend: str) -> None:
-    known = ("auto", *BACKENDS)
-    if backend not in known:
-        raise ConfigurationError(
-            f"no attention backend {backend!r}: choose one of {', '.join(known)}{nearest(backend, known)}"
-        )
+    if backend not in (known := ("auto", *BACKENDS)):
+        choice = f"choose one of {', '.join(known)}{nearest(backend, known)}"
+        raise ConfigurationError(f"no attention backend {backend!r}: {choice}")
 
 
 def attention(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-    bottom_right: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
-    alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, backend: str = "auto",
-) -> tuple[Tensor, str]:  # fmt: skip
-    """Attention (B, N, S, H), and the name of the backend that ran; arguments as in ``flash_attention``.
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, variant: Variant = PLAIN, backend: str = "auto"
+) -> tuple[Tensor, str]:
+    """Attention (B, N, S, H), and the name of the backend that ran.
 
-    Raises ConfigurationError as that does, or for an unknown backend; Unsupported, with every backend's reasons, where
-    the backend asked for refuses.
+    Raises ConfigurationError as ``flash_attention`` does, or for an unknown backend; Unsupported, with every backend's
+    reasons, where the backend asked for refuses.
     """
-    check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
-    check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
-    if causal and bottom_right and q_BNSH.shape[2] == 1 and window is None:
-        causal = False  # a single query at the end sees everything: decoding
-    variant = Variant(mask, causal, bottom_right, window, scale, softcap, alibi_slopes_N, dropout)
+    op.check_dense(q_BNSH, k_BKTH, v_BKTH, variant.mask)
+    op.check_options(q_BNSH, variant.scale, variant.softcap, variant.alibi_slopes_N, variant.dropout)
+    if variant.causal and variant.bottom_right and q_BNSH.shape[2] == 1 and variant.window is None:
+        variant = variant._replace(causal=False)  # a single query at the end sees everything: decoding
     name = choose_attention(request_of(q_BNSH, k_BKTH, v_BKTH, variant), backend)
     return BACKENDS[name].run(q_BNSH, k_BKTH, v_BKTH, variant), name
-
-
-# -- measured times ----------------------------------------------------------------------------------------------------
 
 
 def neighbours_key(r: AttentionRequest) -> str:
@@ -299,13 +285,10 @@ def _measured(r: AttentionRequest) -> dict[str, int]:
 
 def _ranking(r: AttentionRequest) -> list[registry.Backend[AttentionRequest, Run]]:
     """Backends, measured ones first, by time."""
-    order, times = preference(r), _measured(r)
-    if times:
-        order = sorted(order, key=lambda name: times.get(name, math.inf))
+    times = _measured(r)
+    order = sorted(preference(r), key=lambda name: times.get(name, math.inf)) if times else preference(r)
     return [BACKENDS[name] for name in order]
 
-
-# -- transformers' models ----------------------------------------------------------------------------------------------
 
 NAME = "vblackwell"
 _UNKNOWN = ("s_aux", "position_bias", "cache")  # no backend has sinks, or biases by position
@@ -332,8 +315,7 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
     `why_not_dispatcher`.
     """
     _check_name(backend)
-    reason = why_not_dispatcher(model)
-    if reason is not None:
+    if reason := why_not_dispatcher(model):
         raise Unsupported(f"the dispatcher's attention: {reason}")
     made: Any = model
     before = made.config._attn_implementation
@@ -351,23 +333,28 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
 
 
 def _forward(
-    backend: str, cached: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    backend: str,
+    cached: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """transformers' attention function: (B, N, S, H) and twice (B, K, T, H) to (B, S, N, H), and no weights."""
     asked = [name for name in _UNKNOWN if options.get(name) is not None]
     if asked:
         raise Unsupported(f"{type(module).__name__} attends with {asked[0]}, which no backend of the dispatcher has")
     queries, keys = query.shape[2], key.shape[2]
+    is_causal = options.get("is_causal")
     causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
     causal = causal and queries > 1
     if causal and keys > queries:  # a static cache that is being filled: what follows is empty
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
-    out_BNSH, _ = attention(
-        query, key, value, mask=attention_mask, causal=causal, scale=scaling, softcap=softcap, dropout=dropout,
-        backend=backend if queries == keys else cached,
-    )  # fmt: skip
+    scores = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    variant = Variant(attention_mask, causal, dropout=options.get("dropout", 0.0), **scores)
+    out_BNSH, _ = attention(query, key, value, variant, backend if queries == keys else cached)
     return out_BNSH.transpose(1, 2).contiguous(), None

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.rows import rotary
-from vblackwell.nn.attention.backends import attention
+from vblackwell.nn.attention.backends import Variant, attention
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
 
 def rotary_tables(start: int, length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each (S, H) in fp32, of positions ``start`` to ``start + length``; see `rotary_tables_at`."""
+    """`rotary_tables_at` of positions ``start`` to ``start + length``."""
     return rotary_tables_at(torch.arange(start, start + length, dtype=torch.float32, device=device), head_dim, theta)
 
 
@@ -51,26 +51,32 @@ class FlashAttention(nn.Module):
         backend: 'auto', or the name of the only one that may run.
         use_fp4: both projections train straight through nvfp4, and ``quantize()`` packs them.
 
-    Attributes:
-        backend: which backend ran last; None before the first forward.
-
-    Raises:
-        ConfigurationError: heads that do not divide the width or one another, or other values out of range.
+    The attribute ``backend`` is the one that ran last; None before the first forward. Raises ConfigurationError for
+    heads that do not divide the width or one another, or other values out of range.
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, dropout: float = 0.0, *, n_kv_heads: int | None = None, causal: bool = False,
-        window: int | None = None, rotary_theta: float | None = None, softcap: float | None = None, bias: bool = True,
-        backend: str = "auto", use_fp4: bool = False, device: torch.device | str | None = None,
+        self,
+        d_model: int,
+        n_heads: int,
+        dropout: float = 0.0,
+        *,
+        n_kv_heads: int | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        rotary_theta: float | None = None,
+        softcap: float | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+        use_fp4: bool = False,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         if min(d_model, n_heads, n_kv_heads) < 1 or d_model % n_heads or n_heads % n_kv_heads:
-            raise ConfigurationError(
-                f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads: the heads must divide "
-                "the width, the key heads the heads"
-            )
+            found = f"attention of width {d_model} with {n_heads} heads over {n_kv_heads} key heads"
+            raise ConfigurationError(f"{found}: the heads must divide the width, the key heads the heads")
         if not 0 <= dropout < 1:
             raise ConfigurationError(f"a dropout of {dropout}: give at least 0 and less than 1")
         if rotary_theta is not None and d_model // n_heads % 2:
@@ -89,40 +95,29 @@ class FlashAttention(nn.Module):
         return f"{self.d_model}, heads={heads}, causal={self.causal}, backend={self.wanted_backend!r}"
 
     def quantize(self) -> FlashAttention:
-        """Packs the projections made with ``use_fp4``; packed ones stay as they are. Returns the module. Raises
-        ConfigurationError where a weight has inf or NaN.
-        """
+        """Packs the projections made with ``use_fp4``, as `FusedFP4Linear.quantize`. Returns the module."""
         for projection in (self.qkv_proj, self.out_proj):
             if isinstance(projection, FusedFP4Linear):
                 projection.quantize()
         return self
 
     def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What each position gathers, (B, S, D).
-
-        Args:
-            mask: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1: boolean (True attends) or added.
-
-        Raises:
-            ConfigurationError: an input or mask of another shape or type.
-            Unsupported: no backend (or not the one asked for) takes this; the message has every backend's reasons.
+        """What each position gathers, (B, S, D). ``mask``: (S, S), (B, S, S) or (B, N, S, S), each dimension may be 1:
+        boolean (True attends) or added. Raises ConfigurationError for an input or mask of another shape or type;
+        Unsupported, with every backend's reasons, where none (or not the one asked for) takes this.
         """
         if x_BSD.dim() != 3 or x_BSD.shape[-1] != self.d_model:
             raise ConfigurationError(f"attention of an input of {tuple(x_BSD.shape)}: give (B, S, {self.d_model})")
-        if mask is not None and mask.dim() == 3:
-            mask = mask[:, None]
+        mask = mask[:, None] if mask is not None and mask.dim() == 3 else mask
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         parts = self.qkv_proj(x_BSD).split([count * self.head_dim for count in heads], dim=-1)
         # Views of one tensor: the kernels read heads by their strides.
-        q, k, v = (
-            part.unflatten(-1, (count, self.head_dim)).transpose(1, 2) for part, count in zip(parts, heads, strict=True)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         if self.rotary_theta is not None:
             q, k = rotary(q, k, *rotary_tables(0, x_BSD.shape[1], self.head_dim, self.rotary_theta, x_BSD.device))
-        y_BNSH, self.backend = attention(
-            q, k, v, mask=mask, causal=self.causal, bottom_right=True, window=self.window, softcap=self.softcap,
-            dropout=self.dropout if self.training else 0.0, backend=self.wanted_backend,
-        )  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        variant = Variant(mask, self.causal, True, self.window, softcap=self.softcap, dropout=dropout)
+        y_BNSH, self.backend = attention(q, k, v, variant, self.wanted_backend)
         return self.out_proj(y_BNSH.transpose(1, 2).flatten(2))
 
 
@@ -134,17 +129,15 @@ def from_multihead_attention(
     than its own, or to additional keys.
     """
     if module.in_proj_weight is None:
-        raise Unsupported(
-            f"a MultiheadAttention with keys of width {module.kdim} and values of {module.vdim} over queries of "
-            f"{module.embed_dim}: only self-attention of one width becomes a FlashAttention"
-        )
+        other = f"keys of width {module.kdim} and values of {module.vdim} over queries of {module.embed_dim}"
+        only = "only self-attention of one width becomes a FlashAttention"
+        raise Unsupported(f"a MultiheadAttention with {other}: {only}")
     if module.bias_k is not None or module.add_zero_attn:
         raise Unsupported("a MultiheadAttention with add_bias_kv or add_zero_attn: FlashAttention adds no keys")
     weight, bias = module.in_proj_weight, module.in_proj_bias
-    made = FlashAttention(
-        module.embed_dim, module.num_heads, module.dropout, causal=causal, bias=bias is not None,
-        backend=backend, device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
+    options = {"causal": causal, "bias": bias is not None, "backend": backend}
+    placed = {"device": weight.device, "dtype": weight.dtype}
+    made = FlashAttention(module.embed_dim, module.num_heads, module.dropout, **options, **placed)
     given = {"qkv_proj.weight": weight, "out_proj.weight": module.out_proj.weight}
     if bias is not None:
         given |= {"qkv_proj.bias": bias, "out_proj.bias": module.out_proj.bias}

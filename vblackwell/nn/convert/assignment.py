@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.machine.lock import disk_error
-from vblackwell.nn.convert.linears import HEAD, find_linears, replace_modules, select_linears
+from vblackwell.nn.convert.linears import find_linears, replace_modules, select_linears
 from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 
@@ -33,10 +34,6 @@ DEFAULT_BUDGET = 0.004
 _ROUNDS = 6
 Batches = Sequence[tuple[Tensor, Tensor]]
 Shape = tuple[int, int]  # (N, K)
-
-
-def _bytes(precision: str, shape: Shape) -> float:
-    return BITS[precision] * shape[0] * shape[1] / 8
 
 
 @dataclass(frozen=True)
@@ -57,17 +54,14 @@ class Assignment:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.precisions.values()) - set(BITS))
         wrong = f"precision {unknown[0]!r}" if unknown else "" if self.precisions else "no linears"
-        if not wrong and set(self.precisions) != set(self.shapes):
-            wrong = "a linear without a shape"
-        if wrong:
-            raise ConfigurationError(
-                f"an assignment with {wrong}: each linear has a shape and one of {', '.join(BITS)}"
-            )
+        if wrong or self.precisions.keys() != self.shapes.keys():
+            said = f"an assignment with {wrong or 'a linear without a shape'}"
+            raise ConfigurationError(f"{said}: each linear has a shape and one of {', '.join(BITS)}")
 
     @property
     def bits(self) -> float:
-        weights = sum(n * k for n, k in self.shapes.values())
-        return 8 * sum(_bytes(self.precisions[name], shape) for name, shape in self.shapes.items()) / weights
+        sizes = {name: n * k for name, (n, k) in self.shapes.items()}
+        return sum(BITS[self.precisions[name]] * size for name, size in sizes.items()) / sum(sizes.values())
 
     def names(self, precision: str) -> list[str]:
         return [name for name, given in self.precisions.items() if given == precision]
@@ -110,11 +104,9 @@ class Assignment:
 
     def check(self, shapes: Mapping[str, Shape], what: str) -> None:
         """Raises ConfigurationError where its linears are not among those of ``what``, by name and shape."""
-        wrong = [
-            f"{name} {shape[0]}x{shape[1]} ({'x'.join(map(str, shapes[name])) if name in shapes else 'not there'})"
-            for name, shape in self.shapes.items()
-            if shapes.get(name) != shape
-        ]
+        there = {name: "x".join(map(str, shape)) for name, shape in shapes.items()}
+        misfits = [(name, shape) for name, shape in self.shapes.items() if shapes.get(name) != shape]
+        wrong = [f"{name} {n}x{k} ({there.get(name, 'not there')})" for name, (n, k) in misfits]
         if wrong:
             found = f"{len(wrong)} of its {len(self.shapes)} linears do not fit, e.g. {', '.join(wrong[:2])}"
             remedy = "make one with vb quantize --budget, or give the model it was made of"
@@ -128,23 +120,20 @@ def apply_assignment(model: nn.Module, assignment: Assignment, mode: str = "auto
     found = find_linears(model)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in found}
     assignment.check({name: _shape(module) for name, module in linears.items()}, type(model).__name__)
-    layers: dict[str, VBOptimizedLinear] = {}
-    for name, precision in assignment.precisions.items():
-        if precision == "bf16":
-            continue
+    packed = {name: precision for name, precision in assignment.precisions.items() if precision != "bf16"}
+    for name, precision in packed.items():
         if type(linears[name]) is not nn.Linear:
             raise ConfigurationError(f"{name} cannot be {precision}: {found[name]}")
-        layers[name] = VBOptimizedLinear.from_linear(linears[name], mode=mode, precision=precision)
-    replace_modules(model, {linears[name]: layer for name, layer in layers.items()})
-    return list(layers)
+    make = partial(VBOptimizedLinear.from_linear, mode=mode)
+    replace_modules(model, {linears[name]: make(linears[name], precision=given) for name, given in packed.items()})
+    return list(packed)
 
 
 def assign_precision(
-    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None,
-    pattern: str = "all", keep: str = HEAD,
-) -> Assignment:  # fmt: skip
+    model: nn.Module, batches: Batches, budget: float = DEFAULT_BUDGET, *, max_bits: float | None = None, **which: str
+) -> Assignment:
     """The cheapest precisions by which the calibration loss rises by at most ``budget``, a share of it, or the best of
-    at most ``max_bits`` a weight; ``pattern`` and ``keep`` as for `select_linears`.
+    at most ``max_bits`` a weight; ``which`` are ``pattern`` and ``keep`` of `select_linears`.
 
     ``model`` takes inputs and returns logits (B, S, V), or a value with ``logits``; its weights change meanwhile.
     Batches are (inputs, targets (B, S) int64, -100 where there is none). ConfigurationError for what is out of range.
@@ -153,7 +142,7 @@ def assign_precision(
         raise ConfigurationError(f"max_bits {max_bits!r}: between {BITS['nvfp4']} and {BITS['bf16']}")
     if not 0 <= budget < math.inf:
         raise ConfigurationError(f"budget {budget!r} is the relative rise of the loss that is allowed: 0 or more")
-    measured = measure_sensitivity(model, batches, pattern, keep)
+    measured = measure_sensitivity(model, batches, **which)
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in measured.shapes}
 
     def tried(chosen: dict[str, str]) -> Assignment:
@@ -163,22 +152,22 @@ def assign_precision(
 
     if max_bits is not None:
         return tried(choose(measured, math.inf, max_bits=max_bits))
-    allowed = budget * measured.loss
+    limit = allowed = budget * measured.loss
     for _ in range(_ROUNDS):
         found = tried(choose(measured, allowed))
         rise = found.measured["loss_after"] - measured.loss
-        if rise <= budget * measured.loss:
+        if rise <= limit:
             return found
-        allowed *= 0.8 * budget * measured.loss / rise
+        allowed *= 0.8 * limit / rise
     return tried(dict.fromkeys(measured.shapes, "bf16"))
 
 
 @torch.no_grad()
-def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all", keep: str = HEAD) -> Sensitivity:
+def measure_sensitivity(model: nn.Module, batches: Batches, **which: str) -> Sensitivity:
     """What each linear at each precision does to the predictions; arguments and errors as for `assign_precision`."""
     if not batches or not any(bool((targets != -100).any()) for _, targets in batches):
         raise ConfigurationError("the calibration data is empty: give at least one batch of inputs and targets")
-    linears = select_linears(model, pattern, keep)
+    linears = select_linears(model, **which)
     divergence: dict[str, dict[str, float]] = {name: {} for name in linears}
     with evaluating(model):
         before = [_log_probabilities(model, inputs) for inputs, _ in batches]
@@ -195,17 +184,16 @@ def measure_sensitivity(model: nn.Module, batches: Batches, pattern: str = "all"
 
 def choose(measured: Sensitivity, allowed: float, *, max_bits: float | None = None) -> dict[str, str]:
     """Precisions whose summed divergence is at most ``allowed`` nats, or that fill ``max_bits``."""
+    sizes = {name: n * k for name, (n, k) in measured.shapes.items()}
     chosen = dict.fromkeys(measured.divergence, "nvfp4")
-    total = sum(measured.divergence[name][now] for name, now in chosen.items())
-    held = sum(_bytes(now, measured.shapes[name]) for name, now in chosen.items())
-    budget = math.inf if max_bits is None else max_bits * sum(n * k for n, k in measured.shapes.values()) / 8
+    total = sum(of["nvfp4"] for of in measured.divergence.values())
+    held, budget = BITS["nvfp4"] * sum(sizes.values()), math.inf if max_bits is None else max_bits * sum(sizes.values())
     while total > allowed or max_bits is not None:
         steps = []
         for name, now in chosen.items():
-            shape, of = measured.shapes[name], measured.divergence[name]
+            of = measured.divergence[name]
             for precision in list(of)[list(of).index(now) + 1 :]:
-                more = _bytes(precision, shape) - _bytes(now, shape)
-                saved = of[now] - of[precision]
+                more, saved = (BITS[precision] - BITS[now]) * sizes[name], of[now] - of[precision]
                 if saved > 0 and held + more <= budget:
                     steps.append((saved / max(more, 1e-12), name, precision, saved, more))
         if not steps:

@@ -74,9 +74,9 @@ class Conversion:
         return self.model
 
     def summary(self) -> str:
-        lines = [f"{kind}: {len(names)} fused" for kind, names in self.replaced.items()]
-        lines += [f"left {count}: {reason}" for reason, count in Counter(self.left.values()).items()]
-        return ", ".join(lines) or "nothing in this model has a fused form"
+        said = [f"{kind}: {len(names)} fused" for kind, names in self.replaced.items()]
+        said += [f"left {count}: {reason}" for reason, count in Counter(self.left.values()).items()]
+        return ", ".join(said) or "nothing in this model has a fused form"
 
     def __str__(self) -> str:
         """A table: layers that differ in their number alone are one line."""
@@ -106,12 +106,10 @@ def accelerate_causal_lm(
             that transformers checkpoints compute their feed-forward in chunks of tokens.
         loss: of transformers' causal models: where ``labels`` are given, compute the loss in chunks of tokens; the
             output's ``logits`` are then None. A step whose labels are all ignored has loss 0, not NaN. ``'training'``:
-            only of a model in training; evaluation, which may compute with logits, keeps them, and who computes with
-            a training output's logits is told that there are none.
+            only of a model in training; evaluation keeps logits, and computing with a training output's raises.
         chunk_tokens: tokens whose logits exist at a time; by default what 256 MiB hold.
 
-    Raises:
-        ConfigurationError: the model is accelerated already.
+    Raises ConfigurationError where the model is accelerated already.
     """
     if model in _done:
         raise ConfigurationError(f"{type(model).__name__} is accelerated already: restore_causal_lm(model) first")
@@ -127,15 +125,11 @@ def accelerate_causal_lm(
                 swapped.append(module)
                 done.rows.append(Row(kind, name, "fused"))
         if loss:
-            reason = _why_not_loss(model)
+            head_name, reason = "", _why_not_loss(model)
             if reason is None:
                 fused = _FusedLoss(model, chunk_tokens, only_training=loss == "training")
-                head: Any = fused.head
-                done.rows.append(
-                    Row("loss", next(name for name, each in model.named_modules() if each is head), "fused")
-                )
-            else:
-                done.rows.append(Row("loss", "", None, reason))
+                head_name = next(name for name, each in model.named_modules() if each is fused.head)
+            done.rows.append(Row("loss", head_name, None if reason else "fused", reason or ""))
     _done[model] = (swapped, fused)
     return done
 
@@ -158,7 +152,7 @@ def has_fused_loss(model: nn.Module) -> bool:
 
 
 def restore_causal_lm(model: nn.Module) -> nn.Module:
-    """Undo `accelerate_causal_lm`; a model that was not accelerated is returned as it is."""
+    """Undo `accelerate_causal_lm`, if it was called; returns the model."""
     swapped, fused = _done.pop(model, ([], None))
     for module in swapped:
         object.__setattr__(module, "__class__", plain_class(module))
@@ -172,7 +166,12 @@ class _NoLogitsError(Unsupported, AttributeError):
 
 
 class NoLogits:
-    """What an output has instead of logits; who computes with it is told that there are none."""
+    """What an output has instead of logits; whatever computes with it raises. ``loss`` is what the head gives the
+    model's forward in their place, which hands it to the loss function.
+    """
+
+    def __init__(self, loss: Tensor | None = None) -> None:
+        self.loss = loss
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,13 +185,6 @@ class NoLogits:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
     __lt__ = __gt__ = __le__ = __ge__ = __getitem__ = __iter__ = __len__ = __float__ = _refuse
-
-
-class LossInPlaceOfLogits(NoLogits):
-    """What the head gives the model's forward, which hands it to the loss function."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
 
 
 _NO_LOGITS = (
@@ -214,7 +206,7 @@ class _FusedLoss:
         self.head = head = model.get_output_embeddings()
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True),
-            model.register_forward_hook(_Hook(self._end), with_kwargs=False, always_call=False),
+            model.register_forward_hook(_Hook(self._end)),
             head.register_forward_pre_hook(_Hook(self._enter_head)),
             head.register_forward_hook(_Hook(self._leave_head)),
         ]
@@ -229,7 +221,8 @@ class _FusedLoss:
             model.__dict__.pop("_loss_function", None)
 
     def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return logits.loss if isinstance(logits, LossInPlaceOfLogits) else self._original(logits, *args, **kwargs)
+        loss = logits.loss if isinstance(logits, NoLogits) else None
+        return self._original(logits, *args, **kwargs) if loss is None else loss
 
     def __reduce__(self) -> Any:
         return operator.itemgetter(0), ((self._original,),)
@@ -250,34 +243,27 @@ class _FusedLoss:
         hidden, (labels, targets, count, ignored) = args[0], options
         if targets is None:
             targets = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        how = {"ignore_index": ignored, "chunk_tokens": self._chunk_tokens}
         reduction = "mean" if count is None else "sum"
-        how: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction, "chunk_tokens": self._chunk_tokens}
-        return (HiddenWithTargets(hidden, targets.to(hidden.device), **how),)
+        return (HiddenWithTargets(hidden, targets.to(hidden.device), reduction=reduction, **how),)
 
     def _leave_head(self, head: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not (args and isinstance(args[0], HiddenWithTargets)):
             return None
-        _, _, count, _ = self._asked.options
-        if count is not None:
+        if (count := self._asked.options[2]) is not None:
             output = output / (count.to(output.device) if isinstance(count, Tensor) else count)
-        return LossInPlaceOfLogits(output)
+        return NoLogits(output)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._asked.options = None
-        values = output.values() if isinstance(output, dict) else output
-        if not any(isinstance(each, NoLogits) for each in values):
+        named: dict[Any, Any] = dict(output.items() if isinstance(output, dict) else enumerate(output))
+        if not any(isinstance(each, NoLogits) for each in named.values()):
             return None
         if self._only_training:
-            if isinstance(output, dict):
-                shown = {name: NoLogits() if isinstance(each, NoLogits) else each for name, each in output.items()}
-                return type(output)(**shown)
-            return tuple(NoLogits() if isinstance(each, NoLogits) else each for each in output)
-        if isinstance(output, dict):
-            kept = {name: value for name, value in output.items() if not isinstance(value, LossInPlaceOfLogits)}
-            return type(output)(**kept) if len(kept) < len(output) else None
-        if isinstance(output, tuple):
-            return tuple(value for value in output if not isinstance(value, LossInPlaceOfLogits))
-        return None
+            shown = {name: NoLogits() if isinstance(each, NoLogits) else each for name, each in named.items()}
+        else:
+            shown = {name: each for name, each in named.items() if not isinstance(each, NoLogits)}
+        return type(output)(**shown) if isinstance(output, dict) else tuple(shown.values())
 
 
 class _Hook:
@@ -305,12 +291,8 @@ class _Always(nn.Module):
         return self.answer
 
 
-class _Output:  # of a trunk: hidden states, and None for every other attribute
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: Any) -> Any:
-        return (self.last_hidden_state,)[index]
+class _Output(tuple):  # of a trunk: hidden states, and None for every other attribute
+    last_hidden_state = property(operator.itemgetter(0))
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -324,36 +306,35 @@ def _why_not_loss(model: Any) -> str | None:
             return f"{type(model).__name__} has no {name}: it is no causal model of transformers"
     head = model.get_output_embeddings()
     head_name = next((name for name, child in model._modules.items() if child is head), None)
-    if not isinstance(head, nn.Linear) or not takes_targets(head) or head_name is None:
-        return f"its head is {type(head).__name__}, not a linear layer of its own"
+    if not takes_targets(head) or head_name is None:
+        return f"its head is {type(head).__name__}, not a separate linear layer"
     loss = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
     if loss != "ForCausalLMLoss":
         return f"its loss is {loss}, not ForCausalLMLoss"
     trunk_name = model.base_model_prefix
     if not isinstance(model._modules.get(trunk_name), nn.Module):
         return f"it has no trunk named {trunk_name!r}"
-    width = head.in_features
+    width, seen = head.in_features, list[Tensor]()
     small = nn.Linear(width, 7, bias=False)
     with torch.no_grad():
         small.weight.normal_(0.0, 30.0 / width**0.5, generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(1))
-    seen: list[Tensor] = []
 
     def record(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(logits)
         return logits.sum()
 
-    # A trunk without routers: the loss that is made of their logits is no part of this.
-    takes_routers = "output_router_logits" in inspect.signature(type(model).forward).parameters
-    options = {"output_router_logits": False} if takes_routers else {}
     tokens = torch.zeros(1, 3, dtype=torch.long)
+    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    if "output_router_logits" in inspect.signature(type(model).forward).parameters:
+        given["output_router_logits"] = False  # the trunk has no routers: the loss of their logits is no part of this
 
     def why_not(head: nn.Module, loss: Callable[..., Tensor]) -> str | None:
-        twin = twin_of(model, _modules={**model._modules, head_name: head, trunk_name: _Always(_Output(hidden))})
+        twin = twin_of(model, _modules={**model._modules, head_name: head, trunk_name: _Always(_Output((hidden,)))})
         twin.__dict__["_loss_function"] = loss
         try:
             with torch.no_grad():
-                type(model).forward(twin, input_ids=tokens, labels=tokens, **options)
+                type(model).forward(twin, **given)
         except Unsupported:
             return _CHANGED
         except Exception as error:  # whatever a foreign forward raises is a reason to leave it alone
@@ -369,4 +350,4 @@ def _why_not_loss(model: Any) -> str | None:
         return _CHANGED
     # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
     zero = hidden.new_zeros(())
-    return why_not(_Always(LossInPlaceOfLogits(zero)), lambda *args, **kwargs: zero)
+    return why_not(_Always(NoLogits(zero)), lambda *args, **kwargs: zero)

@@ -95,8 +95,7 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
     """Methods that make ``module`` a fused RMSNorm; why not; or None if it does not look like one."""
     if "RMSNorm" not in type(module).__name__ and not isinstance(module, nn.RMSNorm):
         return None
-    weight = module._parameters.get("weight")
-    eps_name = _epsilon_name(module)
+    weight, eps_name = module._parameters.get("weight"), _epsilon_name(module)
     if len(module._parameters) != 1 or weight is None or weight.dim() != 1:
         return "it has no weight of one dimension, or other parameters"
     if eps_name is None:
@@ -104,11 +103,10 @@ def fused_norm(module: nn.Module) -> Overrides | str | None:
     if more := _more_inputs(module):
         return more
     width, eps = weight.shape[0], getattr(module, eps_name)
-    probe = nn.Parameter(_random(width) + 0.5)
-    x, twin = _random(3, width) * 2, twin_of(module, _parameters={"weight": probe})
-    otherwise = "it computes something else than weight * x / rms(x)"
+    x, probe = _random(3, width) * 2, nn.Parameter(_random(width) + 0.5)
+    theirs = functools.partial(type(module).forward, twin_of(module, _parameters={"weight": probe}), x)
     ours = functools.partial(functional.rms_norm, x, (width,), probe, eps)
-    why = _why_not(lambda: type(module).forward(twin, x), ours, otherwise)
+    why = _why_not(theirs, ours, "it computes something else than weight * x / rms(x)")
     return why or {"forward": _norm_forward(eps_name)}
 
 
@@ -131,28 +129,22 @@ def _joined_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def fused_feed_forward(module: nn.Module) -> Overrides | str | None:
     """As `fused_norm`, for ``down(silu(gate(x)) * up(x))`` from linears of those names, gate and up joined or not."""
-    names = set(module._modules)
-    forward = _separate_forward if {"gate_proj", "up_proj", "down_proj"} <= names else None
-    forward = _joined_forward if {"gate_up_proj", "down_proj"} <= names else forward
+    children = set(module._modules)
+    forward = _separate_forward if {"gate_proj", "up_proj", "down_proj"} <= children else None
+    forward = _joined_forward if {"gate_up_proj", "down_proj"} <= children else forward
     if forward is None or "Experts" in type(module).__name__:
         return None
     if module._parameters:
         return "it has parameters other than its linears'"
     if more := _more_inputs(module):
         return more
-    width, inner = 8, 6
-    small = {
-        "gate_proj": nn.Linear(width, inner), "up_proj": nn.Linear(width, inner), "down_proj": nn.Linear(inner, width),
-        "gate_up_proj": nn.Linear(width, 2 * inner),
-    }  # fmt: skip
+    small = {"gate_proj": nn.Linear(8, 6), "up_proj": nn.Linear(8, 6), "down_proj": nn.Linear(6, 8)}
+    small["gate_up_proj"] = nn.Linear(8, 12)
     twin = twin_of(module, _modules={name: small.get(name, child) for name, child in module._modules.items()})
-    x = _random(2, 3, width) * 2
-    otherwise = "it computes something else than down(silu(gate(x)) * up(x))"
+    x, otherwise = _random(2, 3, 8) * 2, "it computes something else than down(silu(gate(x)) * up(x))"
     why = _why_not(lambda: type(module).forward(twin, x), lambda: forward(twin, x), otherwise)
     return why or {"forward": forward}
 
-
-# -- layers that transformers checkpoints one by one -------------------------------------------------------------------
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
@@ -201,9 +193,11 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
         return None
     x, otherwise = _random(2, 3, 8), "it computes something else than h + mlp(norm(h)) after attention"
     stubs: dict[str, nn.Module] = {
-        "input_layernorm": _Stub(torch.cos), "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
-        "post_attention_layernorm": _Stub(torch.tanh), "mlp": _Stub(torch.square),
-    }  # fmt: skip
+        "input_layernorm": _Stub(torch.cos),
+        "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
+        "post_attention_layernorm": _Stub(torch.tanh),
+        "mlp": _Stub(torch.square),
+    }
     h = x + torch.sin(3 * torch.cos(x))
     first, why = {**stubs, **_WITHOUT_MLP}, None
     for training in (True, False):
@@ -250,10 +244,9 @@ def fused_gate(module: nn.Module) -> Overrides | str | None:
     gate: Any = getattr(type(module), "_apply_gate", None)
     if gate is None:
         return None
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if implementation in (None, "eager"):
-        gates = "gates inside its loop; 'grouped_mm' gates in one place"
-        return f"experts_implementation is {implementation!r}, which {gates}"
+    found = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if found in (None, "eager"):
+        return f"experts_implementation is {found!r}, which gates inside its loop; 'grouped_mm' gates in one place"
     x, otherwise = _random(5, 12) * 2, "it gates otherwise than silu(gate) * up"
     return _why_not(lambda: gate(module, x), lambda: _gate(module, x), otherwise) or {"_apply_gate": _gate}
 
@@ -297,7 +290,7 @@ def fused_adapter(module: nn.Module) -> Overrides | str | None:
 
 
 def _adapter_forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-    # A compiler fuses peft's expression itself, and cannot look into what `_only_adapter` asks.
+    # A compiler fuses peft's expression itself, and cannot trace what `_only_adapter` asks.
     name = None if args or options or torch.compiler.is_compiling() else _only_adapter(self, x)
     if name is None:
         return plain_class(self).forward(self, x, *args, **options)
@@ -312,16 +305,15 @@ def _only_adapter(module: Any, x: Tensor) -> str | None:
     if not on_gpu(x) or module.disable_adapters or module.merged or len(active) != 1:
         return None
     name = active[0]
-    if torch.is_autocast_enabled("cuda") or name not in module.lora_A or name in module.lora_variant:
-        return None
-    if not isinstance(module.lora_dropout[name], nn.Identity):
+    plain = name in module.lora_A and name not in module.lora_variant
+    if not plain or torch.is_autocast_enabled("cuda") or not isinstance(module.lora_dropout[name], nn.Identity):
         return None
     parts = (module.base_layer, module.lora_A[name], module.lora_B[name])
     if any(hooked(part) or getattr(part, "bias", None) is not None for part in parts):
         return None
     weights = (parts[0].weight_codes, parts[1].weight, parts[2].weight)
-    here = not any("_vb_binding" in weight.__dict__ for weight in weights)
-    return name if here and weights[1].dtype == weights[2].dtype == x.dtype else None
+    resident = not any("_vb_binding" in weight.__dict__ for weight in weights)
+    return name if resident and weights[1].dtype == weights[2].dtype == x.dtype else None
 
 
 KINDS: dict[str, Callable[[nn.Module], Overrides | str | None]] = {

@@ -22,9 +22,8 @@ from torch import nn
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
-from vblackwell.nn.linear.packed_linear import PackedLinear
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
-from vblackwell.nn.linear.two_part import BITS, DRIFT_THRESHOLD, REFRESH_EVERY, Settings, VBOptimizedLinear
+from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
 from vblackwell.units import format_bytes
 
@@ -32,6 +31,7 @@ HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
 # Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
+NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -71,9 +71,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             f"{read}": read,
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
             "it has hooks, which would be lost": hooked(module),
-            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large"
-            and type(module) is nn.Linear
-            and module.weight.numel() < LARGE_ELEMENTS,
+            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large" and plain and weight.numel() < LARGE_ELEMENTS,
             f"its name does not match {pattern!r}": pattern not in ("all", "large") and not wanted.search(name),
         }
         found[name] = next((reason for reason, holds in reasons.items() if holds), None)
@@ -82,8 +80,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """The output head that a model of transformers names."""
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    return None if getter is None else getter()
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
@@ -96,11 +93,14 @@ def _in_adapter(model: nn.Module, name: str) -> bool:
     return False
 
 
-def select_linears(
-    model: nn.Module, pattern: str = "all", keep: str = HEAD, found: Mapping[str, str | None] | None = None
-) -> dict[str, nn.Linear]:
-    """The linears that may be packed, by module name, as `find_linears` has ``found``; ConfigurationError for none."""
-    found = find_linears(model, pattern, keep) if found is None else found
+def head_and(keep: str | None) -> str:
+    """The expression for names that stay: the output head's, and in addition what ``keep`` matches."""
+    return HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
+
+
+def select_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> dict[str, nn.Linear]:
+    """The linears that `find_linears` lets be packed, by module name; ConfigurationError for none."""
+    found = find_linears(model, pattern, keep)
     selected: dict[str, Any] = {name: model.get_submodule(name) for name, reason in found.items() if reason is None}
     if not selected:
         raise nothing_selected(model, pattern, found)
@@ -112,8 +112,8 @@ def nothing_selected(model: nn.Module, pattern: str, found: Mapping[str, str | N
     by_reason = defaultdict[str | None, list[str]](list)
     for name, reason in found.items():
         by_reason[reason].append(name)
-    more = {reason: f" and {len(names) - 1} more" if names[1:] else "" for reason, names in by_reason.items()}
-    left = [f"{names[0]}{more[reason]} ({reason})" for reason, names in by_reason.items()]
+    examples = ((reason, name, len(others)) for reason, (name, *others) in by_reason.items())
+    left = [f"{name}{f' and {more} more' if more else ''} ({reason})" for reason, name, more in examples]
     said = ", ".join(left) or "it has none"
     return ConfigurationError(f"{pattern!r} selects no linear of {type(model).__name__}: {said}")
 
@@ -127,7 +127,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
 
 
 def replace_linears(model: nn.Module, linears: Mapping[str, nn.Linear], make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Put ``make(linear)`` in the place of each; all are made first: where one fails, nothing has changed."""
+    """Put ``make(linear)`` in the place of each; where one cannot be made, nothing has changed."""
     replace_modules(model, {linear: make(linear).train(linear.training) for linear in linears.values()})
 
 
@@ -137,23 +137,21 @@ def store_linears(
     """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears. Returns every linear:
     why it was left, or None; ConfigurationError if nothing is selected.
     """
-    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
 
-    def make(linear: nn.Linear) -> StoredFP4Linear:
-        sizes, dtype = (linear.in_features, linear.out_features), linear.weight.dtype
-        return StoredFP4Linear(*sizes, linear.bias, format, tiled=tiled, dtype=dtype)  # type: ignore[arg-type]
-
-    replace_linears(model, select_linears(model, pattern, found=found), make)
+    found = find_linears(model, pattern, head_and(keep))
+    make = functools.partial(StoredFP4Linear, format=format, tiled=tiled)
+    replace_linears(model, select_linears(model, pattern, head_and(keep)), make)
     return found
 
 
-def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> PackedLinear:
+def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> None:
     """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
-    kind = FusedFP4Linear if packed.fine is None else VBOptimizedLinear
-    layer = kind.from_packed(packed, linear.bias).train(linear.training)  # type: ignore[arg-type]
-    replace_modules(model, {linear: layer})
-    return layer
+    if packed.fine is None:
+        layer = FusedFP4Linear.from_packed(packed, linear.bias)
+    else:
+        layer = VBOptimizedLinear.from_packed(packed, linear.bias, mode="inference")
+    replace_modules(model, {linear: layer.train(linear.training)})
 
 
 def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None) -> nn.Linear:
@@ -168,14 +166,16 @@ def linear_of(model: nn.Module, name: str, shape: tuple[int, ...] | None = None)
     return linear
 
 
-NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
-
-
 def enable_vb_optimization(
-    model: nn.Module, mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True,
-    replace_pattern: str = "all", *, refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
+    model: nn.Module,
+    mode: str = "auto",
+    enable_quantization: bool = True,
+    enable_fp4: bool = True,
+    replace_pattern: str = "all",
+    *,
     verbose: bool = False,
-) -> nn.Module:  # fmt: skip
+    **renewal: Any,
+) -> nn.Module:
     """Put weights in two parts into ``model``, in place, and return it.
 
     Every chosen linear becomes a `VBOptimizedLinear` on the very same parameters: dtypes, ties and optimizers stay.
@@ -187,13 +187,12 @@ def enable_vb_optimization(
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
             int8 by rows, 8 bits.
         replace_pattern: 'all', 'large' (2^20 elements and more) or a regular expression searched for in names.
-        refresh_every, drift_threshold: when kept scales are renewed; see `Settings`.
         verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
+        renewal: ``refresh_every`` and ``drift_threshold`` of `Settings`: when kept scales are renewed.
 
-    Raises:
-        ConfigurationError: a value that is refused, both switches off, or nothing selected. The model is as it was.
+    Raises ConfigurationError, the model as it was, for a value out of range, both switches off, or nothing selected.
     """
-    settings = Settings.of(mode, enable_quantization, enable_fp4, refresh_every, drift_threshold)
+    settings = Settings.of(mode, enable_quantization, enable_fp4, **renewal)
     chosen = select_linears(model, replace_pattern)
     if verbose:
         _say(chosen, settings)
@@ -251,13 +250,12 @@ class VBModelWrapper(nn.Module):
         width = max((len(name) for name in stats), default=4)
         columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
         print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
-        totals = [0, 0]
         for name, row in stats.items():
-            sizes = [row["weight_bytes"], row["cached_bytes"]]
-            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+            sizes = (format_bytes(row["weight_bytes"]), format_bytes(row["cached_bytes"]))
             shape, drift = "x".join(map(str, row["shape"])), "" if row["drift"] is None else f"{row['drift']:.3f}"
-            print(columns.format(name, width, shape, *map(format_bytes, sizes), row["steps"], row["renewals"], drift))
-        weight, cached = map(format_bytes, totals)
+            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], drift))
+        weight = format_bytes(sum(row["weight_bytes"] for row in stats.values()))
+        cached = format_bytes(sum(row["cached_bytes"] for row in stats.values()))
         print(f"{len(stats)} layers, {weight} of weights, {cached} of caches")
 
 
@@ -285,8 +283,8 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
     if not hasattr(model, "_init_weights"):
         return []
     linears = {model.get_submodule(name): name for name in names}
+    without = {linear: (type(linear), linear._parameters.pop("weight")) for linear in linears}
     needed, asked = list[str](), list[nn.Module]()
-    kinds: dict[nn.Module, tuple[type, Any]] = {}
 
     class Weightless(nn.Linear):
         def __getattr__(self, name: str) -> Any:
@@ -294,15 +292,12 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                 asked.append(self)
             return super().__getattr__(name)
 
-    for linear in linears:
-        kinds[linear] = (type(linear), linear._parameters.pop("weight"))
-        linear.__class__ = Weightless
-
     def give_back(linear: nn.Module) -> None:
-        kind, weight = kinds.pop(linear)
-        linear.__class__, linear._parameters["weight"] = kind, weight
+        linear.__class__, linear._parameters["weight"] = without.pop(linear)
 
     try:
+        for linear in linears:
+            linear.__class__ = Weightless
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for module, initialize in _initialized(model, model._init_weights):
                 while True:
@@ -310,12 +305,12 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                         initialize(module)
                         break
                     except AttributeError:
-                        if not asked or asked[-1] not in kinds:
+                        if not asked or asked[-1] not in without:
                             raise
                         give_back(asked[-1])
                         needed.append(linears[asked[-1]])
     finally:
-        for linear in list(kinds):
+        for linear in list(without):
             give_back(linear)
     return needed
 

@@ -52,9 +52,8 @@ class Lora:
             for item in more:
                 key, equals, value = item.strip().partition("=")
                 if key not in known or not equals:
-                    raise ConfigurationError(
-                        f"--lora {text!r}: {item.strip()!r} is none of alpha=, dropout=, targets={nearest(key, known)}"
-                    )
+                    wrong = f"{item.strip()!r} is none of alpha=, dropout=, targets={nearest(key, known)}"
+                    raise ConfigurationError(f"--lora {text!r}: {wrong}")
                 values[key] = tuple(filter(None, value.split("+"))) if key == "targets" else float(value)
             return cls(int(rank), **values)
         except ConfigurationError:
@@ -76,28 +75,24 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     found = {name: model.get_submodule(name) for name, why in left.items() if why is None}
     names = sorted({name.rpartition(".")[2] for name in found})
     if any(param.dim() == 3 and ".experts." in name for name, param in model.named_parameters()):
-        taken = {name for name in names if name in _OF_EXPERTS}
+        taken = [name for name in names if name in _OF_EXPERTS]
         names = [name for name in names if name not in taken]
         if asked := [name for name in lora.targets or () if name in taken]:
-            raise Unsupported(
-                f"--lora targets={asked[0]}: where experts are stacked peft takes this name for theirs, which get no "
-                f"adapters here: choose from {', '.join(names)}"
-            )
+            why = "where experts are stacked peft takes this name for theirs, which get no adapters here"
+            raise Unsupported(f"--lora targets={asked[0]}: {why}: choose from {', '.join(names)}")
     wanted = names if lora.targets is None else list(lora.targets)
     for target in wanted:
         if target not in names:
             reasons = (f" ({name}: {why})" for name, why in left.items() if why and name.endswith(f".{target}"))
-            raise ConfigurationError(
-                f"--lora targets={target}: {type(model).__name__} has no such linear{next(reasons, '')}, only "
-                f"{', '.join(names)}{nearest(target, names)}"
-            )
+            there = f"{type(model).__name__} has no such linear{next(reasons, '')}"
+            known = f"only {', '.join(names)}{nearest(target, names)}"
+            raise ConfigurationError(f"--lora targets={target}: {there}, {known}")
     chosen = [module for name, module in found.items() if name.rpartition(".")[2] in wanted]
     make: Any = peft.LoraConfig  # whose alpha is stated as an int, and may be a float
-    config = make(
-        r=lora.rank, lora_alpha=lora.scale * lora.rank, lora_dropout=lora.dropout, target_modules=wanted, bias="none",
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
-        fan_in_fan_out=all(type(module).__name__ == "Conv1D" for module in chosen),
-    )  # fmt: skip
+    sizes = {"r": lora.rank, "lora_alpha": lora.scale * lora.rank, "lora_dropout": lora.dropout}
+    transposed = all(type(module).__name__ == "Conv1D" for module in chosen)
+    kind = {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "fan_in_fan_out": transposed}
+    config = make(target_modules=wanted, **sizes, **kind)
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
@@ -111,12 +106,11 @@ def adapter_targets(model: nn.Module) -> dict[str, str | None]:
     """Every linear of ``model``: why no adapter goes around it, or None if one may."""
     from vblackwell.nn.convert.linears import HEAD, find_linears, head_of
 
-    head, found = head_of(model), dict[str, str | None]()
-    for name in find_linears(model):
-        linear = model.get_submodule(name)
-        is_head = linear is head or re.search(HEAD, name)
-        found[name] = "the output head" if is_head else _why_no_product(linear)
-    return found
+    head, linears = head_of(model), {name: model.get_submodule(name) for name in find_linears(model)}
+    return {
+        name: "the output head" if linear is head or re.search(HEAD, name) else _why_no_product(linear)
+        for name, linear in linears.items()
+    }
 
 
 def _why_no_product(linear: Any) -> str | None:

@@ -19,7 +19,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert.causal_lm import Conversion, Row, accelerate_causal_lm, in_stack
 from vblackwell.nn.convert.fused_modules import swap
-from vblackwell.nn.convert.linears import HEAD, LARGE_ELEMENTS, find_linears, nothing_selected, replace_modules
+from vblackwell.nn.convert.linears import LARGE_ELEMENTS, find_linears, head_and, nothing_selected, replace_modules
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.rounded import fp4_round_trip
@@ -29,10 +29,17 @@ _EXPERTS = ("gate_up_proj", "down_proj")
 
 
 def convert(
-    model: nn.Module, *, fp4_layers: str | None = "all", keep: str | None = None, format: str = "nvfp4",
-    scale_search: str | None = None, pack: bool = False, attention: str | None = "auto", fused: bool = True,
+    model: nn.Module,
+    *,
+    fp4_layers: str | None = "all",
+    keep: str | None = None,
+    format: str = "nvfp4",
+    scale_search: str | None = None,
+    pack: bool = False,
+    attention: str | None = "auto",
+    fused: bool = True,
     loss: bool = False,
-) -> Conversion:  # fmt: skip
+) -> Conversion:
     """Replace what provably computes the same, or, for FP4, what was asked for, in place.
 
     Args:
@@ -48,9 +55,8 @@ def convert(
             after linears in the linears' epilogues.
         loss: the causal loss in chunks of tokens, too (`accelerate_causal_lm`).
 
-    Raises:
-        ConfigurationError: an invalid expression, an unknown format or backend, weights that cannot be packed, nothing
-            that FP4 was asked for is there, or the model is in a stack or accelerated already. The model is as it was.
+    Raises ConfigurationError, the model as it was, for an invalid expression, an unknown format or backend, weights
+    that cannot be packed, nothing of what FP4 was asked for, or a model that is in a stack or accelerated already.
     """
     if in_stack(model):
         raise ConfigurationError(f"{type(model).__name__} is in a stack: convert it first, or release(model)")
@@ -78,9 +84,9 @@ def convert(
 
 def _linears(
     done: Conversion, pattern: str, keep: str | None, options: dict[str, Any], pack: bool, epilogues: bool
-) -> None:  # fmt: skip
+) -> None:
     model = done.model
-    found = find_linears(model, pattern, HEAD if keep is None else f"(?:{HEAD})|(?:{keep})")
+    found = find_linears(model, pattern, head_and(keep))
     following = _following_activations(model) if epilogues else {}
     replacements: dict[nn.Module, nn.Module] = {}
     for name, reason in found.items():
@@ -121,11 +127,9 @@ def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]
             continue
         children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in sequence._modules.items()]
         for (first, linear), (second, activation) in zip(children, children[1:], strict=False):
-            plain = type(activation) in _ACTIVATIONS and getattr(activation, "approximate", "none") == "none"
+            exact = type(activation) in _ACTIVATIONS and getattr(activation, "approximate", "none") == "none"
             once = counts[id(linear)] == 1 == counts[id(activation)]
-            if activation is None or hooked(activation) or getattr(activation, "inplace", False):
-                continue
-            if plain and once:
+            if exact and once and not hooked(activation) and not getattr(activation, "inplace", False):
                 found[first] = (second, activation)
     return found
 
@@ -145,11 +149,10 @@ def _give_back(model: nn.Module, linear: nn.Linear, layer: FusedFP4Linear, train
 
 def _experts(done: Conversion, pattern: str, keep: str | None, format: str, pack: bool) -> None:
     for name, module in done.model.named_modules():
-        held = [module._parameters.get(each) for each in _EXPERTS]
-        stacked = [parameter for parameter in held if parameter is not None and parameter.dim() == 3]
-        if len(stacked) < len(_EXPERTS):  # (E, outputs, inputs), or the reverse
+        held: list[Any] = [module._parameters.get(each) for each in _EXPERTS]
+        if any(parameter is None or parameter.dim() != 3 for parameter in held):  # (E, outputs, inputs), or the reverse
             continue
-        elements = max(parameter.numel() for parameter in stacked)
+        elements = max(parameter.numel() for parameter in held)
         wanted = pattern == "all" or (elements >= LARGE_ELEMENTS if pattern == "large" else re.search(pattern, name))
         transposed = getattr(module, "is_transposed", False)
         eager = getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
@@ -178,12 +181,9 @@ def _rounded(name: str, format: str) -> property:
 
 
 def _attention(done: Conversion, backend: str) -> None:
-    reason = why_not_dispatcher(done.model)
-    if reason is None:
+    if (reason := why_not_dispatcher(done.model)) is None:
         done._undo.append(use_dispatcher(done.model, backend))
-        done.rows.append(Row("attention", "", f"the dispatcher ({backend})"))
-    else:
-        done.rows.append(Row("attention", "", None, reason))
+    done.rows.append(Row("attention", "", None if reason else f"the dispatcher ({backend})", reason or ""))
     for name, module in done.model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             why = "its calls return weights and take other masks: from_multihead_attention makes a FlashAttention of it"

@@ -1,8 +1,8 @@
 """What a training run asks of its model: the loss, the heads, fused operators, and which attention backend runs.
 
-The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` the model runs the fused backend
-that the dispatcher names for the run's real shapes, or the run is refused: it must not end in the slow path unnoticed.
-Deterministic runs leave cuDNN and the memory-efficient kernel out: neither has a deterministic backward.
+The model is a `Decoder` or a causal model of transformers. With ``--use-flash-attn`` it runs the fused backend that the
+dispatcher names for the run's real shapes, or the run is refused. Deterministic runs leave cuDNN and the
+memory-efficient kernel out: neither has a deterministic backward.
 """
 
 from __future__ import annotations
@@ -88,42 +88,47 @@ def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> Abstract
     return sdpa_kernel(FUSED) if use_flash_attn else nullcontext()
 
 
-def fused_backend(
-    num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device, *,
-    deterministic: bool = False,
-) -> str:  # fmt: skip
-    """The dispatcher's choice for causal training of this shape among fused backends; Unsupported, with all reasons."""
+def training_request(
+    heads: tuple[int, int, int], seq_length: int, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+) -> dispatcher.AttentionRequest:
+    """Causal training of this shape; ``heads`` as of `attention_heads`."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    request = dispatcher.AttentionRequest(
-        device.type, capability, dtype, num_heads, num_kv_heads, seq_length, seq_length, head_dim, causal=True,
-        gradient=True, deterministic=deterministic, gpu=device.index,
-    )  # fmt: skip
+    sizes: tuple[Any, ...] = (*heads[:2], seq_length, seq_length, heads[2])
+    request = dispatcher.AttentionRequest(device.type, capability, dtype, *sizes)
+    return request._replace(causal=True, gradient=True, deterministic=deterministic, gpu=device.index)
+
+
+def fused_backend(request: dispatcher.AttentionRequest) -> str:
+    """The dispatcher's choice among fused backends; Unsupported, with all reasons."""
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name != "math"}
     if accepted := [name for name, why in reasons.items() if not why]:
         return accepted[0]
     said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())
-    raise Unsupported(f"{_refused(num_heads, head_dim, dtype, device)}. {said}")
+    raise Unsupported(f"{_refused(request)}. {said}")
 
 
-def chosen_backend(
-    num_heads: int, num_kv_heads: int, head_dim: int, seq_length: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """What torch takes for a causal head shape in this context: 'flash', 'cudnn', 'efficient' or 'math'."""
-    query = torch.empty(1, num_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
-    key = torch.empty(1, num_kv_heads, seq_length, head_dim, dtype=dtype, device=device, requires_grad=True)
+def chosen_backend(request: dispatcher.AttentionRequest) -> str:
+    """What torch takes in this context: 'flash', 'cudnn', 'efficient' or 'math'."""
+    shapes = ((1, heads, request.queries, request.head) for heads in (request.heads, request.kv_heads))
+    how: dict[str, Any] = {"dtype": request.dtype, "device": _device(request), "requires_grad": True}
+    query, key = (torch.empty(shape, **how) for shape in shapes)
     try:
-        given, grouped = (query, key, key, None, 0.0, True), num_heads != num_kv_heads
+        given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
         choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
-        raise _refused(num_heads, head_dim, dtype, device) from error
+        raise _refused(request) from error
     numbers = (backend.value for backend in (*FUSED, SDPBackend.MATH))
     names = dict(zip(numbers, ("cudnn", "flash", "efficient", "math"), strict=True))
     if choice not in names:
-        raise _refused(num_heads, head_dim, dtype, device)
+        raise _refused(request)
     return names[choice]
 
 
-def _refused(num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Unsupported:
-    what = f"{num_heads} heads of {head_dim} in {dtype} on {device}"
+def _device(request: dispatcher.AttentionRequest) -> torch.device:
+    return torch.device(request.device, request.gpu)  # type: ignore[arg-type]
+
+
+def _refused(request: dispatcher.AttentionRequest) -> Unsupported:
+    what = f"{request.heads} heads of {request.head} in {request.dtype} on {_device(request)}"
     remedy = "leave the flag out, or add --mixed-precision"
     return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")

@@ -1,15 +1,17 @@
 """Blocks of a decoder: attention and a feed-forward network, each after an RMSNorm, and the keys and values they keep.
 
-Pre-norm (Xiong et al., arXiv:2002.04745), SwiGLU (Shazeer, arXiv:2002.05202), grouped-query attention; parameters are
-named as in Hugging Face's Llama. RMSNorm rounds once, after the weight; theirs rounds to the compute dtype before it
-too: the same bits in fp32. Attention is ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to
-its slow backends, so on CUDA packed documents, and prompts that continue a filled cache, go to the dispatcher.
+Pre-norm (arXiv:2002.04745), SwiGLU (arXiv:2002.05202), grouped-query attention; parameters are named as in Hugging
+Face's Llama. RMSNorm rounds once, after the weight; theirs rounds to the compute dtype before it too: the same bits in
+fp32. Attention is ``is_causal`` wherever that is the whole truth: an explicit mask sends SDPA to its slow backends, so
+on CUDA packed documents, and prompts that continue a filled cache, go to the dispatcher.
 
-Legend: B batch, S new positions, T all positions, D model width, F feed-forward width, N query heads, K key-value
-heads, H head width.
+B batch, S new positions, T all positions, D model width, F feed-forward width, N query, K key heads, H head width.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +21,13 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.attention.decode import decode_attention
 from vblackwell.kernels.fp4.reference import activate
 from vblackwell.kernels.pointwise.rows import add_rms_norm, rms_norm, rotary, store_rotated
-from vblackwell.nn.attention.backends import attention
+from vblackwell.nn.attention.backends import Variant, attention
 from vblackwell.nn.attention.layer import FlashAttention, rotary_tables
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.nn.decoder.config import DecoderConfig
+from vblackwell.nn.linear import one_input
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.one_input import (
-    Unnormed,
-    gated_product,
-    hooked,
-    lean_feed_forward,
-    linears_of_one_input,
-    normed,
-    output_is_read,
-)
-
-BLOCK_NORM_EPSILON = 1e-6  # of `OptimizedTransformerBlock`
-
-# -- keys and values ---------------------------------------------------------------------------------------------------
+from vblackwell.nn.linear.one_input import Unnormed, hooked, linears_of_one_input, normed, output_is_read
 
 
 class KVCache:
@@ -91,7 +82,7 @@ class SteadyCache:
         return decode_attention(q_BNH, *held, self.position_1)
 
 
-# -- the decoder's blocks ----------------------------------------------------------------------------------------------
+Cache = KVCache | SteadyCache | None
 
 
 class SelfAttention(nn.Module):
@@ -99,20 +90,18 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        width, head = config.hidden_size, config.head_size
-        self.layer, self.head_dim = layer, head
+        width, head, heads, kv_heads = config.hidden_size, config.head_size, config.num_heads, config.kv_heads
+        self.layer, self.head_dim, self.grouped = layer, head, kv_heads != heads
         self.backend: str | None = None
-        self.grouped = config.kv_heads != config.num_heads
-        self.q_proj = nn.Linear(width, config.num_heads * head, bias=False)
-        self.k_proj = nn.Linear(width, config.kv_heads * head, bias=False)
-        self.v_proj = nn.Linear(width, config.kv_heads * head, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * head, width, bias=False)
+        self.q_proj = nn.Linear(width, heads * head, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(heads * head, width, bias=False)
 
     def forward(
-        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
-        mask_BSS: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """(B, S, D); tables may be (B, S, H) too. ``mask_BSS`` is what may be attended to, causality included."""
+        self, x_BSD: Tensor | Unnormed, cos_SH: Tensor, sin_SH: Tensor, cache: Cache = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, S, D); tables may be (B, S, H) too. ``mask`` (B, S, S) is what may be attended to, causality included."""
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         # Transposed views all the way: cuDNN and flash attention read and write them as they are.
         q_BNSH, k_BKTH, v_BKTH = (
@@ -125,7 +114,7 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKTH = rotary(q_BNSH, k_BKTH, cos_SH, sin_SH)
         if cache is not None:
             k_BKTH, v_BKTH = cache.extend(self.layer, k_BKTH, v_BKTH)
-        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask_BSS, cache is not None)
+        y_BNSH = self._attended(q_BNSH, k_BKTH, v_BKTH, mask, cache is not None)
         return self.o_proj(y_BNSH.transpose(1, 2).reshape(*x_BSD.shape[:2], -1))
 
     def _attended(
@@ -133,26 +122,23 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if mask_BSS is not None:
             if self.backend is not None:
-                raise Unsupported(
-                    f"packed documents need a mask, and attention is fixed to {self.backend!r}, which may have none: "
-                    "pack nothing, or leave the choice open"
-                )
+                fixed = f"attention is fixed to {self.backend!r}, which may have none"
+                raise Unsupported(f"packed documents need a mask, and {fixed}: pack nothing, or leave the choice open")
             mask_B1SS = mask_BSS[:, None]
             if q_BNSH.is_cuda:
-                return attention(q_BNSH, k_BKTH, v_BKTH, mask=mask_B1SS)[0]
+                return attention(q_BNSH, k_BKTH, v_BKTH, Variant(mask_B1SS))[0]
             if self.grouped:  # with a mask, SDPA has no fused kernel for grouped heads
                 k_BKTH, v_BKTH = (x.repeat_interleave(q_BNSH.shape[1] // x.shape[1], dim=1) for x in (k_BKTH, v_BKTH))
             return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_B1SS)
         if self.backend is not None and not cached:
-            return attention(q_BNSH, k_BKTH, v_BKTH, causal=True, backend=self.backend)[0]
+            return attention(q_BNSH, k_BKTH, v_BKTH, Variant(causal=True), self.backend)[0]
         new, known, mask_ST = q_BNSH.shape[2], k_BKTH.shape[2], None
         if 1 < new < known:
             if q_BNSH.is_cuda:
-                return attention(q_BNSH, k_BKTH, v_BKTH, causal=True, bottom_right=True)[0]
+                return attention(q_BNSH, k_BKTH, v_BKTH, Variant(causal=True, bottom_right=True))[0]
             mask_ST = torch.ones(new, known, dtype=torch.bool, device=q_BNSH.device).tril(known - new)
-        return functional.scaled_dot_product_attention(
-            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask_ST, is_causal=new == known > 1, enable_gqa=self.grouped
-        )
+        how = {"attn_mask": mask_ST, "is_causal": new == known > 1, "enable_gqa": self.grouped}
+        return functional.scaled_dot_product_attention(q_BNSH, k_BKTH, v_BKTH, **how)
 
 
 def within_documents(positions_BS: Tensor) -> Tensor:
@@ -190,7 +176,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor, wanted: bool = True) -> Tensor:
         gate_BSF, up_BSF = linears_of_one_input(x_BSD, self.gate_proj, self.up_proj)
-        return gated_product(gate_BSF, up_BSF, self.down_proj, wanted or output_is_read(self))
+        return one_input.gated_product(gate_BSF, up_BSF, self.down_proj, wanted or output_is_read(self))
 
 
 class DecoderLayer(nn.Module):
@@ -204,13 +190,17 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_BSD: Tensor, cos_SH: Tensor, sin_SH: Tensor, cache: KVCache | SteadyCache | None = None,
-        mask_BSS: Tensor | None = None, wanted: bool = True, lean: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """(B, S, D) to the same.
-
-        ``wanted``: False: the last product may be left out, because a checkpoint's second pass throws the output away.
-        ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
+        self,
+        x_BSD: Tensor,
+        cos_SH: Tensor,
+        sin_SH: Tensor,
+        cache: Cache = None,
+        mask_BSS: Tensor | None = None,
+        wanted: bool = True,
+        lean: bool = False,
+    ) -> Tensor:
+        """(B, S, D) to the same. Unless ``wanted``, the last product may be left out: a checkpoint's second pass throws
+        the output away. ``lean``: under a checkpoint, both halves keep the residual stream alone (linear/one_input.py).
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -219,17 +209,16 @@ class DecoderLayer(nn.Module):
         rows_BSD = norm(x_BSD) if hooked(attention) else normed(x_BSD, norm, *projections, recompute=lean)
         attended_BSD = attention(rows_BSD, cos_SH, sin_SH, cache, mask_BSS)
         if lean:
-            linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-            y_BSD = lean_feed_forward(attended_BSD, x_BSD, self.post_attention_layernorm, mlp, linears, wanted)
+            linears, norm = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), self.post_attention_layernorm
+            y_BSD = one_input.lean_feed_forward(attended_BSD, x_BSD, norm, mlp, linears, wanted)
             if y_BSD is not None:
                 return y_BSD
         normed_BSD, x_BSD = self.post_attention_layernorm(attended_BSD, x_BSD)
         return x_BSD + mlp(normed_BSD, wanted)
 
     def step(self, added_BSD: Tensor | None, x_BSD: Tensor, cache: SteadyCache) -> tuple[Tensor, Tensor]:
-        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm.
-
-        ``added_BSD`` is what is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
+        """One position a row, (B, 1, D): as `forward`, but the last sum is left to the next norm. ``added_BSD`` is what
+        is still to be added to ``x_BSD``, None: nothing; returns the same two after this layer.
         """
         attention, mlp, norm = self.self_attn, self.mlp, self.input_layernorm
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -246,9 +235,6 @@ class DecoderLayer(nn.Module):
         return mlp(normed_BSD), x_BSD
 
 
-# -- a block for other models ------------------------------------------------------------------------------------------
-
-
 class OptimizedTransformerBlock(nn.Module):
     """``h = x + attention(norm(x))``, then ``h + down(gelu(up(norm(h))))``, to build models of one's own from.
 
@@ -261,32 +247,31 @@ class OptimizedTransformerBlock(nn.Module):
         dropout: probability, while training.
         use_fp4: all four projections train straight through nvfp4, and ``quantize()`` packs them.
         use_checkpoint: keep only the input for backward and compute the block again there.
-        n_kv_heads, causal, window, rotary_theta, backend: as for ``FlashAttention``.
+        attention: ``n_kv_heads``, ``causal``, ``window``, ``rotary_theta``, ``backend`` of ``FlashAttention``.
 
-    Raises:
-        ConfigurationError: sizes below 1, heads that do not divide the width, a dropout outside [0, 1).
+    Raises ConfigurationError for sizes below 1, heads that do not divide the width, a dropout outside [0, 1).
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, d_ff: int, dropout: float = 0.0, use_fp4: bool = False,
-        use_checkpoint: bool = False, *, n_kv_heads: int | None = None, causal: bool = False, window: int | None = None,
-        rotary_theta: float | None = None, backend: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        d_model: int,
+        n_heads: int,
+        d_ff: int,
+        dropout: float = 0.0,
+        use_fp4: bool = False,
+        use_checkpoint: bool = False,
+        **attention: Any,
+    ) -> None:
         super().__init__()
         if d_ff < 1:
             raise ConfigurationError(f"a feed-forward width of {d_ff}: give at least 1, usually 4 x {d_model}")
         self.dropout, self.use_fp4, self.use_checkpoint = dropout, use_fp4, use_checkpoint
-        self.attention = FlashAttention(
-            d_model, n_heads, dropout, n_kv_heads=n_kv_heads, causal=causal, window=window, rotary_theta=rotary_theta,
-            backend=backend, use_fp4=use_fp4,
-        )  # fmt: skip
-        self.attention_norm = RMSNorm(d_model, BLOCK_NORM_EPSILON)
-        self.feed_forward_norm = AddRMSNorm(d_model, BLOCK_NORM_EPSILON)
-        if use_fp4:
-            self.up_proj = FusedFP4Linear(d_model, d_ff, activation="gelu", use_fp4=True)
-            self.down_proj = FusedFP4Linear(d_ff, d_model, use_fp4=True)
-        else:
-            self.up_proj, self.down_proj = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.attention = FlashAttention(d_model, n_heads, dropout, use_fp4=use_fp4, **attention)
+        self.attention_norm = RMSNorm(d_model, 1e-6)
+        self.feed_forward_norm = AddRMSNorm(d_model, 1e-6)
+        made: Any = partial(FusedFP4Linear, use_fp4=True) if use_fp4 else nn.Linear
+        self.up_proj: nn.Linear | FusedFP4Linear = made(d_model, d_ff, **({"activation": "gelu"} if use_fp4 else {}))
+        self.down_proj: nn.Linear | FusedFP4Linear = made(d_ff, d_model)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
@@ -299,9 +284,7 @@ class OptimizedTransformerBlock(nn.Module):
         return self
 
     def forward(self, x_BSD: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, S, D) of (B, S, D); ``mask`` as for ``FlashAttention``. Raises ConfigurationError for an input or mask of
-        another shape or type.
-        """
+        """(B, S, D) of (B, S, D); ``mask``, and what is raised, as for ``FlashAttention``."""
         if self.use_checkpoint and torch.is_grad_enabled():
             # No buffers to protect: the block writes none, and packed weights, which are buffers, would be copied.
             return checkpoint(self._compute, x_BSD, mask, modules=())

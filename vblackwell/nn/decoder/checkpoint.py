@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-Slot = tuple[nn.Module, str]
 InputHooks = Callable[[], AbstractContextManager[Any]]
 
 _FUNCTION = "_gradient_checkpointing_func"  # where transformers' modules hold what checkpoints them
@@ -66,8 +65,8 @@ class _BuffersReplaced:
     """
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self._current: dict[Slot, Tensor | None] = {}
-        self._before: dict[Slot, Tensor] = {}
+        self._current: dict[tuple[nn.Module, str], Tensor | None] = {}
+        self._before: dict[tuple[nn.Module, str], Tensor] = {}
         copies: dict[int, Tensor] = {}
         for root in modules:
             for module in root.modules():

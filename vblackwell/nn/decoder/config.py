@@ -48,24 +48,18 @@ class DecoderConfig:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.head_dim is None:
             if self.hidden_size % self.num_heads:
-                raise ConfigurationError(
-                    f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}: "
-                    "change one of them, or give head_dim"
-                )
+                wrong = f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+                raise ConfigurationError(f"{wrong}: change one of them, or give head_dim")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
-            raise ConfigurationError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: choose a divisor"
-            )
+            wrong = f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            raise ConfigurationError(f"{wrong}: choose a divisor")
         if self.head_size < 2 or self.head_size % 2:
-            raise ConfigurationError(
-                f"head_dim {self.head_dim} is not even: rotary positions turn pairs; choose an even one"
-            )
-        if self.rope_theta <= 0 or self.norm_eps <= 0 or self.initializer_range <= 0:
-            raise ConfigurationError(
-                f"rope_theta {self.rope_theta}, norm_eps {self.norm_eps} and initializer_range "
-                f"{self.initializer_range} must all be positive"
-            )
+            wrong = f"head_dim {self.head_dim} is not even"
+            raise ConfigurationError(f"{wrong}: rotary positions turn pairs; choose an even one")
+        if min(self.rope_theta, self.norm_eps, self.initializer_range) <= 0:
+            given = f"rope_theta {self.rope_theta}, norm_eps {self.norm_eps}"
+            raise ConfigurationError(f"{given} and initializer_range {self.initializer_range} must all be positive")
 
     @property
     def kv_heads(self) -> int:
@@ -110,11 +104,8 @@ class DecoderConfig:
         """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
         ConfigurationError for a missing key or a shape that does not fit together.
         """
-        reasons = not_supported_reasons(config)
-        if reasons:
-            raise Unsupported(
-                f"Decoder cannot compute this config.json: {'; '.join(reasons)}. Open it with transformers"
-            )
+        if reasons := "; ".join(not_supported_reasons(config)):
+            raise Unsupported(f"Decoder cannot compute this config.json: {reasons}. Open it with transformers")
         for key in _SIZES.values():
             if key not in config:
                 raise ConfigurationError(f"config.json lacks the key {key!r}: it is no complete Llama configuration")
@@ -154,10 +145,7 @@ def not_supported_reasons(config: dict[str, Any]) -> list[str]:
     return reasons
 
 
-# -- presets -----------------------------------------------------------------------------------------------------------
-
 GPT2_VOCAB_SIZE = 50257
-
 
 # Widths are multiples of 64 so that every block format divides them. ``7b`` is Llama 2's shape (6.74 G with its 32,000
 # tokens). ``tiny`` is deep and narrow: its embedding, the largest single group, is under a fifth of the model, so it

@@ -1,10 +1,9 @@
 """A Llama-style decoder that trains offloaded and is read by ``transformers`` without conversion.
 
 Names of weights and the mathematics are Hugging Face's ``LlamaForCausalLM``: in fp32 on the CPU the logits are the same
-bits. Initial weights are drawn on the CPU whatever the device, one parameter after the other from one generator, so
-that a model that trains offloaded begins with the bits of the resident one. With ``gradient_checkpointing`` head and
-loss run over ``loss_chunk_tokens`` tokens at a time, on CUDA always, as one operation (`HiddenWithTargets`): at 50,000
-words the logits of a batch would otherwise set the peak.
+bits. Initial weights are drawn on the CPU whatever the device, in order from one generator, so that a model that trains
+offloaded begins with the bits of the resident one. With ``gradient_checkpointing``, on CUDA always, head and loss run
+over ``loss_chunk_tokens`` tokens at a time (`HiddenWithTargets`): the logits of a batch would set the peak.
 
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.types import Device
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.pointwise.cross_entropy import linear_cross_entropy
@@ -47,10 +47,9 @@ class HiddenWithTargets:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         if func is not functional.linear or not isinstance(args[0], cls):
-            raise Unsupported(
-                f"{getattr(func, '__name__', func)} on hidden states with targets: only a linear head takes them; "
-                "call it with the hidden states alone and compute the loss from its logits"
-            )
+            what = f"{getattr(func, '__name__', func)} on hidden states with targets"
+            remedy = "call it with the hidden states alone and compute the loss from its logits"
+            raise Unsupported(f"{what}: only a linear head takes them; {remedy}")
         given, weight_VD, *bias_V = args
         bias = bias_V[0] if bias_V else (kwargs or {}).get("bias")
         return linear_cross_entropy(given.hidden, weight_VD, given.targets, bias, **given.options)
@@ -68,7 +67,7 @@ def _twice(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class DecoderTrunk(nn.Module):
-    """Everything but the head. It exists for the names of the weights."""
+    """Everything but the head, under the names that the weights have in files."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -80,15 +79,13 @@ class DecoderTrunk(nn.Module):
 class Decoder(nn.Module):
     """Token numbers in, logits or a loss out; on the device 'meta' no weights are drawn.
 
-    Attributes:
-        gradient_checkpointing: compute blocks again in backward instead of keeping their activations.
-        loss_chunk_tokens: tokens whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
+    ``gradient_checkpointing``: compute blocks again in backward instead of keeping their activations.
+    ``loss_chunk_tokens``: tokens whose logits exist at a time on CUDA, elsewhere with ``gradient_checkpointing``.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, seed: int = 0, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self, config: DecoderConfig, *, seed: int = 0, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
@@ -144,9 +141,13 @@ class Decoder(nn.Module):
         return fill
 
     def forward(
-        self, input_ids_BS: Tensor, targets_BS: Tensor | None = None, positions_BS: Tensor | None = None, *,
+        self,
+        input_ids_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        positions_BS: Tensor | None = None,
+        *,
         cache: KVCache | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Logits (B, S, V); or, with targets, the mean cross entropy in fp32 over those that are not -100.
 
         Args:
@@ -166,10 +167,9 @@ class Decoder(nn.Module):
     def hidden(self, input_ids_BS: Tensor, cache: KVCache | None = None, positions_BS: Tensor | None = None) -> Tensor:
         """The final norm's output (B, S, D), which the head turns into logits."""
         start, length = (0 if cache is None else cache.length), input_ids_BS.shape[1]
-        if start + length > self.config.max_position:
-            raise ConfigurationError(
-                f"a sequence of {start + length} tokens: this model's limit is {self.config.max_position}; shorten it"
-            )
+        if start + length > (limit := self.config.max_position):
+            wrong = f"a sequence of {start + length} tokens: this model's limit is {limit}"
+            raise ConfigurationError(f"{wrong}; shorten it")
         x_BSD = self.model.embed_tokens(input_ids_BS)
         mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
         if positions_BS is None:
@@ -181,9 +181,8 @@ class Decoder(nn.Module):
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
         for layer in self.layers:
             if recompute:
-                x_BSD = checkpoint(
-                    _twice(partial(layer, mask_BSS=mask_BSS, lean=True)), x_BSD, *tables, modules=(layer,)
-                )
+                lean = _twice(partial(layer, mask_BSS=mask_BSS, lean=True))
+                x_BSD = checkpoint(lean, x_BSD, *tables, modules=(layer,))
             else:
                 x_BSD = layer(x_BSD, *tables, cache, mask_BSS=mask_BSS)
         if cache is not None:
@@ -209,13 +208,14 @@ class Decoder(nn.Module):
         return self.lm_head(normed_B1D[:, -1])
 
     def _loss(self, hidden_TD: Tensor, targets_T: Tensor) -> Tensor:
+        chunk = self.loss_chunk_tokens
         if hidden_TD.is_cuda and takes_targets(self.lm_head):
-            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": self.loss_chunk_tokens}
+            options = {"ignore_index": IGNORED_TARGET, "chunk_tokens": chunk}
             return self.lm_head(HiddenWithTargets(hidden_TD, targets_T, **options))
         counted = (targets_T != IGNORED_TARGET).sum()
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self._loss_sum(hidden_TD, targets_T) / counted
-        pieces = zip(hidden_TD.split(self.loss_chunk_tokens), targets_T.split(self.loss_chunk_tokens), strict=True)
+        pieces = zip(hidden_TD.split(chunk), targets_T.split(chunk), strict=True)
         sums = [checkpoint(self._loss_sum, *piece, modules=(self.lm_head,)) for piece in pieces]
         return torch.stack(sums).sum() / counted
 

@@ -7,24 +7,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
-from vblackwell.nn.linear.packed_linear import PackedLinear, place
+from vblackwell.nn.linear.packed_linear import PackableLinear, place
 from vblackwell.nn.linear.rounded import fp4_round_trip
 from vblackwell.numerics.formats import check_search, format_named
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
 
 
-class FusedFP4Linear(PackedLinear):
+class FusedFP4Linear(PackableLinear):
     """``activation(x W^T + b)`` with a weight that can be packed.
 
     Args:
@@ -37,38 +37,34 @@ class FusedFP4Linear(PackedLinear):
         w4a8: once packed, round inputs to E4M3 and multiply on FP8 tensor cores; for mxfp4.
         device, dtype: of the parameters, as for ``nn.Linear``.
 
-    Raises:
-        ConfigurationError: a size below 1, an unknown activation, format or search, or w4a8 with another format than
-            mxfp4 or with sizes that are no multiples of 16.
+    Raises ConfigurationError for a size below 1, an unknown activation, format or search, or w4a8 with another format
+    than mxfp4 or with sizes that are no multiples of 16.
     """
 
     weight_row_top: Tensor | None  # for w4a8 alone; follows from the scales, so no state dict has it
-    buffer_names = (*PackedLinear.buffer_names, "weight_row_top")
+    buffer_names = (*PackableLinear.buffer_names, "weight_row_top")
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, activation: str = "none", *,
-        format: str = "nvfp4", scale_search: str | None = None, use_fp4: bool = False, w4a8: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, format_named(format), device, dtype)
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "none",
+        *,
+        format: str = "nvfp4",
+        scale_search: str | None = None,
+        use_fp4: bool = False,
+        w4a8: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, format_named(format), device=device, dtype=dtype)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
         self.activation, self.use_fp4, self.w4a8 = activation, use_fp4, w4a8
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         if w4a8:
             check_shape(self.form.name, out_features, in_features, self._name())
-
-    @classmethod
-    def from_packed(
-        cls, packed: PackedTensor, bias: Tensor | None = None, activation: str = "none", *, w4a8: bool = False
-    ) -> FusedFP4Linear:
-        """A packed layer of a packed (N, K) matrix; a bias that is no parameter becomes a frozen one."""
-        if len(packed.shape) != 2:
-            raise ConfigurationError(f"a packed tensor of shape {packed.shape} is no weight of a linear: give (N, K)")
-        layer = cls(packed.k, packed.n, bias is not None, activation, format=packed.format, w4a8=w4a8, device="meta")
-        layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
-        layer._adopt(packed)
-        return layer
 
     def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
@@ -80,9 +76,9 @@ class FusedFP4Linear(PackedLinear):
         if self.weight is not None:
             if self.w4a8:
                 check_device(self.weight.device, self._name())  # before the search for scales
-            form, search, name = self.form.name, self.scale_search, self._name()
             # No name for the weight here: `_adopt` frees it before it lays out what was packed.
-            self._adopt(quantize(self.weight, form, search, tensor_scale=tensor_scale, name=name))
+            how = {"tensor_scale": tensor_scale, "name": self._name()}
+            self._adopt(quantize(self.weight, self.form.name, self.scale_search, **how))
         return self
 
     def freeze(self) -> FusedFP4Linear:
@@ -93,11 +89,10 @@ class FusedFP4Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
+        if self.weight is None and self.w4a8:
+            placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
+            return fp4_linear_w4a8(x, *placed, self.bias, self.activation, self.out_features, self.in_features)
         if self.weight is None:
-            if self.w4a8:
-                placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.weight_row_top)
-                shape = (self.out_features, self.in_features)
-                return fp4_linear_w4a8(x, *placed, self.bias, self.activation, *shape)
             return fp4_linear(x, *self.placed_arguments())
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -106,11 +101,11 @@ class FusedFP4Linear(PackedLinear):
 
     def placed_arguments(self) -> tuple[Any, ...]:
         """What `fp4_linear` takes after ``x``, of a packed layer."""
-        placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.bias, self._layout)
+        placed = (self.weight_codes, self.weight_scales, self.weight_tensor_scale, self.bias, self.layout)
         return (*placed, self.activation, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
-        state = f"packed={self._layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
+        state = f"packed={self.layout}" if self.is_quantized else f"format={self.form.name}, use_fp4={self.use_fp4}"
         shape, w4a8 = f"{self.in_features}, {self.out_features}", ", w4a8=True" if self.w4a8 else ""
         return f"{shape}, bias={self.bias is not None}, activation={self.activation}, {state}{w4a8}"
 
@@ -118,14 +113,13 @@ class FusedFP4Linear(PackedLinear):
         if self.w4a8:
             check_packed(packed, self._name())
         self.weight = None  # first: shuffling into tiles then has the original's memory
-        self.form, self._dtype = packed.form, packed.dtype
+        self.form, self.dtype = packed.form, packed.dtype
         placed = place(packed, tiles=self.w4a8)
         shape = (self.out_features, self.in_features)
         self.weight_row_top = row_tops(placed.scales, *shape) if self.w4a8 else None
         self.hold(placed)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedFP4Linear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.w4a8 and self.weight is None:
             check_device(fn(torch.empty(0, device=self.weight_codes.device)).device, self._name())
-        super()._apply(fn, recurse)
-        return self
+        return super()._apply(fn, recurse)

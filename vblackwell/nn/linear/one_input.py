@@ -74,7 +74,7 @@ class Unnormed:
             weights = [linear.weight for linear in linears]
             return normed_linears(x, norm.weight, _epsilon(norm, norm.weight), weights)
         joint = joint_product(x, norm, linears)
-        return joint or [_normed_product(x, norm, linear.placed_arguments()) for linear in linears]
+        return joint or [_product(x, norm, linear.placed_arguments()) for linear in linears]
 
 
 def linears_of_one_input(x: Tensor | Unnormed, *linears: nn.Module) -> list[Tensor]:
@@ -99,8 +99,7 @@ def rounded_of(x: Tensor, linears: tuple[nn.Module, ...]) -> list[Rounded] | Non
     found: list[Rounded] = []
     for linear in linears:
         give: Any = getattr(type(linear), "rounded_for", None)
-        rounded = None if give is None or hooked(linear) else give(linear, x)
-        if rounded is None:
+        if give is None or hooked(linear) or (rounded := give(linear, x)) is None:
             return None
         found.append(rounded)
     return found
@@ -110,11 +109,9 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Module, wanted: bool = True
     """``down(silu(gate) * up)``; on CUDA as one operation that keeps no product. ``wanted`` as for `swiglu_linear`."""
     if may_fuse(gate, down) and gate.dtype == up.dtype:
         return swiglu_linear(gate, up, down.weight, wanted)  # type: ignore[arg-type]
-    if gate.is_cuda and gate.shape == up.shape and gate.dtype == up.dtype:
-        found = rounded_of(gate, (down,))
-        if found is not None:
-            return rounded_swiglu_linear(gate, up, found[0], wanted)
-    return down(swiglu(gate, up))
+    alike = gate.is_cuda and gate.shape == up.shape and gate.dtype == up.dtype
+    found = rounded_of(gate, (down,)) if alike else None
+    return down(swiglu(gate, up)) if found is None else rounded_swiglu_linear(gate, up, found[0], wanted)
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
@@ -153,25 +150,22 @@ def joint_packed(linears: tuple[nn.Module, ...]) -> tuple[Any, ...] | None:
     layers = None if torch.compiler.is_compiling() else _packed_alike(linears)  # where tensors lie cannot be traced
     if layers is None or len({layer.weight_tensor_scale.data_ptr() for layer in layers}) > 1:
         return None
-    codes = joined([layer.weight_codes for layer in layers])
-    scales = joined([layer.weight_scales for layer in layers])
+    codes, scales = joined([layer.weight_codes for layer in layers]), joined([layer.weight_scales for layer in layers])
     if codes is None or scales is None:
         return None
     first, rows = layers[0], sum(layer.out_features for layer in layers)
-    return codes, scales, first.weight_tensor_scale, None, first._layout, "none", rows, first.in_features
+    return codes, scales, first.weight_tensor_scale, None, first.layout, "none", rows, first.in_features
 
 
 def joint_product(x: Tensor, norm: nn.RMSNorm | None, linears: tuple[Any, ...]) -> list[Tensor] | None:
     """``linear(x)``, or ``linear(norm(x))``, of each, as views of one product; None where they do not lie together."""
-    placed = joint_packed(linears)
-    if placed is None:
+    if (placed := joint_packed(linears)) is None:
         return None
-    y = fp4_linear(x, *placed) if norm is None else _normed_product(x, norm, placed)
-    return list(y.split([linear.out_features for linear in linears], -1))
+    return list(_product(x, norm, placed).split([linear.out_features for linear in linears], -1))
 
 
-def _normed_product(x: Tensor, norm: nn.RMSNorm, placed: tuple[Any, ...]) -> Tensor:
-    return fp4_norm_linear(x, norm.weight, _epsilon(norm, x), *placed)
+def _product(x: Tensor, norm: nn.RMSNorm | None, placed: tuple[Any, ...]) -> Tensor:
+    return fp4_linear(x, *placed) if norm is None else fp4_norm_linear(x, norm.weight, _epsilon(norm, x), *placed)
 
 
 @torch.no_grad()
@@ -187,13 +181,12 @@ def lay_packed_together(*linears: nn.Module) -> bool:
     tensor_scales = [float(layer.weight_tensor_scale) for layer in layers]
     if not all(0 < tensor_scale < math.inf for tensor_scale in tensor_scales):  # of a damaged file
         return False
-    largest, pairs = max(tensor_scales), zip(layers, tensor_scales, strict=True)
-    shifted = [
-        _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale) for layer, tensor_scale in pairs
-    ]
-    fitting = [scales for scales in shifted if scales is not None]
-    if len(fitting) < len(layers):
-        return False
+    fitting, largest = list[Tensor](), max(tensor_scales)
+    for layer, tensor_scale in zip(layers, tensor_scales, strict=True):
+        scales = _shifted(layer.weight_codes, layer.weight_scales, largest / tensor_scale)
+        if scales is None:
+            return False
+        fitting.append(scales)
     bands, shared = [len(scales) for scales in fitting], torch.full_like(layers[0].weight_tensor_scale, largest)
     codes = torch.cat([layer.weight_codes for layer in layers]).split(bands)
     for layer, *own in zip(layers, codes, torch.cat(fitting).split(bands), strict=True):
@@ -205,19 +198,16 @@ def _packed_alike(linears: tuple[nn.Module, ...]) -> list[FusedFP4Linear] | None
     layers = [linear for linear in linears if isinstance(linear, FusedFP4Linear) and linear.is_quantized]
     if len(layers) < len(linears) or any(layer.w4a8 or hooked(layer) for layer in layers):
         return None
-    plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer._layout) for layer in layers)
-    alike = len({(layer.in_features, layer._layout, layer.weight_codes.device) for layer in layers}) == 1
+    plain = all(layer.bias is None and layer.activation == "none" and is_tiled(layer.layout) for layer in layers)
+    alike = len({(layer.in_features, layer.layout, layer.weight_codes.device) for layer in layers}) == 1
     return layers if plain and alike and all(layer.out_features % TILE_N == 0 for layer in layers[:-1]) else None
 
 
 def _shifted(codes: Tensor, scales: Tensor, ratio: float) -> Tensor | None:
     """E5M3 scales divided by ``ratio`` >= 1; None where that is no power of two, or a scale is too small for it."""
     mantissa, exponent = math.frexp(ratio)
-    down = exponent - 1
-    if mantissa != 0.5:
-        return None
-    if not down:
-        return scales
+    if (down := exponent - 1) == 0 or mantissa != 0.5:
+        return scales if ratio == 1 else None
     # A block of zeros may have any scale. Words of codes are [h][g][t][r][i] in a tile, scales [g][t][h r]
     # (kernels/fp4/layout.py).
     words = codes.contiguous().view(torch.int32).view(*scales.shape[:2], 2, 8, 4, 2, 2)
@@ -236,7 +226,7 @@ def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module, recompute: bool = F
     """``norm(x)`` for the linears, or ``x`` and the norm, where each is one kernel with it, and faster on this GPU; or
     may be, with ``recompute``, where plain linears compute it with them and once more in backward.
     """
-    if recompute and _plain(x, norm) and may_fuse(x, *linears):
+    if recompute and isinstance(norm, nn.RMSNorm) and _is_plain_norm(x, norm) and may_fuse(x, *linears):
         return Unnormed(x, norm, recomputed=True)
     if any(hooked(module) for module in (norm, *linears)) or not all(_goes_with(x, norm, linear) for linear in linears):
         return norm(x)
@@ -254,13 +244,12 @@ def _goes_with(x: Tensor, norm: nn.RMSNorm, linear: nn.Module) -> bool:
     """Whether norm and linear may be one op: packed into tiles, few bf16 rows on a GPU, no autocast, no gradients."""
     if not isinstance(linear, FusedFP4Linear) or not linear.is_quantized or linear.w4a8 or norm.weight is None:
         return False
-    if not is_tiled(linear._layout) or x.numel() > MAX_ROWS * linear.in_features:
+    if not is_tiled(linear.layout) or x.numel() > MAX_ROWS * linear.in_features:
         return False
     if not (on_gpu(x) and x.dtype == norm.weight.dtype == torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
         return False
-    parameters = [norm.weight, linear.bias]
-    trained = any(parameter is not None and parameter.requires_grad for parameter in parameters)
-    return not (torch.is_grad_enabled() and (x.requires_grad or trained))
+    trained = any(each is not None and each.requires_grad for each in (x, norm.weight, linear.bias))
+    return not (torch.is_grad_enabled() and trained)
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -276,19 +265,17 @@ def lean_feed_forward(
     """
     if not isinstance(norm, nn.RMSNorm) or not may_be_lean(x, norm, mlp, linears):
         return None
-    weights = [linear.weight for linear in linears]
+    gate, up, down = (linear.weight for linear in linears)
     eps = _epsilon(norm, norm.weight)
-    return feed_forward_block(x + residual, norm.weight, eps, *weights, wanted)  # type: ignore[arg-type]
+    return feed_forward_block(x + residual, norm.weight, eps, gate, up, down, wanted)  # type: ignore[arg-type]
 
 
 def may_be_lean(x: Tensor, norm: Any, mlp: nn.Module, linears: tuple[nn.Module, ...]) -> bool:
     """Whether `feed_forward_block` may compute ``mlp(norm(x))``, which ``linears`` and the weight of ``norm`` are."""
-    if hooked(mlp) or hooked(norm) or norm.weight is None or norm.weight.dtype != x.dtype:
+    if hooked(mlp) or not _is_plain_norm(x, norm) or not may_fuse(x, *linears):
         return False
-    return may_fuse(x, *linears) and runs_triton("rms_norm", x, x.shape[-1]) and runs_triton("swiglu", x, 0)
+    return runs_triton("rms_norm", x, x.shape[-1]) and runs_triton("swiglu", x, 0)
 
 
-def _plain(x: Tensor, norm: nn.RMSNorm) -> bool:
-    return (
-        isinstance(norm, nn.RMSNorm) and not hooked(norm) and norm.weight is not None and norm.weight.dtype == x.dtype
-    )
+def _is_plain_norm(x: Tensor, norm: Any) -> bool:
+    return not hooked(norm) and norm.weight is not None and norm.weight.dtype == x.dtype

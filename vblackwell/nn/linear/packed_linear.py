@@ -1,8 +1,9 @@
-"""What linears that can be packed have in common: a parameter until then, and from then on bytes in buffers.
+"""A linear whose weight is packed. Its bytes are the parts of ``weight_*``, stored in one of two ways: as buffers that
+replace a parameter (`PackableLinear`), or as frozen parameters that a stack moves (stored_fp4.py).
 
-In a state dict, and on the CPU, a packed weight has the canonical layout (numerics/packed.py), as entries of tensors
-alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffers have. Either kind of checkpoint loads into a
-layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
+In a state dict, and on the CPU, a weight in buffers has the canonical layout (numerics/packed.py), as entries of
+tensors alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffers have. Either kind of checkpoint loads
+into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.encode import nvfp4_tiles
+from vblackwell.kernels.fp4.encode import nvfp4_encoder, nvfp4_tiles
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
 from vblackwell.numerics.formats import Format
@@ -56,9 +57,8 @@ class PlacedWeight:
 
 def pack(weight: Tensor, precision: str, name: str) -> PackedTensor:
     """``weight`` packed as 'two-part', or in a format, many blocks of it at once; raises as `quantize`."""
-    if precision == "two-part":
-        return separate(weight, workspace_bytes=PACKING_BYTES, name=name)
-    return quantize(weight, precision, workspace_bytes=PACKING_BYTES, name=name)
+    options: dict[str, Any] = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
+    return separate(weight, **options) if precision == "two-part" else quantize(weight, precision, **options)
 
 
 def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
@@ -73,7 +73,7 @@ def place(packed: PackedTensor, tiles: bool = False) -> PlacedWeight:
 
 def tiled(packed: PackedTensor) -> PlacedWeight:
     """The tiled layout of an nvfp4 or mxfp4 tensor; Unsupported where it cannot hold the values. Without a kernel, rows
-    go in bands, because shuffling takes several bytes a weight; those of mxfp4 share the exponent that the scale takes.
+    go in bands, because shuffling takes several bytes a weight; those of mxfp4 share the exponent of the scale.
     """
     n, k, name = packed.n, packed.k, layout.tiled_name(packed.format)
     if packed.fine is not None:
@@ -123,31 +123,51 @@ def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
 
 
 class PackedLinear(nn.Module):
-    """A linear of K -> N features whose weight can be packed, its coarse part to ``form``."""
+    """A linear of K -> N features whose weight, or its coarse part, is packed to ``form``, in the layout ``layout``:
+    the format's name, with '-tiled' where it is tiled. ``dtype`` is that of the weight before.
+    """
 
-    weight: nn.Parameter | None
     bias: nn.Parameter | None
     weight_codes: Tensor
     weight_scales: Tensor
     weight_tensor_scale: Tensor
     weight_fine: Tensor | None
-    buffer_names: tuple[str, ...] = (*PARTS, FINE)
-    state_names: tuple[str, ...] = STATE_NAMES  # entries that stand for a packed weight
-    packed_by = "format"  # the argument that decides what the weight is packed to
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, form: Format, device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, in_features: int, out_features: int, form: Format) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ConfigurationError(f"a linear of {in_features} -> {out_features} features: both must be at least 1")
         self.in_features, self.out_features, self.form = in_features, out_features, form
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.layout, self.dtype = form.name, torch.float32
+
+    def placed(self) -> PlacedWeight:
+        return PlacedWeight(self.layout, *(getattr(self, name) for name in (*PARTS, FINE)))
+
+    def canonical(self, placed: PlacedWeight, dtype: torch.dtype) -> PackedTensor:
+        return unplace(placed, self.form, (self.out_features, self.in_features), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
+        return self.placed().linear(x, self.bias, "none", self.out_features, self.in_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, packed={self.layout}"
+
+
+class PackableLinear(PackedLinear):
+    """A linear with a parameter ``weight`` that can be packed: from then on buffers stand for it."""
+
+    weight: nn.Parameter | None
+    buffer_names: tuple[str, ...] = (*PARTS, FINE)
+    state_names: tuple[str, ...] = STATE_NAMES  # entries that stand for a packed weight
+    packed_by = "format"  # the argument that decides what the weight is packed to
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, form: Format, **factory: Any) -> None:
+        super().__init__(in_features, out_features, form)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
+        self.bias = nn.Parameter(torch.empty(out_features, **factory)) if bias else None
+        self.dtype = self.weight.dtype
         self._drop_buffers()
-        self._layout = form.name  # of the buffers: the format, with '-tiled' where they are tiled
-        self._dtype = self.weight.dtype
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -160,8 +180,21 @@ class PackedLinear(nn.Module):
         """A layer on the very parameters of ``linear``; ``options`` as for the constructor."""
         make: Any = cls
         layer = make(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
-        layer.weight, layer.bias, layer._dtype = linear.weight, linear.bias, linear.weight.dtype
+        layer.weight, layer.bias, layer.dtype = linear.weight, linear.bias, linear.weight.dtype
         return layer.train(linear.training)
+
+    @classmethod
+    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, **options: Any) -> Self:
+        """A packed layer of a packed (N, K) matrix, moved into its device's layout; a bias that is no parameter becomes
+        a frozen one. ``options`` as for the constructor.
+        """
+        if len(packed.shape) != 2:
+            raise ConfigurationError(f"a packed tensor of shape {packed.shape} is no weight of a linear: give (N, K)")
+        make, options = cast(Any, cls), options | {cls.packed_by: packed.precision, "dtype": packed.dtype}
+        layer = make(packed.k, packed.n, bias is not None, device="meta", **options)
+        layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+        layer._adopt(packed)
+        return layer
 
     @property
     def is_quantized(self) -> bool:
@@ -170,9 +203,7 @@ class PackedLinear(nn.Module):
     @property
     def packed(self) -> PackedTensor | None:
         """The packed weight in its canonical layout; ``None`` before ``quantize()``. On a GPU this makes a copy."""
-        if self.weight is not None:
-            return None
-        return unplace(self._placed(), self.form, (self.out_features, self.in_features), self._dtype)
+        return self.canonical(self.placed(), self.dtype) if self.weight is None else None
 
     @property
     def packs_to(self) -> str:
@@ -181,15 +212,12 @@ class PackedLinear(nn.Module):
     def _name(self) -> str:
         return f"weight of {type(self).__name__}({self.in_features} -> {self.out_features})"
 
-    def _placed(self) -> PlacedWeight:
-        return PlacedWeight(self._layout, *(getattr(self, name) for name in (*PARTS, FINE)))
-
     def _adopt(self, packed: PackedTensor) -> None:
         self.hold(place(packed))
 
     def hold(self, placed: PlacedWeight) -> None:
         """Becomes a packed layer that computes from these very tensors."""
-        self._layout, self.weight_codes, self.weight_scales = placed.layout, placed.codes, placed.scales
+        self.layout, self.weight_codes, self.weight_scales = placed.layout, placed.codes, placed.scales
         self.weight_tensor_scale, self.weight_fine = placed.tensor_scale, placed.fine
         self.weight = None  # last: a thread that sees no weight finds all that stands for it
 
@@ -200,22 +228,22 @@ class PackedLinear(nn.Module):
     def _forget(self) -> None:
         """Drops what a subclass keeps of a weight, which is about to change."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves packed bytes without converting them: ``.half()`` is for parameters, scales keep their types."""
         self._forget()
         if self.weight is not None:
             super()._apply(fn, recurse)
-            self._dtype = self.weight.dtype
+            self.dtype = self.weight.dtype
             return self
         buffers = {name: tensor for name in self.buffer_names if (tensor := getattr(self, name)) is not None}
-        probe = fn(torch.empty(0, dtype=self._dtype, device=buffers[CODES].device))
+        probe = fn(torch.empty(0, dtype=self.dtype, device=buffers[CODES].device))
         self._drop_buffers()
         super()._apply(fn, recurse)
         for name, tensor in buffers.items():
             moved = fn(tensor.reshape(-1).view(torch.uint8))
             setattr(self, name, moved.view(tensor.dtype).reshape(tensor.shape))
         if probe.dtype.is_floating_point:
-            self._dtype = probe.dtype
+            self.dtype = probe.dtype
         packed = self.packed if probe.device not in (buffers[CODES].device, torch.device("meta")) else None
         if packed is not None:
             self._adopt(packed)
@@ -228,32 +256,25 @@ class PackedLinear(nn.Module):
             meta = bytearray(json.dumps(packed.coarse.meta()).encode())
             destination[prefix + META] = torch.frombuffer(meta, dtype=torch.uint8)
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing_keys, *rest) -> None:  # type: ignore
         self._forget()
         device = self.weight_codes.device if self.weight is None else self.weight.device
-        own = {prefix + name for name in self.state_names}
-        rest = {key: value for key, value in state_dict.items() if key not in own}
-        if len(rest) < len(state_dict):
+        shape, own = (self.out_features, self.in_features), {prefix + name for name in self.state_names}
+        others = {key: value for key, value in state_dict.items() if key not in own}
+        if len(others) < len(state_dict):
             packed = from_state({key: state_dict[key] for key in own & state_dict.keys()}, prefix)
-            found, shape = packed.precision, (self.out_features, self.in_features)
+            found = packed.precision
             # A layer in two parts takes a file of its coarse part alone.
             if found != self.packs_to and (found, self.packs_to) != ("nvfp4", "two-part"):
-                remedy = f"make it with {self.packed_by}={found!r}"
-                raise ConfigurationError(
-                    f"{prefix}weight is packed as {found}, this layer is for {self.packs_to}: {remedy}"
-                )
+                wanted = f"this layer is for {self.packs_to}: make it with {self.packed_by}={found!r}"
+                raise ConfigurationError(f"{prefix}weight is packed as {found}, {wanted}")
             if packed.shape != shape:
-                found = f"is packed with shape {packed.shape}, this layer's is {shape}"
-                raise ConfigurationError(f"{prefix}weight {found}: the checkpoint belongs to another model")
-            assign = local_metadata.get("assign_to_params_buffers", False)
-            self._adopt(packed if assign else packed.to(device, copy=True))
+                wanted = f"this layer's is {shape}: the checkpoint belongs to another model"
+                raise ConfigurationError(f"{prefix}weight is packed with shape {packed.shape}, {wanted}")
+            self._adopt(packed if metadata.get("assign_to_params_buffers") else packed.to(device, copy=True))
         elif self.weight is None and prefix + "weight" in state_dict:
             self._drop_buffers()
-            shape = (self.out_features, self.in_features)
-            self.weight = nn.Parameter(torch.empty(shape, dtype=self._dtype, device=device))
+            self.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
         elif self.weight is None and strict:
             missing_keys.extend(prefix + name for name in STATE_NAMES)
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(others, prefix, metadata, strict, missing_keys, *rest)

@@ -15,68 +15,52 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.kernels.fp4 import layout
-from vblackwell.kernels.fp4.encode import nvfp4_encoder
 from vblackwell.kernels.fp4.linear import fp4_linear, fp4_linear_dx
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
-from vblackwell.nn.linear.packed_linear import CODES, FINE, PARTS, SCALES, TENSOR_SCALE, PlacedWeight, place, unplace
+from vblackwell.nn.linear.packed_linear import FINE, PARTS, PackedLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import Format, format_named
-from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.units import MiB
-
-PACKING_BYTES = 512 * MiB  # of a GPU, while a weight is packed there
 
 
-class StoredFP4Linear(nn.Module):
-    """``x W^T + b`` with a frozen packed weight; gradients pass through to ``x``.
+class StoredFP4Linear(PackedLinear):
+    """What ``linear`` computes, with a frozen packed weight; gradients pass through to ``x``.
 
-    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part; ``dtype`` that
-    of the weight before. The bytes are the parameters ``parts``, on the meta device until they are known.
+    ``tiled`` is the layout of the fused kernels, for nvfp4 and mxfp4; ``fine`` nvfp4 with a fine part. The bytes are
+    the parameters ``parts``, on the meta device until they are known.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: nn.Parameter | None, format: str | Format = "nvfp4", *,
-        tiled: bool = False, fine: bool = False, dtype: torch.dtype = torch.float32,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.form = format_named(format) if isinstance(format, str) else format
-        self.dtype = dtype
-        self.layout = layout.tiled_name(self.form.name) if tiled else self.form.name
-        n, k, form = out_features, in_features, self.form
-        codes, scales = layout.shapes(self.layout, n, k) if tiled else (form.codes_shape(n, k), form.scales_shape(n, k))
-        kinds = (torch.uint8, torch.uint8) if tiled else (form.codes_dtype, form.scale_dtype)
-        self._views: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            CODES: (kinds[0], codes),
-            SCALES: (kinds[1], scales),
-            TENSOR_SCALE: (torch.float32, ()),
-        }
-        if fine:
-            self._views[FINE] = (kinds[0], codes)
+        self, linear: nn.Linear, format: str | Format = "nvfp4", *, tiled: bool = False, fine: bool = False
+    ) -> None:
+        n, k = linear.out_features, linear.in_features
+        form = format_named(format) if isinstance(format, str) else format
+        super().__init__(k, n, form)
+        self.dtype, self.training = linear.weight.dtype, linear.training
+        codes, scales = (form.codes_shape(n, k), form.codes_dtype), (form.scales_shape(n, k), form.scale_dtype)
+        if tiled:
+            self.layout = layout.tiled_name(form.name)
+            codes, scales = ((shape, torch.uint8) for shape in layout.shapes(self.layout, n, k))
+        views = (codes, scales, ((), torch.float32), codes)
+        self._views = dict(zip((*PARTS, FINE) if fine else PARTS, views, strict=False))
         self.parts = tuple(self._views)
-        for name, (kind, shape) in self._views.items():
+        for name, (shape, kind) in self._views.items():
             size = torch.Size(shape).numel() * kind.itemsize
             held = nn.Parameter(torch.zeros(size, dtype=torch.uint8, device="meta"), requires_grad=False)
             self.register_parameter(name, held)
-        self.bias = bias
-        if bias is not None:
-            bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""
-        return self.placed().linear(x, self.bias, "none", self.out_features, self.in_features)
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
 
     def placed(self, parts: Mapping[str, Tensor] | None = None) -> PlacedWeight:
         """The packed weight as views of ``parts``, by default of the layer's own bytes, on level 0 then."""
         held = {name: getattr(self, name) for name in self.parts} if parts is None else parts
-        views = (held[name].view(kind).view(shape) for name, (kind, shape) in self._views.items())
+        views = (held[name].view(kind).view(shape) for name, (shape, kind) in self._views.items())
         return PlacedWeight(self.layout, *views)
 
     def bytes_of(self, weight_NK: Tensor, name: str) -> dict[str, Tensor]:
         """The bytes of each part that ``weight_NK``, packed on its device, becomes; raises as `quantize`."""
-        how: dict[str, Any] = {"workspace_bytes": PACKING_BYTES, "name": name, "encoder": nvfp4_encoder}
-        return self.bytes_of_packed(quantize(weight_NK, self.form.name, "mse", **how))
+        return self.bytes_of_packed(pack(weight_NK, self.form.name, name))
 
     def bytes_of_packed(self, packed: PackedTensor) -> dict[str, Tensor]:
         """The bytes of each part of a packed weight; Unsupported where the tiled layout cannot hold its values."""
@@ -87,22 +71,18 @@ class StoredFP4Linear(nn.Module):
     def over(self, parts: Mapping[str, Tensor]) -> FusedFP4Linear | VBOptimizedLinear:
         """A packed linear that computes from these bytes where they lie; for a linear without a bias."""
         assert self.bias is None
-        shape, placed = (self.in_features, self.out_features), self.placed(parts)
+        placed, made = self.placed(parts), (self.in_features, self.out_features, False)
         if placed.fine is None:
-            layer = FusedFP4Linear(*shape, False, format=self.form.name, device="meta", dtype=self.dtype)
+            layer = FusedFP4Linear(*made, format=self.form.name, device="meta", dtype=self.dtype)
         else:
-            layer = VBOptimizedLinear(*shape, False, "inference", device="meta", dtype=self.dtype)
+            layer = VBOptimizedLinear(*made, "inference", device="meta", dtype=self.dtype)
         layer.form = self.form
         layer.hold(placed)
         return layer
 
     def weight_of(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The fp32 matrix (N, K) that bytes stand for; the reverse of `bytes_of`, rounded to the format."""
-        shape, placed = (self.out_features, self.in_features), self.placed(parts)
-        return unplace(placed, self.form, shape, torch.float32).dequantize()
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, packed={self.layout}"
+        return self.canonical(self.placed(parts), torch.float32).dequantize()
 
 
 def stored_part(model: nn.Module, name: str) -> tuple[StoredFP4Linear, str, str] | None:

@@ -10,27 +10,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vblackwell.errors import ConfigurationError, UnknownKey, nearest
 from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
-from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackedLinear, PlacedWeight, pack, place
+from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackableLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linears
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
 BITS = {"two-part": 8.5, "nvfp4": 4.5, "int8": 8.0}
 DRIFT_EVERY = 10  # steps between two measurements of the drift: a pass over the weight each
-REFRESH_EVERY, DRIFT_THRESHOLD, MAX_WEIGHTS = 100, 0.05, 4096
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,12 @@ class Settings:
 
     mode: str = "auto"
     precision: str = "two-part"  # or 'nvfp4', 'int8'
-    refresh_every: int = REFRESH_EVERY  # steps between renewals of the kept scales
-    drift_threshold: float = DRIFT_THRESHOLD  # change of blocks' largest magnitudes that renews them sooner, up to 1
+    refresh_every: int = 100  # steps between renewals of the kept scales
+    drift_threshold: float = 0.05  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", MODES), ("precision", BITS)):
-            if getattr(self, name) not in known:
-                chosen = getattr(self, name)
+        for name, chosen, known in (("mode", self.mode, MODES), ("precision", self.precision, BITS)):
+            if chosen not in known:
                 raise ConfigurationError(f"{name} {chosen!r} is not known: choose one of {', '.join(known)}")
         # True is an int to Python; numpy's floats are floats.
         every, drift = self.refresh_every, self.drift_threshold
@@ -57,12 +55,11 @@ class Settings:
             raise ConfigurationError(f"drift_threshold {drift!r} is out of range: above 0 (always renew) and up to 1")
 
     @classmethod
-    def of(cls, mode: str, quantization: bool, fp4: bool, refresh_every: int, drift_threshold: float) -> Settings:
+    def of(cls, mode: str, quantization: bool, fp4: bool, **renewal: Any) -> Settings:
         """With the precision that two switches mean; ConfigurationError where both are off."""
         if not (fp4 or quantization):
             raise ConfigurationError("enable_quantization and enable_fp4 are both off: switch one of them on")
-        precision = ("two-part" if quantization else "nvfp4") if fp4 else "int8"
-        return cls(mode, precision, refresh_every, drift_threshold)
+        return cls(mode, ("two-part" if quantization else "nvfp4") if fp4 else "int8", **renewal)
 
     def trains(self, weight: Tensor) -> bool:
         return self.mode == "training" or (self.mode == "auto" and torch.is_grad_enabled() and weight.requires_grad)
@@ -70,9 +67,8 @@ class Settings:
 
 @functools.cache
 def _optimizer_steps() -> list[int]:
-    """How many steps any optimizer has taken, from the first question on.
-
-    A tensor's version says that it was changed in place, but not by fused optimizers, nor by our kernels.
+    """How many steps any optimizer has taken, from the first question on: fused ones, and our kernels, change weights
+    without a new version of the tensor.
     """
     steps = [0]
 
@@ -107,8 +103,8 @@ class _Cache:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not computes_at_once():
-            rounded = self._traced(weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-            return functional.linear(x, rounded, bias)
+            value = self._traced(weight, x.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+            return functional.linear(x, value, bias)
         found = self.rounding(weight, x.dtype)
         if not torch.is_grad_enabled():
             return functional.linear(x, found.value, bias)
@@ -116,27 +112,24 @@ class _Cache:
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
         """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
-        self.parts = self.owner = None
-        if self.settings.precision != "two-part":
-            with torch.no_grad():
-                value = fp4_round_trip(weight, self.settings.precision, dtype)
-        else:
-            scales = self._current_scales(weight)
-            value = rounded(weight, scales.block, scales.tensor, dtype)
-        return Rounded(weight, value, self.count_step)
+        # Of the two ops that of formats has a gradient.
+        source = weight if self.settings.precision == "two-part" else weight.detach()
+        return Rounded(weight, self._rounded(source, dtype, rounded), self.count_step)
 
     @torch.compiler.disable
     def _traced(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """As `rounding`, by operations that a trace sees."""
+        value = self._rounded(weight, dtype, two_part_round_trip)
+        if value.requires_grad:
+            value.register_hook(lambda _: self.count_step())
+        return value
+
+    def _rounded(self, weight: Tensor, dtype: torch.dtype, to_parts: Callable[..., Tensor]) -> Tensor:
         self.parts = self.owner = None
         if self.settings.precision != "two-part":
-            rounded = fp4_round_trip(weight, self.settings.precision, dtype)
-        else:
-            scales = self._current_scales(weight)
-            rounded = two_part_round_trip(weight, scales.block, scales.tensor, dtype)
-        if rounded.requires_grad:
-            rounded.register_hook(lambda _: self.count_step())
-        return rounded
+            return fp4_round_trip(weight, self.settings.precision, dtype)
+        scales = self._current_scales(weight)
+        return to_parts(weight, scales.block, scales.tensor, dtype)
 
     def count_step(self) -> None:
         self.steps += 1
@@ -184,7 +177,7 @@ class _Cache:
 class VirtualBlackwellAdapter:
     """Products with weights in two parts, by name; caches of the ``max_weights`` weights used last are kept."""
 
-    def __init__(self, settings: Settings | None = None, *, max_weights: int = MAX_WEIGHTS) -> None:
+    def __init__(self, settings: Settings | None = None, *, max_weights: int = 4096) -> None:
         self.settings = settings or Settings()
         if max_weights < 1:
             raise ConfigurationError(f"max_weights {max_weights!r} must be at least 1")
@@ -203,9 +196,7 @@ class VirtualBlackwellAdapter:
 
     def compress(self, weight: Tensor, x: Tensor, name: str, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias``, (..., K) to (..., N) in the type of ``x`` or of autocast, with ``weight`` (N, K) rounded.
-
-        Raises:
-            ConfigurationError: another shape than was registered, or inf or NaN when packing.
+        Raises ConfigurationError for another shape than was registered, or inf or NaN when packing.
         """
         if name not in self._caches:  # never announced, or crowded out
             self.register_weight(name, weight)
@@ -230,15 +221,18 @@ class VirtualBlackwellAdapter:
 
 
 def create_virtual_blackwell(
-    mode: str = "auto", enable_quantization: bool = True, enable_fp4: bool = True, *,
-    refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD, max_weights: int = MAX_WEIGHTS,
-) -> VirtualBlackwellAdapter:  # fmt: skip
-    """An adapter for weights by name; arguments as of `enable_vb_optimization`."""
-    settings = Settings.of(mode, enable_quantization, enable_fp4, refresh_every, drift_threshold)
-    return VirtualBlackwellAdapter(settings, max_weights=max_weights)
+    mode: str = "auto",
+    enable_quantization: bool = True,
+    enable_fp4: bool = True,
+    *,
+    max_weights: int = 4096,
+    **how: Any,
+) -> VirtualBlackwellAdapter:
+    """An adapter for weights by name; other arguments as of `enable_vb_optimization`."""
+    return VirtualBlackwellAdapter(Settings.of(mode, enable_quantization, enable_fp4, **how), max_weights=max_weights)
 
 
-class VBOptimizedLinear(PackedLinear):
+class VBOptimizedLinear(PackableLinear):
     """``x W^T + b`` with a weight in two parts.
 
     Before ``quantize()`` forward multiplies by the parameter rounded. After, or from the first forward on in mode
@@ -250,32 +244,29 @@ class VBOptimizedLinear(PackedLinear):
         precision: 'two-part' (8.5 bits), 'nvfp4' (4.5) or 'int8' (8).
         device, dtype: of the parameters, as for ``nn.Linear``.
 
-    Raises:
-        ConfigurationError: a size below 1, or a value that `Settings` refuses.
+    Raises ConfigurationError for a size below 1, or a value that `Settings` refuses.
     """
 
     state_names = (*STATE_NAMES, FINE)
     packed_by = "precision"
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, mode: str = "auto", *,
-        precision: str = "two-part", refresh_every: int = REFRESH_EVERY, drift_threshold: float = DRIFT_THRESHOLD,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        settings = Settings(mode, precision, refresh_every, drift_threshold)
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        mode: str = "auto",
+        *,
+        precision: str = "two-part",
+        device: Any = None,
+        dtype: Any = None,
+        **renewal: Any,
+    ) -> None:
+        settings = Settings(mode, precision, **renewal)
         form = format_named("nvfp4" if precision == "two-part" else precision)
-        super().__init__(in_features, out_features, bias, form, device, dtype)
+        super().__init__(in_features, out_features, bias, form, device=device, dtype=dtype)
         self.settings = settings
         self._forget()
-
-    @classmethod
-    def from_packed(cls, packed: PackedTensor, bias: nn.Parameter | None) -> VBOptimizedLinear:
-        """A packed layer of mode 'inference' on these very parts, moved into its device's layout."""
-        n, k = packed.shape
-        layer = cls(k, n, bias is not None, "inference", device="meta", dtype=packed.dtype)
-        layer.bias = bias
-        layer._adopt(packed)
-        return layer
 
     @property
     def packs_to(self) -> str:
@@ -303,7 +294,7 @@ class VBOptimizedLinear(PackedLinear):
     def attach_fine(self, fine: Tensor) -> None:
         """Takes what ``drop_fine`` gave back, on the layer's device, without copying it."""
         codes = self.weight_codes
-        if self.weight is not None or not self._layout.startswith("nvfp4"):
+        if self.weight is not None or not self.layout.startswith("nvfp4"):
             raise ConfigurationError(f"{self._name()} has no coarse part that a fine one could refine")
         if fine.shape != codes.shape or fine.dtype != codes.dtype or fine.device != codes.device:
             found, wanted = (f"{each.dtype} {tuple(each.shape)} on {each.device}" for each in (fine, codes))
@@ -316,7 +307,7 @@ class VBOptimizedLinear(PackedLinear):
             self.quantize()
         weight = self.weight
         if weight is None:
-            return self._placed().linear(x, self.bias, "none", self.out_features, self.in_features)
+            return super().forward(x)
         return self._cache.product(weight, x, "weight", self.bias)
 
     def rounded_for(self, x: Tensor) -> Rounded | None:
@@ -331,12 +322,12 @@ class VBOptimizedLinear(PackedLinear):
 
     def stats(self) -> dict[str, Any]:
         """Shape, precision, whether it is packed, bytes held, and the counts of `VirtualBlackwellAdapter.stats`."""
-        held = sum(tensor.nbytes for tensor in (self._placed().tensors() if self.weight is None else [self.weight]))
+        held = sum(tensor.nbytes for tensor in (self.placed().tensors() if self.weight is None else [self.weight]))
         own = {"precision": self.settings.precision, "packed": self.is_quantized, "has_fine": self.has_fine}
         return self._cache.stats() | own | {"weight_bytes": held}
 
     def extra_repr(self) -> str:
-        packed = f"packed={self._layout}{' + fine' if self.has_fine else ''}"
+        packed = f"packed={self.layout}{' + fine' if self.has_fine else ''}"
         kind = f"{self.settings.precision}, {packed if self.is_quantized else self.settings.mode}"
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kind}"
 
