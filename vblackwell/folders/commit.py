@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -194,10 +194,15 @@ def newest_complete(parent: Path) -> list[Path]:
 
 
 def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
-    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it,
-    where one without a manifest counts as damaged: folders get their names with it, so it was lost later."""
+    """`first_intact` of the folders ``step-N``, the newest first. One without a manifest counts as damaged: folders get
+    their names with it, so it was lost later."""
+    return first_intact(numbered(parent))
+
+
+def first_intact(folders: Iterable[Path]) -> tuple[Path | None, list[CorruptData]]:
+    """The first folder whose bytes are intact (``None``: there is none), and what is wrong with those before it."""
     problems = []
-    for path in numbered(parent):
+    for path in folders:
         try:
             verify_folder(path)
             return path, problems

@@ -211,10 +211,10 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def open_safetensors(path: Path, framework: str = "pt", device: torch.device | str = "cpu") -> Any:
+def _open_table(path: Path) -> Any:
     """``path`` as the library opens it, its table checked; raises CorruptData."""
     try:
-        return safe_open(path, framework=framework, device=str(device))
+        return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         if "unknown variant" in reason:
@@ -252,7 +252,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         except OSError as error:
             raise DiskError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            with open_safetensors(path, "numpy") as table:
+            with _open_table(path) as table:
                 self.metadata: dict[str, str] = table.metadata() or {}
                 length = bytearray(8)
                 self.read(memoryview(length), 0)

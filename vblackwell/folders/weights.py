@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -90,6 +90,13 @@ def build_on_meta(
     return model.train()
 
 
+def stays_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps the tensor ``name`` of a model in ``dtype`` in fp32, with which its code computes."""
+    kinds = ["_strict"] * (dtype in (torch.float16, torch.bfloat16)) + [""] * (dtype == torch.float16)
+    patterns = [pattern for kind in kinds for pattern in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Meanwhile, parameters of modules that this thread builds go to the meta device; buffers stay real."""
@@ -159,20 +166,20 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     """The open weight files of a folder, matched with a model on the meta device; a context manager, and the
     ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it fills it.
 
-    ``model`` is one of transformers', or any module whose names are the files'; of ``only`` some tensors, the others of
-    the folder are not looked at, nor what else the model wants. Raises FolderMismatch where tensors are missing, too
-    many, or of another shape or kind (all are named), ConfigurationError where the folder holds no safetensors,
-    CorruptData where a file is missing or cut short, its table is none, or tied parameters have different values.
+    ``model`` is one of transformers', or any module whose names are the files'. Raises FolderMismatch where tensors are
+    missing, too many, or of another shape or kind (all are named), ConfigurationError where the folder holds no
+    safetensors, CorruptData where a file is missing or cut short, its table is none, or tied parameters have different
+    values.
     """
 
-    def __init__(self, model: nn.Module, folder: Path, only: Collection[str] | None = None) -> None:
-        self.folder, self._model, self._whole = folder, model, only is None
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self.folder, self._model = folder, model
         self._ready: dict[str, Tensor] = {}  # converted and not asked for yet
         self._targets = dict(model.state_dict(keep_vars=True))
         self._recipes: dict[str, Recipe] = {}
         with ExitStack() as opened:
             self._files = _open_tables(folder, opened)
-            self._check(*self._match(self._files if only is None else only))
+            self._check(*self._match(self._plain_names()))
             self._check_tied()
             self._opened = opened.pop_all()
 
@@ -180,6 +187,10 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     def names(self) -> list[str]:
         """The model's tensors that can be filled."""
         return list(self._recipes)
+
+    def targets(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers that the files fill, by each of their names."""
+        return {name: target for name, target in self._targets.items() if self._wants(name)}
 
     def name_in_files(self, name: str) -> str:
         """The files' name for the tensor ``name``; its own where it is not one whole tensor of theirs."""
@@ -193,9 +204,11 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         """The type in which the files hold what the tensor ``name`` is filled from."""
         return self._recipes[name].tensors[0].dtype
 
-    def load(self, name: str) -> Tensor:
-        """The folder's tensor ``name``, matched or not, as it is stored; raises DiskError."""
-        return self._files[name].load()
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """The model's tensor ``name`` in ``dtype`` on ``device``; raises as a call."""
+        value = torch.empty(self.shape_of(name), dtype=dtype)
+        self(name, value)
+        return value.to(device)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
@@ -283,9 +296,13 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
             elif value.dtype != wanted.dtype and not (value.is_floating_point() and wanted.is_floating_point()):
                 yield f"{name} {value.dtype} in {where} instead of {wanted.dtype}"
 
+    def _plain_names(self) -> Iterable[str]:
+        """The files' tensors that stand for one tensor of the model, or a part of one."""
+        return self._files
+
     def _wants(self, name: str) -> bool:
         """Whether the files must fill the model's tensor ``name``."""
-        return self._whole
+        return True
 
     def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
         model: Any = self._model

@@ -26,6 +26,8 @@ from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.linears import HEAD, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.linear.stored_fp4 import stored_part
@@ -70,27 +72,34 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def adapt(
-    model: nn.Module, weights: Initialize, folder: Path, lora: Lora | None, *, name: str | None = None,
-    fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, seed: int = 0, values: Path | None = None,
+    model: nn.Module,
+    weights: FolderWeights,
+    lora: Lora | None,
+    packing: Packing | None,
     device: torch.device,
-) -> Initialize:  # fmt: skip
+    *,
+    name: str,
+    seed: int = 0,
+    values: Path | None = None,
+) -> Initialize:
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
-    fills it then: ``weights`` its own parameters, by the names that they have now, from ``folder``. ``name``: path or
-    hub id of the base; ``fp4``: format that its linears (fp4_layers, but not keep) are packed to on ``device``, one at
-    a time, on a GPU as the fused kernels want it; the adapters begin with the folder ``values``, or what ``seed``
-    draws. Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is
-    not installed.
+    fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
+    base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
+    it; the adapters begin with the folder ``values``, or what ``seed`` draws. Raises ConfigurationError: targets or
+    layers that the model does not have, another base; Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
-    config = {} if lora is None else add_adapters(model, lora, name or str(folder))
-    tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
-    packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
+    config = {} if lora is None else add_adapters(model, lora, name)
+    packed: dict[str, str | None] = {}
+    if packing is not None:
+        tiled = device.type == "cuda" and packing.format in ("nvfp4", "mxfp4")
+        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled)
     fitting = None
     if lora is not None:
-        _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
+        _adapted[model] = Adapted(lora, config, packed, fingerprint(weights.folder))
         if values is not None:
-            fitting = _fitting(model, values, folder)  # what has other shapes is told by those
-            check_base(values, folder, name or str(folder))
+            fitting = _fitting(model, values, weights.folder)  # what has other shapes is told by those
+            check_base(values, weights.folder, name)
     return _filling(model, weights, seed, device, fitting)
 
 

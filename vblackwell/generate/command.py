@@ -15,7 +15,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
-from vblackwell.folders.checked import prompt_lines
+from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
 from vblackwell.folders.folder import (
     GENERATION,
     find_folder,
@@ -27,6 +27,7 @@ from vblackwell.folders.folder import (
 )
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
+from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
@@ -75,15 +76,17 @@ class Places:
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )
         cleanup.callback(stack.close)
-        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=self.adapter, **self.packing)
+        how: dict[str, Any] = {"fp4_layers": self.fp4_layers, "keep": self.keep, "adapter": self.adapter}
+        fp4 = "nvfp4" if self.use_fp4 else None
+        model = open_streamed(folder, stack, rows=rows, tokens=tokens, fp4=fp4, **how)
         engine = offload_of(model)
         if engine is not None:
             cleanup.callback(engine.close)
         return model
 
     @property
-    def packing(self) -> dict[str, Any]:
-        return {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
+    def packing(self) -> Packing | None:
+        return Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
 
 
 def generate_command(
@@ -122,20 +125,23 @@ def generate_command(
             "--use-fp4, --adapter and the memory flags"
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
+    given = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
     is_id = not Path(model).exists() and is_hub_id(model)
     folder, problems = resolve_model(find_folder(model) if is_id else Path(model))
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(folder)
+    check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
     stated = read_json(settings).get("eos_token_id") if settings.is_file() else None
     ends = {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
-    texts = given
+    texts = [text for _, text in given]
     if chat:
         talk = open_chat(folder, None if places.adapter is None else Path(places.adapter))
-        texts, end = [talk.prompt(text) for text in given], talk.turn_end(tokenizer)
+        texts, end = [talk.prompt(text) for text in texts], talk.turn_end(tokenizer)
         ends |= set() if end is None else {end}
+    lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+    check_lengths(folder, ((place, length) for (place, _), length in zip(given, lengths, strict=True)), max_new_tokens)
     pace = Pace()
     pieces = [] if chat else texts[:1]
 
@@ -146,11 +152,9 @@ def generate_command(
     with ExitStack() as cleanup:
         alone = prompts is None  # rows of several lengths are read by transformers' models alone
         if alone and places.use_fp4 and places.stay_on(folder, device):
-            opened = open_resident(folder, device, **places.packing)
+            opened = open_resident(folder, device, packing=places.packing)
         elif places.streams or not alone:
-            rows = min(batch_size, len(texts))
-            longest = max(len(tokenizer.encode(text).ids) for text in texts) + max_new_tokens
-            opened = places.open(folder, device, rows, longest, cleanup)
+            opened = places.open(folder, device, min(batch_size, len(texts)), max(lengths) + max_new_tokens, cleanup)
         else:
             assignment = None if places.assignment is None else Assignment.load(places.assignment)
             opened = open_resident(folder, device, assignment=assignment)
@@ -163,7 +167,7 @@ def generate_command(
             if alone:
                 print("".join(pieces))
                 continue
-            for text, written in zip(given[part], new, strict=True):
+            for (_, text), written in zip(given[part], new, strict=True):
                 print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
         if sys.stderr.isatty():
             engine = offload_of(opened)

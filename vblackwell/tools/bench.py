@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.folders.checked import check_weights
 from vblackwell.folders.folder import find_folder, is_hub_id, read_config
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
@@ -141,7 +140,6 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
     folder, _ = resolve_model(find_folder(text))
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
-    check_weights(folder)
     return load_model(folder, "cpu", torch.float32)
 
 
