@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from vblackwell.errors import ConfigurationError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.pool import Reservation
-from vblackwell.memory.transfer import copy_streams
+from vblackwell.memory.transfer import Transfer, copy_streams
 from vblackwell.offload.layout.generation import CACHE_PLACES, CacheShape
 
 _serial = itertools.count()
@@ -52,7 +52,7 @@ class StackedCache(Cache):
         except BaseException:
             self.close()
             raise
-        passing = _Passing(stack, ram, places, [made[layer] for layer in streamed])
+        passing = _Passing(stack, places, [(self._held[layer], made[layer]) for layer in streamed])
         layers: list[Any] = [
             _Layer(shape, held_TPBKH, passing, streamed.get(layer)) for layer, held_TPBKH in enumerate(made)
         ]
@@ -138,20 +138,17 @@ class _Layer(DynamicLayer):
 
 
 class _Passing:
-    """Brings the caches in ``storage`` to ``places`` in turn, always in the same order.
+    """Brings the caches in ``storage``, ranges and their views, to ``places`` in turn, always in the same order.
 
-    On CUDA everything is queued: copies up on the stream of all loads, copies down on that of all stores, ordered by
-    events. A place is free when what was queued on the computing stream until the next layer asks for its own has run,
-    and its new positions are written back.
+    On CUDA everything is queued: a copy up starts after what the computing stream and the stream of all copies down
+    have to do, so the place that it takes is not read any more, and its new positions are written back.
     """
 
-    def __init__(self, stack: VGPUStack, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
-        self._stack, self._level, self._places, self._storage = stack, level, places, storage
+    def __init__(self, stack: VGPUStack, places: list[Tensor], storage: list[tuple[Reservation, Tensor]]) -> None:
+        self._stack, self._places, self._storage = stack, places, storage
         self.lengths: list[Callable[[], int]] = []  # of what the layers have seen
         self._held: dict[int, int] = {}  # layer: the place where its cache is or will be; the latest used last
-        self._arrived: dict[int, Any] = {}
-        self._left: dict[int, Any] = {}  # place: when its new positions are written back
-        self._stored: dict[int, Any] = {}  # the same by layer
+        self._loads: dict[int, Transfer] = {}  # by place
         self._device = stack.level0_device
         self._cuda = self._device.type == "cuda"
 
@@ -159,8 +156,7 @@ class _Passing:
         """The place with the cache of layer ``order``; the next one's sets out."""
         self._bring(order)
         place = self._held[order]
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived[place])
+        self._loads[place].wait_on(torch.cuda.current_stream(self._device) if self._cuda else None)
         if len(self._places) > 1:
             self._bring((order + 1) % len(self._storage))
         return self._places[place]
@@ -175,26 +171,18 @@ class _Passing:
         self._held[order] = place
 
     def _load(self, order: int, place: int) -> None:
-        length = self.lengths[order]()
-        source, target = self._storage[order][:length], self._places[place][:length]
-        self._stack.count_link(self._level, 0, source.nbytes, None if self._cuda else 0.0)
+        if self._cuda:
+            streams = copy_streams(self._device)
+            streams.h2d.wait_stream(streams.d2h)
+        self._loads[place] = self._stack.read(self._storage[order][0], self._places[place][: self.lengths[order]()])
         if not self._cuda:
-            target.copy_(source)
-            return
-        stream = copy_streams(self._device).h2d
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # the last user of the place
-        for stored in (self._left.get(place), self._stored.get(order)):
-            if stored is not None:
-                stream.wait_event(stored)
-        with torch.cuda.stream(stream):
-            if length:
-                target.copy_(source, non_blocking=True)
-            self._arrived[place] = stream.record_event()
+            self._loads[place].wait()
 
     def append(self, order: int, held_TPBKH: Tensor, begin: int, end: int) -> None:
         """Write new positions back."""
-        source, target = held_TPBKH[begin:end], self._storage[order][begin:end]
-        self._stack.count_link(0, self._level, source.nbytes, None if self._cuda else 0.0)
+        reservation, stored_TPBKH = self._storage[order]
+        source, target = held_TPBKH[begin:end], stored_TPBKH[begin:end]
+        self._stack.count_link(0, reservation.level, source.nbytes, None if self._cuda else 0.0)
         if not self._cuda:
             target.copy_(source)
             return
@@ -202,4 +190,3 @@ class _Passing:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            self._stored[order] = self._left[self._held[order]] = stream.record_event()

@@ -93,8 +93,8 @@ class StreamedStep:
         engine = offload_of(model)
         assert isinstance(engine, Offload) and engine.weights.frozen
         self._engine, self._device, self._cuda = engine, engine.device, engine.device.type == "cuda"
-        self._taken, self._busy, self._next = list[Reservation](), set[int](), 0
-        self._under_way: deque[tuple[Group, Transfer]] = deque()
+        self._taken, self._next = list[Reservation](), 0
+        self._loaded: deque[tuple[Group, Transfer]] = deque()  # from a load's begin until what reads it is queued
         self._stretches: list[_Stretch] = []
         self._held = engine.weights.hold()
         try:
@@ -181,17 +181,17 @@ class StreamedStep:
         if not self._cuda:
             self._value = self._ids_B1
         for stretch in self._stretches:
-            for group in stretch.passing:
-                arrived, transfer = self._under_way[0]
-                assert arrived is group, "groups are loaded in the order of use"
+            for number, group in enumerate(stretch.passing):
+                loaded, transfer = self._loaded[number]
+                assert loaded is group, "groups are loaded in the order of use"
                 transfer.wait_on(stream)
-                self._under_way.popleft()  # not before: who interrupts the wait closes, which waits for all
                 transfer.let_go()  # the places are ours, and are loaded again after what reads them
             if stretch.graph is None:
                 self._run(stretch)
             else:
                 stretch.graph.replay()
-            self._busy -= {self._slot_of[group.index] for group in stretch.passing}
+            for _ in stretch.passing:
+                self._loaded.popleft()
             self._bring()
         return self._value
 
@@ -202,19 +202,20 @@ class StreamedStep:
 
     def _bring(self) -> None:
         """Begin the copies whose places are no longer read."""
-        while self._cycle and self._slot_of[self._cycle[self._next].index] not in self._busy:
+        while self._cycle:
             group = self._cycle[self._next]
+            if any(self._slot_of[group.index] == self._slot_of[other.index] for other, _ in self._loaded):
+                return
             storage = self._engine.storage.range(group, "weight")
-            self._under_way.append((group, self._engine.stack.read(storage, self._place_of(group))))
-            self._busy.add(self._slot_of[group.index])
+            self._loaded.append((group, self._engine.stack.read(storage, self._place_of(group))))
             self._next = (self._next + 1) % len(self._cycle)
 
     def _close(self) -> None:
         """Give back what was held and taken, when the device has nothing to do for it any more."""
         try:
-            while self._under_way:
+            while self._loaded:
                 with suppress(VBError, OSError):  # who needed it was told
-                    self._under_way.popleft()[1].wait()
+                    self._loaded.popleft()[1].wait()
         finally:
             self._stretches.clear()
             self._engine.weights.let_go(self._held)
