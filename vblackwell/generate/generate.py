@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,10 +63,19 @@ def generate(
 
 
 def generate_batch(
-    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int | None, sampling: Sampling,
-    seed: int = 0, prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
-    pace: Pace | None = None, on_token: Callable[[str], None] | None = None,
-) -> list[str]:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    *,
+    ends: Collection[int] = (),
+    special_tokens: bool = True,
+    pace: Pace | None = None,
+    on_token: Callable[[str], None] | None = None,
+) -> list[str]:
     """What the model writes after each prompt (empty: a document begins), until its end-of-text token, one of ``ends``,
     ``max_new_tokens`` or its limit, in one pass a token for all.
 
@@ -78,7 +86,6 @@ def generate_batch(
     if not -(1 << 63) <= seed < 1 << 63:  # what the draws are keyed by
         raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
     check_chunk(prefill_chunk)
-    check_kind(model)
     steps.check_one_pass(model, prefill_chunk)
     pace = pace or Pace()
     pace.begin()
@@ -126,9 +133,14 @@ def draws(
 
 
 def columns(
-    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None,
+    model: Any,
+    numbers: list[list[int]],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    chunk: int | None,
     cache: Any = None,
-) -> Iterator[list[int]]:  # fmt: skip
+) -> Iterator[list[int]]:
     """`draws` after prompts, given as tokens, of one length or several; ``chunk`` and ``cache`` as for `stepper`."""
     device, longest = next(model.parameters()).device, max(map(len, numbers))
     prompt_BS = torch.tensor([[0] * (longest - len(row)) + row for row in numbers], device=device)
@@ -209,7 +221,9 @@ def stepper(
     last; ``chunk`` tokens a row in one pass, by default all. Of transformers' models: ``cache``, empty, by default what
     they make themselves; ``mask_BS`` hides the filling of the prompts.
     """
-    check_kind(model)
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     if steps.keeps_own_state(model):
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
@@ -264,13 +278,6 @@ def stepper(
     return step
 
 
-def check_kind(model: nn.Module) -> None:
-    """Raises Unsupported for a model that does not write on what it is given."""
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
-
-
 class _Text:
     """New tokens as text; a character that is not complete yet is held back.
 
@@ -315,27 +322,34 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()
-        self._texts: list[list[tuple[float, int]]] = []  # moments of each and tokens then; first, when it was asked for
+        self._asked, self._last = self._made, 0.0  # for the text that is written, and its last token; 0: none yet
+        self._opened = self._first = None  # seconds until the first text was asked for, and its first token then came
+        self._tokens = self._later = 0  # of all texts, and without the first of each
+        self._seconds = 0.0  # that the later took
 
     def begin(self) -> None:
         """A text, or several at once, is asked for."""
-        self._texts.append([(self._clock(), 0)])
+        self._asked, self._last = self._clock(), 0.0
+        if self._opened is None:
+            self._opened = self._asked - self._made
 
     def tick(self, rows: int = 1) -> None:
         """The next token of so many rows is here."""
-        self._texts[-1].append((self._clock(), rows))
+        now = self._clock()
+        if self._last:
+            self._seconds, self._later = self._seconds + now - self._last, self._later + rows
+        elif self._first is None:
+            self._first = now - self._asked
+        self._last, self._tokens = now, self._tokens + rows
 
     def line(self, level0_bytes: int | None = None) -> str:
         """What is said at the end; with the peak of a stack's level 0, if there is one."""
-        tokens = sum(rows for text in self._texts for _, rows in text)
-        opened = self._texts[0][0][0] - self._made if self._texts else 0.0
-        parts = [f"opened in {format_seconds(opened)}", f"{tokens} token{'s' * (tokens != 1)}"]
-        first = next((text[1][0] - text[0][0] for text in self._texts if len(text) > 1), None)
-        if first is not None:
-            parts.append(f"the first after {format_seconds(first)}")
-        later = [(now - last, rows) for text in self._texts for (last, _), (now, rows) in pairwise(text[1:])]
-        if seconds := sum(each for each, _ in later):
-            parts.append(f"then {sum(rows for _, rows in later) / seconds:.1f} a second")
+        tokens = f"{self._tokens} token{'s' * (self._tokens != 1)}"
+        parts = [f"opened in {format_seconds(self._opened or 0.0)}", tokens]
+        if self._first is not None:
+            parts.append(f"the first after {format_seconds(self._first)}")
+        if self._seconds:
+            parts.append(f"then {self._later / self._seconds:.1f} a second")
         if level0_bytes is not None:
             parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
         return ", ".join(parts)
