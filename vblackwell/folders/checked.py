@@ -22,8 +22,10 @@ def check_lengths(folder: Path, lengths: Iterable[tuple[str, int]], max_new_toke
     limit that config.json states; raises ConfigurationError with the place of one that is not."""
     config = read_config(folder)
     name = next((name for name in LIMITS if isinstance(config.get(name), int)), None)
-    for place, length in lengths if name is not None else ():
-        limit = config[name]
+    if name is None:
+        return
+    limit = config[name]
+    for place, length in lengths:
         stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
         remedy = f"{stated}: shorten it to at most {limit - 1}"
         if length < limit:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.folder import GENERATION, read_config, read_json, some_names, tensor_files
 from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
+from vblackwell.units import MiB
+
+MAX_PINNED_BYTES = 512 * MiB  # of a tensor on its way to a GPU: torch keeps what was pinned
 
 
 def build_on_meta(
@@ -206,7 +210,9 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The model's tensor ``name`` in ``dtype`` on ``device``; raises as a call."""
-        value = torch.empty(self.shape_of(name), dtype=dtype)
+        shape, device = self.shape_of(name), torch.device(device)
+        pinned = device.type == "cuda" and prod(shape) * dtype.itemsize <= MAX_PINNED_BYTES
+        value = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         self(name, value)
         return value.to(device)
 

@@ -126,44 +126,35 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
     held = dict(load_state(folder, ADAPTER_FILE))
     misshapen = [name for name in wanted if name in held and held[name].shape != wanted[name][1]]
     wrong = {
-        "lacks": [name for name in wanted if name not in held],
-        "has in excess": [name for name in held if name not in wanted],
+        "lacks": [*(wanted.keys() - held.keys())],
+        "has in excess": [*(held.keys() - wanted.keys())],
         "has": [f"{name} {tuple(held[name].shape)} instead of {tuple(wanted[name][1])}" for name in misshapen],
     }
-    reasons = [f"it {verb} {some_names(names)}" for verb, names in wrong.items() if names]
+    reasons = [f"it {verb} {some_names(sorted(names))}" for verb, names in wrong.items() if names]
     if reasons:
         raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: {'; '.join(reasons)}")
     return {wanted[name][0]: value for name, value in held.items()}
 
 
 def _filling(
-    model: nn.Module, weights: Initialize, seed: int, device: torch.device, values: dict[str, Tensor] | None
+    model: nn.Module, weights: FolderWeights, seed: int, device: torch.device, values: dict[str, Tensor] | None
 ) -> Initialize:
     """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
-    held, ready = weakref.ref(model), dict[str, Tensor]()
+    ready: dict[str, Tensor] = {}
 
     def fill(name: str, out: Tensor) -> None:
-        model = held()
-        assert model is not None
-        if is_adapter(name):
-            if values is None:
-                fill_adapter(name, out, seed)
-            else:
-                out.copy_(values[name])
-            return
         stored = stored_part(model, name)
-        if stored is None:
+        if is_adapter(name):
+            fill_adapter(name, out, seed) if values is None else out.copy_(values[name])
+        elif stored is None:
             weights(base_name(name), out)
-            return
-        linear, owner, _ = stored
-        if name not in ready:  # the first of three parts
-            weight_name = base_name(f"{owner}.weight")
-            shape = (linear.out_features, linear.in_features)
-            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=device.type == "cuda")
-            weights(weight_name, weight_NK)
-            parts = linear.bytes_of(weight_NK.to(device), weight_name)
-            ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
-        out.copy_(ready.pop(name))
+        else:
+            linear, owner, _ = stored
+            if name not in ready:  # the first of three parts
+                weight_name = base_name(f"{owner}.weight")
+                parts = linear.bytes_of(weights.read(weight_name, linear.dtype, device), weight_name)
+                ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
+            out.copy_(ready.pop(name))
 
     return fill
 
@@ -174,18 +165,17 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
     entries: list[tuple[str, Tensor]] = [*export_order(model)]
     if adapted(model) is None:
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
-    shown = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, param in entries:
         stored = stored_part(model, name)
-        if stored is not None and stored[2] == stored[0].parts[-1]:
-            linear, owner, _ = stored
-            name, shape = f"{owner}.weight", (linear.out_features, linear.in_features)
-        elif stored is None and not is_adapter(name):
-            shape = tuple(param.shape)
-        else:
-            continue
-        shown.append((base_name(name), torch.empty(shape, dtype=torch.float32, device="meta")))
-    return shown, lambda: _merged(model)
+        if stored is not None:
+            linear, owner, part = stored
+            if part == linear.parts[-1]:
+                shapes[f"{owner}.weight"] = (linear.out_features, linear.in_features)
+        elif not is_adapter(name):
+            shapes[name] = tuple(param.shape)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
+    return [(base_name(name), torch.empty(shape, **like)) for name, shape in shapes.items()], lambda: _merged(model)
 
 
 def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -194,26 +184,20 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     small = {name: state["weight"].float() for name, state in export_state(model, only=is_adapter)}
     parts: dict[str, Tensor] = {}
     for name, state in export_state(model, only=lambda name: not is_adapter(name)):
-        stored = stored_part(model, name)
-        if stored is None:
-            yield base_name(name), _added(state["weight"].float(), name, small, made)
-            continue
-        linear, owner, part = stored
-        parts[part] = state["weight"]
-        if part == linear.parts[-1]:
-            weight_name = f"{owner}.weight"
-            yield base_name(weight_name), _added(linear.weight_of(parts), weight_name, small, made)
-            parts = {}
-
-
-def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -> Tensor:
-    """``weight`` with its adapter, if it has one."""
-    owner, _, leaf = name.rpartition(".base_layer.")
-    a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
-    if leaf != "weight" or a_RK is None or b_NR is None:
-        return weight
-    delta_NK = (b_NR @ a_RK) * made.lora.scale
-    return weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+        weight, stored = state["weight"], stored_part(model, name)
+        if stored is not None:
+            linear, owner, part = stored
+            parts[part] = weight
+            if part != linear.parts[-1]:
+                continue
+            name, weight, parts = f"{owner}.weight", linear.weight_of(parts), {}
+        owner, _, leaf = name.rpartition(".base_layer.")
+        a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
+        weight = weight.float()
+        if leaf == "weight" and a_RK is not None and b_NR is not None:
+            delta_NK = (b_NR @ a_RK) * made.lora.scale
+            weight = weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+        yield base_name(name), weight
 
 
 def adapter_specs(model: nn.Module) -> list[TensorSpec]:
