@@ -124,7 +124,7 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
         flat = tensor.detach().reshape(-1)
         step = max(1, PART_BYTES // spec.dtype.itemsize)
         for start in range(0, flat.numel(), step):  # a tensor on a GPU needs no whole copy of itself on the host
-            file.write(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data)
+            file.write(bytes_of(flat[start : start + step].cpu().contiguous()))
 
     def _files(self) -> Generator[tuple[TensorSpec, HashedFile], None, None]:
         """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
@@ -161,13 +161,13 @@ class StoredTensor(TensorSpec):
             out.copy_(self.load())
             return
         if out.dtype == self.dtype:
-            self.file.read(_bytes_of(out), self.begin)
+            self.file.read(bytes_of(out), self.begin)
             return
         begin, step = self.begin, CONVERSION_BYTES // self.dtype.itemsize
         buffer = torch.empty(min(step, out.numel()), dtype=self.dtype)
         for part in out.view(-1).split(step):
             piece = buffer[: part.numel()]
-            self.file.read(_bytes_of(piece), begin)
+            self.file.read(bytes_of(piece), begin)
             part.copy_(piece)
             begin += piece.nbytes
 
@@ -206,7 +206,8 @@ def refuse_not_finite(tensor: Tensor, name: str, path: Path) -> None:
         )
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in RAM."""
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

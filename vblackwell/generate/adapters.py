@@ -25,7 +25,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
-from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, bytes_of
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.linears import HEAD, store_linears
@@ -262,10 +262,9 @@ def fingerprint(folder: Path) -> str:
             count = tensor.size_bytes // itemsize
             for start in (0, max(0, count - _NUMBERS)):
                 held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
-                into = memoryview(held.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-                tensor.file.read(into, tensor.begin + start * itemsize)
+                tensor.file.read(bytes_of(held), tensor.begin + start * itemsize)
                 rounded = held.bfloat16() if held.is_floating_point() else held
-                digest.update(rounded.view(torch.uint8).numpy().tobytes())
+                digest.update(bytes_of(rounded))
     return digest.hexdigest()
 
 
@@ -274,28 +273,19 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     ``base``, which the user called ``base_name``, as far as it tells.
 
     One that we wrote holds its base's fingerprint. Of one by peft, the base that it names is compared where that is a
-    folder on this machine. Two hub ids that differ are a warning, for copies and quantised versions have ids of their
-    own; so is a quantised folder other than the one that an adapter of ours was made for.
+    folder on this machine. Two hub ids that differ are a warning, for copies have other ids.
     """
     found, other = fingerprint(base), f"{adapter} holds an adapter for another base than {base}"
     for path in tensor_files(adapter, ADAPTER_FILE):
         with TensorFile(path) as file:
             stated = file.metadata.get(BASE)
-        if stated is None:
-            continue
-        if stated != found and "quantization_config" in read_json(base / CONFIG):
-            said = f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell "
-            warnings.warn(
-                f"{said}what they were made from: if that is another model, what is written will be wrong",
-                UserWarning,
-                stacklevel=2,
-            )
-        elif stated != found:
+        if stated == found:
+            return
+        if stated is not None:
             raise ConfigurationError(
                 f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
                 f"{found}; give the model that it was trained over as --model"
             )
-        return
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return
