@@ -228,7 +228,7 @@ def stepper(
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     captured: Callable[[Tensor], Tensor] | None = None  # a token's step in CUDA graphs, once the prompt is read
-    asked = isinstance(model, Decoder) or cache is None or mask_BS is not None  # whether `streamed_step` was
+    asked = mask_BS is not None or (cache is None and not isinstance(model, Decoder))  # whether there is such a step
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     seen = 0  # positions
 
@@ -236,13 +236,8 @@ def stepper(
     def step(input_ids_BS: Tensor) -> Tensor:
         nonlocal captured, asked, mask_BS, seen
         rows, length = input_ids_BS.shape
-        if isinstance(model, Decoder) and length == 1 and known.length and captured is None:
-            if known.max_length - known.length >= steps.MIN_STEPS and steps.may_capture(model):
-                captured = steps.DecodeGraph(model, known, rows).step
-        elif length == 1 and not asked and known.get_seq_length():
-            from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
-
-            asked, captured = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
+        if length == 1 and seen and not asked:
+            asked, captured = True, _captured_step(model, known, rows, max_length - seen)
         if captured is not None:
             assert length == 1, "the host's count of positions ends where the graph begins"
             return captured(input_ids_BS)
@@ -276,6 +271,16 @@ def stepper(
         return output.logits[:, -1]
 
     return step
+
+
+def _captured_step(model: nn.Module, cache: Any, rows: int, left: int) -> Callable[[Tensor], Tensor] | None:
+    """A token's step in CUDA graphs, after what ``cache`` holds, for ``left`` tokens at most; None: call the model."""
+    if isinstance(model, Decoder):
+        enough = left >= steps.MIN_STEPS and steps.may_capture(model)
+        return steps.DecodeGraph(model, cache, rows).step if enough else None
+    from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
+
+    return streamed_step(model, cache, rows, left)
 
 
 class _Text:
