@@ -279,12 +279,11 @@ def _quantize_flags(parser: Any) -> None:
 
 
 def _quantize(given: dict[str, Any]) -> int:
-    from vblackwell.folders.folder import find_folder
     from vblackwell.generate.load import resolve_model
     from vblackwell.machine.device import choose_device
     from vblackwell.tools.quantize import quantize_command
 
-    given["model"] = str(resolve_model(find_folder(given["model"]))[0])
+    given["model"] = str(resolve_model(given["model"])[0])
     given["device"] = str(choose_device(given.pop("device", "auto"), _note))
     return quantize_command(**given)
 

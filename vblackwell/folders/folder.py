@@ -193,10 +193,10 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    if isinstance(model, Path) or not is_hub_id(model):
+    if isinstance(model, Path) or path.exists() or not is_hub_id(model):
         raise ConfigurationError(
-            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id "
-            "owner/name"
+            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, a run folder of vb "
+            "train, or a hub id owner/name"
         )
     from huggingface_hub import snapshot_download
 

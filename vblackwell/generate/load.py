@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, verify_folder
-from vblackwell.folders.folder import read_config, read_json, stored_dtype
+from vblackwell.folders.folder import find_folder, read_config, read_json, stored_dtype
 from vblackwell.folders.weights import build_on_meta, stays_fp32
 from vblackwell.generate.causal_lm import load_causal_lm
 from vblackwell.generate.quantized import PackedWeights, Packing, open_folder
@@ -31,13 +31,10 @@ FINAL = "final"
 CHECKPOINTS = "checkpoints"
 
 
-def resolve_model(path: Path) -> tuple[Path, list[CorruptData]]:
-    """The model folder that ``path`` means: itself, or the newest intact one of a run, and what was wrong with the
-    newer ones. Raises ConfigurationError where there is nothing to open, CorruptData where all of it is damaged."""
-    if not path.is_dir():
-        raise ConfigurationError(
-            f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
-        )
+def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
+    """The model folder that a path or hub id means: itself, or the newest intact one of a run, and what was wrong with
+    the newer ones. Raises ConfigurationError where there is nothing to open, CorruptData where all of it is damaged."""
+    path = find_folder(model)
     config = path / "config.json"
     if config.is_file() and "model_type" in read_json(config):  # a run's own settings lie under the same name
         if (path / MANIFEST).is_file():

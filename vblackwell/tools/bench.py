@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.folders.folder import find_folder, is_hub_id, read_config
+from vblackwell.folders.folder import is_hub_id, read_config
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16
@@ -137,7 +137,7 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
             "folder or hub id, or a run folder of vb train"
         )
-    folder, _ = resolve_model(find_folder(text))
+    folder, _ = resolve_model(text)
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
     return load_model(folder, "cpu", torch.float32)
