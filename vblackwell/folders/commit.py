@@ -94,7 +94,6 @@ class CommitFolder:
         """A file to write front to back, hashed on the way and synced at the end."""
         path = self.path / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb", buffering=0) as raw:
                 file = HashedFile(path, raw)
                 yield file
@@ -114,15 +113,8 @@ class CommitFolder:
         self.add(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _commit(self) -> None:
-        for path in sorted(self.path.rglob("*")):
-            name = path.relative_to(self.path).as_posix()
-            if path.is_file() and name not in self._entries:  # written by a library straight into the folder
-                with path.open("rb") as file:
-                    sync(file.fileno(), path)
-                self._entries[name] = hash_file(path)
         self.add_json(MANIFEST, {"format": FORMAT, "files": dict(sorted(self._entries.items()))})
-        for path in (*(found for found in self.path.rglob("*") if found.is_dir()), self.path):
-            sync_folder(path)
+        sync_folder(self.path)
         final, replaced = self._final, self._final.with_name(f"{self._final.name}{REPLACED}{SUFFIX}")
         try:
             if final.exists():
