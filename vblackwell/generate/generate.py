@@ -86,6 +86,9 @@ def generate_batch(
     if not -(1 << 63) <= seed < 1 << 63:  # what the draws are keyed by
         raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
     check_chunk(prefill_chunk)
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     steps.check_one_pass(model, prefill_chunk)
     pace = pace or Pace()
     pace.begin()
@@ -221,9 +224,6 @@ def stepper(
     last; ``chunk`` tokens a row in one pass, by default all. Of transformers' models: ``cache``, empty, by default what
     they make themselves; ``mask_BS`` hides the filling of the prompts.
     """
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     if steps.keeps_own_state(model):
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
