@@ -433,7 +433,8 @@ def test_what_is_measured_is_the_model_of_the_files(source, tmp_path, monkeypatc
     )
     GPTJForCausalLM(shape).save_pretrained(tmp_path / "model")
     shutil.copy(source / "tokenizer.json", tmp_path / "model")
-    chosen = calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0, sequences=4, pattern="q_proj")
+    monkeypatch.setattr("vblackwell.tools.quantize._SEQUENCES", 4)
+    chosen = calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0, pattern="q_proj")
     assert [*chosen.shapes] == ["transformer.h.0.attn.q_proj"]
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 2}))

@@ -41,20 +41,25 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json
 _ASSIGNED = "the assignment keeps it as it is"
 _FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
 _COPY_BYTES = 16 << 20
-_SEQ_LENGTH = 256  # of a calibration's windows
+_SEQUENCES, _SEQ_LENGTH = 16, 256  # of a calibration: its windows
 _BATCH = 4  # windows of a calibration in one forward
 _WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear of shape (N, K) that was packed, its signal over noise, and the bytes of its weight on disk."""
+    """A linear of shape (N, K) that was packed, energies of noise and signal, and the bytes of its weight on disk."""
 
     name: str
     shape: tuple[int, int]
-    sqnr_db: float
+    noise: float
+    signal: float
     bytes_before: int
     bytes_after: int
+
+    @property
+    def sqnr_db(self) -> float:
+        return decibels(self.noise, self.signal)
 
 
 @dataclass
@@ -70,13 +75,11 @@ class QuantizeReport:
     dtype_before: torch.dtype
     dtype: torch.dtype
     layers: list[PackedLayer] = field(default_factory=list)
-    noise: float = 0.0
-    signal: float = 0.0
 
     @property
     def sqnr_db(self) -> float:
         """Of all packed weights."""
-        return decibels(self.noise, self.signal)
+        return decibels(sum(layer.noise for layer in self.layers), sum(layer.signal for layer in self.layers))
 
     @property
     def bytes_after(self) -> int:
@@ -178,7 +181,7 @@ def quantize_command(
             )
         _check_target(Path(model), Path(out))  # as packing will
         text = None if calibration is None else Path(calibration)
-        chosen = calibrate(Path(model), text, budget, max_bits, **how)
+        chosen = calibrate(Path(model), text, budget, max_bits=max_bits, **how)
         rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
         coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
         if not coarse and not both:
@@ -215,20 +218,12 @@ def quantize_command(
 
 
 def calibrate(
-    folder: Path,
-    data: Path | None,
-    budget: float | None,
-    max_bits: float | None = None,
-    *,
-    sequences: int = 16,
-    pattern: str = "all",
-    keep: str = HEAD,
-    device: torch.device | str = "cpu",
+    folder: Path, data: Path | None, budget: float | None, device: torch.device | str = "cpu", **options: Any
 ) -> Assignment:
-    """The cheapest assignment of precisions within ``budget``, a relative rise of the loss (None: 0.004), or the best
-    of at most ``max_bits``: windows of the text ``data`` (None: the Python standard library's sources) go through the
-    whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer, too little
-    text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
+    """The cheapest assignment of precisions within ``budget``, a relative rise of the loss (None: 0.004), or as the
+    ``options`` of `assign_precision` say: windows of the text ``data`` (None: the Python standard library's sources) go
+    through the whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer,
+    too little text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
     """
     import numpy as np
 
@@ -245,12 +240,11 @@ def calibrate(
             "text"
         )
     windows = PackedDataset(corpus, length)
-    count = min(sequences, len(windows))
-    model = load_model(folder, device).eval()
+    count = min(_SEQUENCES, len(windows))
+    model = load_model(folder, device)
     drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
-    allowed = DEFAULT_BUDGET if budget is None else budget
-    return assign_precision(model, batches, allowed, max_bits=max_bits, pattern=pattern, keep=keep)
+    return assign_precision(model, batches, DEFAULT_BUDGET if budget is None else budget, **options)
 
 
 def _planned(
@@ -340,7 +334,7 @@ class _Packer:
     on_layer: Callable[[PackedLayer, int, int], None] | None
 
     def __post_init__(self) -> None:
-        self._dtypes = {spec.name: spec.dtype for spec in self.report.specs}
+        self._dtypes = {spec.name: spec.dtype for spec in self.report.specs}  # of what is copied
         self._scales = self._tensor_scales() if self.form.name == "nvfp4" else {}
         self._waiting = {
             f"{name}.{compressed_tensors.GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()
@@ -381,9 +375,8 @@ class _Packer:
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
-        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
-        report.noise, report.signal = report.noise + noise, report.signal + signal
-        layer = PackedLayer(linear, report.packed[linear], decibels(noise, signal), weight.nbytes, after)
+        energies = noise_and_signal(weight, packed.dequantize(torch.float32))
+        layer = PackedLayer(linear, report.packed[linear], *energies, weight.nbytes, after)
         report.layers.append(layer)
         if self.on_layer is not None:
             self.on_layer(layer, len(report.layers), len(report.packed))
