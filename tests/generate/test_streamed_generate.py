@@ -130,8 +130,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
     capsys.readouterr()
-    for module in (command, checked):
-        monkeypatch.setattr(module, "find_folder", {"owner/name": folder}.__getitem__)
+    monkeypatch.setattr(load, "find_folder", {"owner/name": folder}.__getitem__)
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
     for words, part in (

@@ -42,15 +42,12 @@ def build_on_meta(
     """The model that ``folder``/config.json describes; no weight file is looked at, and no code of the folder is run.
     Buffers that no file holds are what the constructors compute on the CPU, with the bits of a model built there.
 
-    Args:
-        dtype: of its parameters; None: what config.json says.
-        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention',
-            which compiles for every length.
-        trust_remote_code: do run the folder's code, where the architecture is not transformers' own.
-        quantized: take a folder of quantised weights too; the model is the one that they were made of.
-
-    Raises ConfigurationError where no causal model can be built, CorruptData where the file is no JSON, Unsupported for
-    quantised weights, or an architecture that is not known and not trusted.
+    ``dtype``: of its parameters, None: what config.json says; ``attention``: transformers' ``attn_implementation``, by
+    default what it chooses, and 'sdpa' for 'flex_attention', which compiles for every length; ``trust_remote_code``: do
+    run the folder's code, where the architecture is not transformers' own; ``quantized``: take a folder of quantised
+    weights too, and give the model that they were made of. Raises ConfigurationError where no causal model can be
+    built, CorruptData where the file is no JSON, Unsupported for quantised weights, or an architecture that is not
+    known and not trusted.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -70,8 +67,8 @@ def build_on_meta(
         if attention is None and config._attn_implementation == "flex_attention":
             options["attn_implementation"] = "sdpa"
         config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
-        if (chosen := dtype or config.dtype) is not None:
-            options["dtype"] = chosen
+        if dtype or config.dtype:
+            options["dtype"] = dtype or config.dtype
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # each architecture raises what it likes at values that it cannot use
@@ -80,14 +77,16 @@ def build_on_meta(
             f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were "
             "published with"
         ) from error
-    if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
-        read_json(folder / GENERATION)  # says by name what is wrong with it
+    settings = folder / GENERATION
+    if settings.is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
+        read_json(settings)  # says by name what is wrong with it
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
-            where = f"{folder / GENERATION}: transformers does not take it ({reason})"
-            raise ConfigurationError(f"{where}; mend or remove it") from error
+            raise ConfigurationError(
+                f"{settings}: transformers does not take it ({reason}); mend or remove it"
+            ) from error
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
         raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
@@ -189,7 +188,7 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
 
     @property
     def names(self) -> list[str]:
-        """The model's tensors that can be filled."""
+        """The model's tensors by the names that the files have something for."""
         return list(self._recipes)
 
     def targets(self) -> dict[str, Tensor]:
@@ -309,10 +308,9 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         return True
 
     def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
-        model: Any = self._model
         have = {id(self._targets[name]) for name in self._recipes}
         missing = [name for name, target in self._targets.items() if id(target) not in have and self._wants(name)]
-        ignored = [_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        ignored = [_COMPUTED, *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         extra = [stored for stored in extra if not any(re.search(pattern, stored.name) for pattern in ignored)]
         if not (missing or extra or misshapen):
             return

@@ -89,10 +89,8 @@ class StackedCache(Cache):
     def _reserve(self, what: str, level: int) -> Tensor:
         reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", self.shape.layer_bytes, level)
         self._held.append(reservation)
-        view = reservation.view()
-        assert view is not None, "level 0 and RAM are addressable"
         shape = self.shape
-        return view.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
+        return reservation.bytes.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
 def _give_back(stack: weakref.ref[VGPUStack], held: list[Reservation]) -> None:
