@@ -17,9 +17,8 @@ from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
-from vblackwell.folders import checked
 from vblackwell.folders.folder import load_state
-from vblackwell.generate import command
+from vblackwell.generate import load
 from vblackwell.generate.generate import generate, generate_batch
 from vblackwell.generate.load import cache_bytes, load_model, open_streamed
 from vblackwell.generate.sampling import Sampling
