@@ -113,7 +113,7 @@ def test_draws_are_those_of_the_seed(folder_of, tokenizer, make_stack):  # noqa:
     alone = [generate(model, tokenizer, prompt, 6, temperature=0.9, top_k=40, seed=4) for prompt in PROMPTS]
     assert once == alone, "a row is not written as it is alone"
     assert generate_batch(model, tokenizer, [], 6, hot) == []
-    with pytest.raises(ConfigurationError, match="60 tokens, the model's limit is 64|limit of 64"):
+    with pytest.raises(ConfigurationError, match="60 tokens, (with .*, )?the model's limit is 64"):
         generate_batch(model, tokenizer, ["x" * 60, "y"], 8, hot)
 
 

@@ -24,15 +24,17 @@ def check_lengths(folder: Path, lengths: Iterable[tuple[str, int]], max_new_toke
     name = next((name for name in LIMITS if isinstance(config.get(name), int)), None)
     if name is None:
         return
-    limit = config[name]
     for place, length in lengths:
-        stated = f"the model's limit is {limit} ({name} in {folder / 'config.json'})"
-        remedy = f"{stated}: shorten it to at most {limit - 1}"
+        check_length(length, max_new_tokens, config[name], f"{place}: ", f" ({name} in {folder / 'config.json'})")
+
+
+def check_length(length: int, new: int, limit: int, place: str = "", stated: str = "") -> None:
+    """Raises ConfigurationError where a prompt of ``length`` and ``new`` tokens, or one, are more than ``limit``."""
+    if length + max(new, 1) > limit:
+        known, advice = f"{place}the prompt has {length} tokens", f"shorten it to at most {limit - 1}"
         if length < limit:
-            total = length + max_new_tokens
-            remedy = f"with {max_new_tokens} new ones {total}, {stated}: ask for at most {limit - length}"
-        if length + max(max_new_tokens, 1) > limit:
-            raise ConfigurationError(f"{place}: the prompt has {length} tokens, {remedy}")
+            known, advice = f"{known}, with {new} new ones {length + new}", f"ask for at most {limit - length}"
+        raise ConfigurationError(f"{known}, the model's limit is {limit}{stated}: {advice}")
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer, source: Path | None = None, *, remedy: str = "") -> None:

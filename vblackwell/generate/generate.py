@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.checked import check_length
 from vblackwell.generate import steps
 from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.nn.convert.assignment import evaluating
@@ -188,19 +189,11 @@ def count_allowed(model: nn.Module, prompt_length: int, max_new_tokens: int | No
     limit, count = position_limit(model), max_new_tokens
     if count is not None and count < 1:
         raise ConfigurationError(f"{count} new tokens: give at least 1")
-    if limit is not None and prompt_length >= limit:
-        raise ConfigurationError(
-            f"the prompt has {prompt_length} tokens, the model's limit is {limit}: shorten it to at most {limit - 1}"
-        )
+    if limit is not None:
+        check_length(prompt_length, count or 0, limit)
+        return limit - prompt_length if count is None else count
     if count is None:
-        if limit is None:
-            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
-        return limit - prompt_length
-    if limit is not None and prompt_length + count > limit:
-        raise ConfigurationError(
-            f"a prompt of {prompt_length} tokens and {count} new ones exceed the model's limit of {limit}: ask for at "
-            f"most {limit - prompt_length}"
-        )
+        raise ConfigurationError("this model states no limit: say how many new tokens to write")
     return count
 
 
