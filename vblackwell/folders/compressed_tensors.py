@@ -111,9 +111,9 @@ def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype
     return packed
 
 
-def check_entries(entries: Mapping[str, Tensor | TensorSpec], form: Format, name: str) -> None:
+def check_entries(entries: Mapping[str, Tensor | TensorSpec], form: Format, name: str, *, fine: bool = False) -> None:
     """Raises CorruptData where an entry of the linear ``name`` is missing, or is not of its kind."""
-    wanted = set(entry_specs(form, 1, 1))
+    wanted = set(entry_specs(form, 1, 1, fine=fine))
     if lacking := sorted(wanted - set(entries)):
         raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
     kind, sizes = torch.int32 if form.name in ("int4", "int8") else torch.uint8, {GLOBAL: 1, SHAPE: 2}

@@ -160,7 +160,7 @@ def columns(
 
 
 def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A step that reads each row by a step of its own; first ``rows``, which need not be equally long."""
+    """A step that reads each row by a separate step; first ``rows``, which need not be equally long."""
     waiting = list(rows)
 
     def step(input_ids_BS: Tensor) -> Tensor:

@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.folders.compressed_tensors import (
-    FINE,
-    PACKED,
-    TWO_PARTS,
-    check_entries,
-    entry_specs,
-    format_of_config,
-    from_entries,
-)
+from vblackwell.errors import ConfigurationError
+from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
 from vblackwell.kernels.fp4.encode import nvfp4_encoder
@@ -65,34 +57,29 @@ class PackedWeights(FolderWeights):
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         stated = read_config(folder).get("quantization_config") or {}
-        self.form, self._fine = format_of_config(stated), set[str](stated.get(TWO_PARTS) or ())
+        self.form = compressed_tensors.format_of_config(stated)
+        self._fine = set[str](stated.get(compressed_tensors.TWO_PARTS) or ())
         self.linears: list[str] = []
         self._device = torch.device("cpu")
         super().__init__(model, folder)
 
     def _plain_names(self) -> Iterable[str]:
-        self.linears = sorted(name.removesuffix(f".{PACKED}") for name in self._files if name.endswith(f".{PACKED}"))
-        if lost := {f"{name}.{FINE}" for name in self._fine} - self._files.keys():
-            raise CorruptData(
-                f"{self.folder} lacks {len(lost)} fine parts that its config.json names, e.g. {min(lost)}"
-            )
+        ending, plain = f".{compressed_tensors.PACKED}", set(self._files)
+        self.linears = sorted(name.removesuffix(ending) for name in self._files if name.endswith(ending))
         for name in self.linears:
-            linear = linear_of(self._model, name)
-            found = {
-                kind: self._files[f"{name}.{kind}"] for kind in self._kinds(name) if f"{name}.{kind}" in self._files
-            }
-            check_entries(found, self.form, name)
-            wanted = entry_specs(self.form, linear.out_features, linear.in_features)[PACKED].shape
-            if found[PACKED].shape != wanted:
-                raise ConfigurationError(
-                    f"{name} is {linear}, its packed weight {found[PACKED].shape} instead of {wanted}: the file belongs "
-                    "to another model"
-                )
-        return self._files.keys() - {f"{name}.{kind}" for name in self.linears for kind in self._kinds(name)}
+            linear, kinds = linear_of(self._model, name), self._kinds(name)
+            found = {kind: self._files[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in self._files}
+            compressed_tensors.check_entries(found, self.form, name, fine=name in self._fine)
+            wanted = compressed_tensors.entry_specs(self.form, linear.out_features, linear.in_features)
+            packed = found[compressed_tensors.PACKED].shape
+            if packed != wanted[compressed_tensors.PACKED].shape:
+                raise ConfigurationError(f"{name} is {linear}, its packed weight {packed}: that is of another model")
+            plain -= {f"{name}.{kind}" for kind in kinds}
+        return plain
 
     def _kinds(self, linear: str) -> set[str]:
         """Local names of the entries of a packed linear."""
-        return set(entry_specs(self.form, 1, 1, fine=linear in self._fine))
+        return set(compressed_tensors.entry_specs(self.form, 1, 1, fine=linear in self._fine))
 
     def _wants(self, name: str) -> bool:
         return name.removesuffix(".weight") not in self.linears
@@ -100,7 +87,7 @@ class PackedWeights(FolderWeights):
     def packed(self, linear: str, dtype: torch.dtype, device: torch.device | str) -> PackedTensor:
         """The packed weight of a linear, which stands for one in ``dtype``; raises CorruptData, DiskError."""
         entries = {kind: self._files[f"{linear}.{kind}"].load().to(device) for kind in self._kinds(linear)}
-        return from_entries(entries, self.form, dtype, linear)
+        return compressed_tensors.from_entries(entries, self.form, dtype, linear)
 
     def install_linears(self, device: torch.device | str) -> None:
         """Puts layers that compute from the packed weights, on ``device``, in the place of the packed linears."""
