@@ -9,7 +9,6 @@ same strides and writes the same bits. B rows, K key-value heads, S new position
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -34,10 +33,7 @@ class StackedCache(Cache):
 
     def __init__(self, stack: VGPUStack, shape: CacheShape, on_level0: int) -> None:
         self.shape, self._stack = shape, stack
-        self._held: list[Reservation] = []
-        self.at_close = ExitStack()  # what `close` does first, when the device has nothing to do for the cache any more
-        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
-        self._finalizer.atexit = False
+        self.at_close = ExitStack()  # what `close` does, the latest first, when the device has nothing to do for it
         count = shape.layers - on_level0
         streamed = {(2 * place + 1) * shape.layers // (2 * count): place for place in range(count)}  # evenly spread
         try:
@@ -47,26 +43,21 @@ class StackedCache(Cache):
                     "keys and values outgrow level 0, and the stack has no level in RAM: add one (host_memory)"
                 )
             ram = devices.index("cpu", 1) if streamed else 0
-            made = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
-            places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, count))]
+            held = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
+            places = [self._reserve(f"place {number}", 0)[1] for number in range(min(CACHE_PLACES, count))]
         except BaseException:
             self.close()
             raise
-        passing = _Passing(stack, places, [(self._held[layer], made[layer]) for layer in streamed])
-        layers: list[Any] = [
-            _Layer(shape, held_TPBKH, passing, streamed.get(layer)) for layer, held_TPBKH in enumerate(made)
-        ]
+        passing = _Passing(stack, places, [held[layer] for layer in streamed])
+        layers: list[Any] = [_Layer(shape, view, passing, streamed.get(layer)) for layer, (_, view) in enumerate(held)]
         passing.lengths = [layers[layer].get_seq_length for layer in streamed]
         super().__init__(layers=layers)
 
     def close(self) -> None:
         """Give all ranges back; the cache is not to be used any more. Idempotent."""
-        if self._finalizer.alive and self._stack.level0_device.type == "cuda":
+        if self._stack.level0_device.type == "cuda":
             torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
-        try:
-            self.at_close.close()
-        finally:
-            self._finalizer()
+        self.at_close.close()
 
     def rewind(self, length: int) -> None:
         """Forget what was read after the first ``length`` positions, by those layers that have read it."""
@@ -86,19 +77,13 @@ class StackedCache(Cache):
         made: list[Any] = self.layers
         return any(layer.order is not None for layer in made)
 
-    def _reserve(self, what: str, level: int) -> Tensor:
-        reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", self.shape.layer_bytes, level)
-        self._held.append(reservation)
+    def _reserve(self, what: str, level: int) -> tuple[Reservation, Tensor]:
+        """A range for a layer's cache, and its view (T, 2, B, K, H)."""
         shape = self.shape
-        return reservation.bytes.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
-
-
-def _give_back(stack: weakref.ref[VGPUStack], held: list[Reservation]) -> None:
-    alive = stack()
-    if alive is not None:
-        for reservation in held:
-            alive.unreserve(reservation)
-    held.clear()
+        reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", shape.layer_bytes, level)
+        self.at_close.callback(self._stack.unreserve, reservation)
+        view = reservation.bytes.view(shape.dtype)
+        return reservation, view.view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
 class _Layer(DynamicLayer):
