@@ -155,12 +155,9 @@ def verify_folder(path: Path, remedy: str = "use another checkpoint") -> None:
         expected = {name: (entry["size"], entry["xxh3"]) for name, entry in files.items()}
         for name, (size, digest) in expected.items():
             file = path / name
-            if not file.is_file():
-                raise damaged("is missing")
-            if file.stat().st_size != size:
-                raise damaged(f"has {file.stat().st_size} bytes, written were {size}")
-            found = hash_file(file)["xxh3"]
-            if found != digest:
+            if (held := file.stat().st_size) != size:
+                raise damaged(f"has {held} bytes, written were {size}")
+            if (found := hash_file(file)["xxh3"]) != digest:
                 raise damaged(f"differs from what was written (XXH3 {found}, not {digest})")
     except FileNotFoundError as error:
         raise damaged("is missing" + ": the folder was never committed" * (file.name == MANIFEST)) from error
