@@ -49,9 +49,9 @@ class StackedCache(Cache):
             self.close()
             raise
         passing = _Passing(stack, places, [held[layer] for layer in streamed])
-        layers: list[Any] = [_Layer(shape, view, passing, streamed.get(layer)) for layer, (_, view) in enumerate(held)]
-        passing.lengths = [layers[layer].get_seq_length for layer in streamed]
-        super().__init__(layers=layers)
+        self._made = [_Layer(shape, view, passing, streamed.get(layer)) for layer, (_, view) in enumerate(held)]
+        passing.lengths = [self._made[layer].get_seq_length for layer in streamed]
+        super().__init__(layers=[*self._made])
 
     def close(self) -> None:
         """Give all ranges back; the cache is not to be used any more. Idempotent."""
@@ -61,21 +61,19 @@ class StackedCache(Cache):
 
     def rewind(self, length: int) -> None:
         """Forget what was read after the first ``length`` positions, by those layers that have read it."""
-        made: list[Any] = self.layers
-        for layer in made:
-            layer._length = min(layer._length, length)
+        for layer in self._made:
+            layer.length = min(layer.length, length)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
-        made: Any = self.layers[layer]
+        made = self._made[layer]
         assert made.order is None, "it passes through"
         return made.seen(made.held_TPBKH)
 
     @property
     def passes(self) -> bool:
         """Whether some layers live in RAM."""
-        made: list[Any] = self.layers
-        return any(layer.order is not None for layer in made)
+        return any(layer.order is not None for layer in self._made)
 
     def _reserve(self, what: str, level: int) -> tuple[Reservation, Tensor]:
         """A range for a layer's cache, and its view (T, 2, B, K, H)."""
@@ -92,12 +90,12 @@ class _Layer(DynamicLayer):
     def __init__(self, shape: CacheShape, held_TPBKH: Tensor, passing: _Passing, order: int | None) -> None:
         super().__init__()
         self.held_TPBKH, self.order = held_TPBKH, order
-        self._shape, self._passing, self._length = shape, passing, 0
+        self._shape, self._passing, self.length = shape, passing, 0
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New keys and values (B, K, S, H); all so far, (B, K, T, H) each."""
-        begin, end = self._length, self._length + key_states.shape[2]
+        begin, end = self.length, self.length + key_states.shape[2]
         if end > self._shape.positions:
             raise ConfigurationError(f"position {end} is beyond the cache's {self._shape.positions}")
         here_TPBKH = self.held_TPBKH if self.order is None else self._passing.enter(self.order)
@@ -105,7 +103,7 @@ class _Layer(DynamicLayer):
             here_TPBKH[begin:end, part].copy_(new.permute(2, 0, 1, 3))
         if self.order is not None:
             self._passing.append(self.order, here_TPBKH, begin, end)
-        self._length = end
+        self.length = end
         return self.seen(here_TPBKH[:end])
 
     @staticmethod
@@ -114,10 +112,10 @@ class _Layer(DynamicLayer):
         return keys_BKTH, values_BKTH
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.length
 
     def reset(self) -> None:
-        self._length = 0
+        self.length = 0
 
 
 class _Passing:
