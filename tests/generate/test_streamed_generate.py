@@ -5,6 +5,7 @@ the text of the plain model, alone and in batches, in chunks, over FP4.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(load, "find_folder", {"owner/name": folder}.__getitem__)
+    monkeypatch.setattr(load, "find_folder", lambda model: folder if model == "owner/name" else Path(model))
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
     for words, part in (
