@@ -240,7 +240,6 @@ def _generate_flags(parser: Any) -> None:
 
 
 def _generate(given: dict[str, Any]) -> int:
-    from vblackwell.folders.checked import check_request
     from vblackwell.generate.command import Places, generate_command
     from vblackwell.machine.device import cap_process, choose_device
 
@@ -248,9 +247,6 @@ def _generate(given: dict[str, Any]) -> int:
     places = Places(**{field.name: given.pop(field.name) for field in fields(Places) if field.name in given})
     if device.type == "cuda" and places.fast_memory is not None:
         cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
-    asked = {name: given.get(name) for name in ("prompt", "prompts")}
-    # What streams through a stack is checked while it is read.
-    check_request(given["model"], **asked, max_new_tokens=given.get("max_new_tokens", 128), weights=not places.streams)
     return generate_command(**given, places=places)
 
 
@@ -283,12 +279,11 @@ def _quantize_flags(parser: Any) -> None:
 
 
 def _quantize(given: dict[str, Any]) -> int:
-    from vblackwell.folders.folder import find_folder
     from vblackwell.generate.load import resolve_model
     from vblackwell.machine.device import choose_device
     from vblackwell.tools.quantize import quantize_command
 
-    given["model"] = str(resolve_model(find_folder(given["model"]))[0])
+    given["model"] = str(resolve_model(given["model"])[0])
     given["device"] = str(choose_device(given.pop("device", "auto"), _note))
     return quantize_command(**given)
 

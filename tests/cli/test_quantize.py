@@ -17,8 +17,7 @@ from vblackwell.folders.folder import load_specs, load_state, save_model
 from vblackwell.folders.tensor_file import spec_of
 from vblackwell.generate.command import Places, generate_command
 from vblackwell.generate.generate import generate
-from vblackwell.generate.load import load_decoder
-from vblackwell.generate.quantized import load_quantized
+from vblackwell.generate.load import load_model
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -119,7 +118,7 @@ def test_it_loads_back_with_the_exact_weights_and_generates(source, tmp_path, fo
     out = tmp_path / "out"
     quantize_folder(source, out, format)
     verify_folder(out)
-    model = load_quantized(out)
+    model = load_model(out)
     expected = expected_weights(source, format)
     packed = {name: child for name, child in model.named_modules() if isinstance(child, FusedFP4Linear)}
     assert packed.keys() == expected.keys()
@@ -180,7 +179,7 @@ def test_rows_that_are_no_multiple_of_the_block_are_kept(tmp_path):
     assert "rows of 40 are no multiple of the block of 32" in report.kept["model.layers.0.mlp.up_proj"]
     ignore = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.0.mlp.up_proj" in ignore and "lm_head" in ignore
-    loaded = load_quantized(tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
     assert isinstance(loaded.get_submodule("model.layers.0.mlp.up_proj"), torch.nn.Linear)
     assert loaded(torch.arange(6).view(1, 6)).isfinite().all()
 
@@ -203,7 +202,7 @@ def test_models_of_transformers_with_biases_and_ties(tmp_path, kind):
         parameter.data.add_(torch.randn_like(parameter) * 0.02)  # biases that are not zero
     model.save_pretrained(tmp_path / "source")
     report = quantize_folder(tmp_path / "source", tmp_path / "out", "int8")
-    loaded = load_quantized(tmp_path / "out")
+    loaded = load_model(tmp_path / "out")
     tokens = torch.arange(10).view(1, 10)
     with torch.no_grad():
         ours, theirs = loaded(tokens).logits, model(tokens).logits
@@ -221,7 +220,7 @@ def test_experts_are_kept_told_and_read_back(tmp_path, capsys):
     model.save_pretrained(tmp_path / "source")
     assert quantize_command(str(tmp_path / "source"), str(tmp_path / "out"), "int8") == 0
     assert "kept 9 tensors of experts, 72.0 KiB" in capsys.readouterr().out
-    loaded, tokens = load_quantized(tmp_path / "out"), torch.arange(10).view(1, 10)
+    loaded, tokens = load_model(tmp_path / "out"), torch.arange(10).view(1, 10)
     experts = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(loaded.get_parameter(experts), model.get_parameter(experts))
     with torch.no_grad():
@@ -296,7 +295,7 @@ def test_damaged_quantised_folders_are_refused(source, tmp_path):
     def load_with(changed, settings=config):
         save_file(changed, path)
         (tmp_path / "out/config.json").write_text(json.dumps(settings))
-        return load_quantized(tmp_path / "out")
+        return load_model(tmp_path / "out")
 
     at = "model.layers.0.mlp.up_proj"
     with pytest.raises(CorruptData, match=r"up_proj lacks.*weight_scale"):
@@ -352,7 +351,7 @@ def test_an_assignment_says_what_is_packed(source, tmp_path):
     found = {layer.name: layer for layer in report.layers}
     assert set(found) == {up, gate} and "assignment" in report.kept[down]
     assert 8 * found[gate].bytes_after == 8.5 * 96 * 64 + 32 and found[gate].sqnr_db > 40 > found[up].sqnr_db
-    model = load_quantized(tmp_path / "out")
+    model = load_model(tmp_path / "out")
     assert isinstance(model.get_submodule(up), FusedFP4Linear) and type(model.get_submodule(down)) is torch.nn.Linear
     both, state = model.get_submodule(gate), dict(load_state(source))
     # What gate and up share is a tensor scale: the parts are those of that one.
@@ -362,7 +361,7 @@ def test_an_assignment_says_what_is_packed(source, tmp_path):
         both.packed.dequantize(), separated.dequantize()
     )
     ids = torch.arange(9)[None]
-    plain = load_decoder(source)
+    plain = load_model(source)
     plain.get_submodule(gate).weight.data.copy_(separated.dequantize())
     plain.get_submodule(up).weight.data.copy_(model.get_submodule(up).packed.dequantize())
     assert sqnr(plain(ids), model(ids)) > 30  # bf16 sums in other orders
@@ -375,7 +374,7 @@ def test_an_assignment_says_what_is_packed(source, tmp_path):
             changed |= {name: torch.zeros(1)} if tensor is None else {}
         save_file(changed, path)
         with pytest.raises((ConfigurationError, CorruptData), match="fine"):
-            load_quantized(tmp_path / "out")
+            load_model(tmp_path / "out")
     with pytest.raises(ConfigurationError, match="another model"):
         quantize_folder(source, tmp_path / "refused", assignment=Assignment({up: "nvfp4"}, {up: (64, 64)}))
     assert not (tmp_path / "refused").exists()
@@ -410,7 +409,7 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
     assert quantize_command(str(source), str(tmp_path / "new/out"), **options) == 0
     said, chosen = capsys.readouterr().out, Assignment.load(tmp_path / "new/out.assignment.json")
     assert "calibration loss" in said and 4.5 < chosen.bits <= 8 and len(chosen.names("two-part")) > 0
-    model, kinds = load_quantized(tmp_path / "new/out"), {"nvfp4": FusedFP4Linear, "two-part": VBOptimizedLinear}
+    model, kinds = load_model(tmp_path / "new/out"), {"nvfp4": FusedFP4Linear, "two-part": VBOptimizedLinear}
     for precision, kind in kinds.items():
         packed = [name for name, module in model.named_modules() if isinstance(module, kind)]
         assert packed == chosen.names(precision)
@@ -434,7 +433,8 @@ def test_what_is_measured_is_the_model_of_the_files(source, tmp_path, monkeypatc
     )
     GPTJForCausalLM(shape).save_pretrained(tmp_path / "model")
     shutil.copy(source / "tokenizer.json", tmp_path / "model")
-    chosen = calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0, sequences=4, pattern="q_proj")
+    monkeypatch.setattr("vblackwell.tools.quantize._SEQUENCES", 4)
+    chosen = calibrate(tmp_path / "model", tmp_path / "text.txt", 1.0, pattern="q_proj")
     assert [*chosen.shapes] == ["transformer.h.0.attn.q_proj"]
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 2}))

@@ -41,13 +41,13 @@ def test_a_run_learns_and_reports(finished):
 def test_transformers_opens_checkpoint_and_final_with_equal_logits(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vblackwell.generate.load import load_decoder
+    from vblackwell.generate.load import load_model
 
     _, run, _ = finished
     for folder in (run / "final", run / "checkpoints" / "step-00000020"):
         verify_folder(folder)
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        ours = load_decoder(folder, dtype=torch.float32)
+        ours = load_model(folder, dtype=torch.float32)
         input_ids_BS = torch.arange(2 * 16).view(2, 16) % 300
         with torch.no_grad():
             assert torch.equal(ours(input_ids_BS), theirs(input_ids_BS).logits)

@@ -13,10 +13,10 @@ from torch import nn
 from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Unsupported
 from vblackwell.folders.commit import CommitFolder, verify_folder
-from vblackwell.folders.folder import load_specs, load_state, tensor_files
+from vblackwell.folders.folder import load_specs, tensor_files
 from vblackwell.folders.tensor_file import DTYPES, SafetensorsShards, TensorFile, TensorSpec, plan_shards, spec_of
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.load import load_decoder
+from vblackwell.generate.load import load_model
 from vblackwell.nn.decoder.decoder import Decoder
 
 
@@ -85,7 +85,6 @@ def test_one_shard_has_the_plain_name_and_several_an_index(tmp_path):
         assert all(same(tensor, tensors[name]) for name, tensor in read(tmp_path / f"{limit}").items())
     index = json.loads((tmp_path / "40" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 128 and set(index["weight_map"]) == set(tensors)
-    assert dict(load_state(tmp_path / "40", names=["b"])).keys() == {"b"}
 
 
 def test_order_is_kept(tmp_path):
@@ -148,7 +147,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path, change, words):
     folder = save(Decoder(config(), seed=1), tmp_path)
     rewrite(folder, change)
     with pytest.raises(ConfigurationError, match=words):
-        load_decoder(folder)
+        load_model(folder)
 
 
 def test_missing_shard_and_broken_file_are_named(tmp_path):
@@ -158,17 +157,17 @@ def test_missing_shard_and_broken_file_are_named(tmp_path):
     with first.open("r+b") as file:
         file.truncate(size // 2)
     with pytest.raises(CorruptData, match=first.name):
-        load_decoder(folder)
+        load_model(folder)
     first.unlink()
     with pytest.raises(CorruptData, match=f"lacks {first.name}"):
-        load_decoder(folder)
+        load_model(folder)
 
 
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config().to_hf()))
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin is pickled"):
-        load_decoder(tmp_path)
+        load_model(tmp_path)
 
 
 def test_tied_parameters_need_one_name(tmp_path):

@@ -5,6 +5,7 @@ the text of the plain model, alone and in batches, in chunks, over FP4.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
 from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
-from vblackwell.folders import checked
 from vblackwell.folders.folder import load_state
-from vblackwell.generate import command
+from vblackwell.generate import load
 from vblackwell.generate.generate import generate, generate_batch
 from vblackwell.generate.load import cache_bytes, load_model, open_streamed
 from vblackwell.generate.sampling import Sampling
@@ -114,7 +114,7 @@ def test_draws_are_those_of_the_seed(folder_of, tokenizer, make_stack):  # noqa:
     alone = [generate(model, tokenizer, prompt, 6, temperature=0.9, top_k=40, seed=4) for prompt in PROMPTS]
     assert once == alone, "a row is not written as it is alone"
     assert generate_batch(model, tokenizer, [], 6, hot) == []
-    with pytest.raises(ConfigurationError, match="60 tokens, the model's limit is 64|limit of 64"):
+    with pytest.raises(ConfigurationError, match="60 tokens, (with .*, )?the model's limit is 64"):
         generate_batch(model, tokenizer, ["x" * 60, "y"], 8, hot)
 
 
@@ -130,8 +130,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.rstrip("\n") == (PROMPTS[0] + lines[0]["text"]).rstrip("\n")
     assert main([*common, "--device", "cpu", "--prompt", PROMPTS[0], "--use-fp4", "--keep", "layers.0"]) == 0
     capsys.readouterr()
-    for module in (command, checked):
-        monkeypatch.setattr(module, "find_folder", {"owner/name": folder}.__getitem__)
+    monkeypatch.setattr(load, "find_folder", lambda model: folder if model == "owner/name" else Path(model))
     assert main(["generate", "--model", "owner/name", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "1"]) == 0
     capsys.readouterr()
     for words, part in (
@@ -149,7 +148,7 @@ def test_the_command(folder_of, tmp_path, capsys, monkeypatch):
 
 def test_room_for_keys_and_values(folder_of, make_stack):  # noqa: F811
     config = json.loads((folder_of("qwen3") / "config.json").read_text())
-    assert cache_bytes(config, rows=3, tokens=10) == 2 * 6 * 2 * 8 * 4 * 3 * 10
+    assert cache_bytes(config, rows=3, tokens=10, dtype=torch.float32) == 2 * 6 * 2 * 8 * 4 * 3 * 10
     folder = folder_of("gpt2")
     path = folder / "config.json"
     good = path.read_text()

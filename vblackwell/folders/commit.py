@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -94,7 +94,6 @@ class CommitFolder:
         """A file to write front to back, hashed on the way and synced at the end."""
         path = self.path / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("xb", buffering=0) as raw:
                 file = HashedFile(path, raw)
                 yield file
@@ -114,15 +113,8 @@ class CommitFolder:
         self.add(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _commit(self) -> None:
-        for path in sorted(self.path.rglob("*")):
-            name = path.relative_to(self.path).as_posix()
-            if path.is_file() and name not in self._entries:  # written by a library straight into the folder
-                with path.open("rb") as file:
-                    sync(file.fileno(), path)
-                self._entries[name] = hash_file(path)
         self.add_json(MANIFEST, {"format": FORMAT, "files": dict(sorted(self._entries.items()))})
-        for path in (*(found for found in self.path.rglob("*") if found.is_dir()), self.path):
-            sync_folder(path)
+        sync_folder(self.path)
         final, replaced = self._final, self._final.with_name(f"{self._final.name}{REPLACED}{SUFFIX}")
         try:
             if final.exists():
@@ -163,12 +155,9 @@ def verify_folder(path: Path, remedy: str = "use another checkpoint") -> None:
         expected = {name: (entry["size"], entry["xxh3"]) for name, entry in files.items()}
         for name, (size, digest) in expected.items():
             file = path / name
-            if not file.is_file():
-                raise damaged("is missing")
-            if file.stat().st_size != size:
-                raise damaged(f"has {file.stat().st_size} bytes, written were {size}")
-            found = hash_file(file)["xxh3"]
-            if found != digest:
+            if (held := file.stat().st_size) != size:
+                raise damaged(f"has {held} bytes, written were {size}")
+            if (found := hash_file(file)["xxh3"]) != digest:
                 raise damaged(f"differs from what was written (XXH3 {found}, not {digest})")
     except FileNotFoundError as error:
         raise damaged("is missing" + ": the folder was never committed" * (file.name == MANIFEST)) from error
@@ -194,10 +183,15 @@ def newest_complete(parent: Path) -> list[Path]:
 
 
 def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
-    """The newest folder whose bytes are intact (``None``: there is none), and what is wrong with those newer than it,
-    where one without a manifest counts as damaged: folders get their names with it, so it was lost later."""
+    """`first_intact` of the folders ``step-N``, the newest first. One without a manifest counts as damaged: folders get
+    their names with it, so it was lost later."""
+    return first_intact(numbered(parent))
+
+
+def first_intact(folders: Iterable[Path]) -> tuple[Path | None, list[CorruptData]]:
+    """The first folder whose bytes are intact (``None``: there is none), and what is wrong with those before it."""
     problems = []
-    for path in numbered(parent):
+    for path in folders:
         try:
             verify_folder(path)
             return path, problems

@@ -19,6 +19,7 @@ linear in two parts has nvfp4's entries and ``weight_fine``, which readers that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ def entry_specs(form: Format, n: int, k: int, *, fine: bool = False) -> dict[str
 def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
     """The tensors that stand for a packed matrix, by local name."""
     entries = {PACKED: packed.codes, SCALE: packed.block_scales}
+    if packed.fine is not None:
+        entries[FINE] = packed.fine
     if packed.format == "nvfp4":
         entries[GLOBAL] = packed.tensor_scale.reciprocal().reshape(1)
         entries[SCALE] = packed.block_scales.view(torch.float8_e4m3fn)
@@ -87,30 +90,39 @@ def to_entries(packed: PackedTensor) -> dict[str, Tensor]:
 
 def from_entries(entries: Mapping[str, Tensor], form: Format, dtype: torch.dtype, name: str) -> PackedTensor:
     """The packed matrix that ``to_entries``, or another tool, described; raises CorruptData for what does not fit."""
-    wanted, words = set(entry_specs(form, 1, 1)), form.name in ("int4", "int8")
-    if lacking := sorted(wanted - set(entries)):
-        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
-    kind, sizes = torch.int32 if words else torch.uint8, {GLOBAL: 1, SHAPE: 2}
-    for entry in sorted(wanted):
-        found, numbers = entries[entry], sizes.get(entry)
-        if (entry == PACKED and (found.dim() != 2 or found.dtype != kind)) or numbers not in (None, found.numel()):
-            stated = f"a matrix of {kind}" if numbers is None else f"{numbers} numbers"
-            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {stated}")
+    check_entries(entries, form, name)
     codes, scales = entries[PACKED], entries[SCALE]
     n, k = codes.shape[0], codes.shape[1] * 8 // form.bits
-    if SHAPE in wanted:
+    if SHAPE in entries:
         n, k = (int(size) for size in entries[SHAPE].flatten())
     one = torch.ones((), dtype=torch.float32, device=codes.device)
-    if GLOBAL in wanted:
+    if GLOBAL in entries:
         one = entries[GLOBAL].to(torch.float32).reciprocal().reshape(())
     if form.name == "int4":
         codes = codes.view(torch.uint8)
     elif form.name == "int8":
         codes = (codes.view(torch.uint8) ^ 0x80).view(torch.int8)[:, : form.codes_shape(n, k)[1]]
     scales = scales.view(torch.uint8) if form.name == "nvfp4" else scales.to(form.scale_dtype)
-    packed = PackedTensor(form, (n, k), dtype, codes.contiguous(), scales, one)
-    packed.check()
+    packed = PackedTensor(form, (n, k), dtype, codes.contiguous(), scales, one, entries.get(FINE))
+    try:
+        packed.check()
+    except CorruptData as error:
+        raise CorruptData(f"the entries of {name}: {error}") from error
     return packed
+
+
+def check_entries(entries: Mapping[str, Tensor | TensorSpec], form: Format, name: str, *, fine: bool = False) -> None:
+    """Raises CorruptData where an entry of the linear ``name`` is missing, or is not of its kind."""
+    wanted = set(entry_specs(form, 1, 1, fine=fine))
+    if lacking := sorted(wanted - set(entries)):
+        raise CorruptData(f"{name} lacks its entry {lacking[0]!r}: the folder is incomplete")
+    kind, sizes = torch.int32 if form.name in ("int4", "int8") else torch.uint8, {GLOBAL: 1, SHAPE: 2}
+    for entry in sorted(wanted):
+        found, numbers = entries[entry], sizes.get(entry)
+        if entry == PACKED and (len(found.shape) != 2 or found.dtype != kind):
+            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of a matrix of {kind}")
+        if numbers not in (None, prod(found.shape)):
+            raise CorruptData(f"{name}.{entry} is {tuple(found.shape)} {found.dtype} instead of {numbers} numbers")
 
 
 def quantization_config(form: Format, ignore: Iterable[str], two_parts: Iterable[str] = ()) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import CommitFolder
-from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, open_safetensors
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
 from vblackwell.units import GiB
 
 if TYPE_CHECKING:
@@ -117,12 +117,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """What config.json says that the weights are; raises ConfigurationError where it names no type of torch's."""
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What the weights in ``folder`` are: what config.json says, else as the first of the files' floats is stored;
+    raises ConfigurationError where it names no type of torch's, and as `tensor_files`."""
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        kinds = (spec.dtype for spec in load_specs(folder).values())
+        return next((dtype for dtype in kinds if dtype.is_floating_point), torch.float32)
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"config.json says dtype {name!r}, which is none of torch's")
+        raise ConfigurationError(f"{folder / 'config.json'} says dtype {name!r}, which is none of torch's")
     return dtype
 
 
@@ -160,16 +165,12 @@ def load_specs(folder: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def load_state(
-    folder: Path, prefix: str = "model", names: Iterable[str] | None = None, device: torch.device | str = "cpu"
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of ``prefix``, or those in ``names``, one at a time, on ``device``; raises as `tensor_files`."""
-    wanted = None if names is None else set(names)
+def load_state(folder: Path, prefix: str = "model") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of ``prefix`` by name, one at a time; raises as `tensor_files`."""
     for path in tensor_files(folder, prefix):
-        with open_safetensors(path, device=device) as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                if wanted is None or name in wanted:
-                    yield name, file.get_tensor(name)
+        with TensorFile(path) as file:
+            for name, stored in file.tensors.items():
+                yield name, stored.load()
 
 
 def some_names(names: list[str]) -> str:
@@ -192,10 +193,10 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     path = Path(model)
     if path.is_dir():
         return path
-    if isinstance(model, Path) or not is_hub_id(model):
+    if isinstance(model, Path) or path.exists() or not is_hub_id(model):
         raise ConfigurationError(
-            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, or a hub id "
-            "owner/name"
+            f"{model}: no such folder; give a Hugging Face folder with config.json and safetensors, a run folder of vb "
+            "train, or a hub id owner/name"
         )
     from huggingface_hub import snapshot_download
 

@@ -124,7 +124,7 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
         flat = tensor.detach().reshape(-1)
         step = max(1, PART_BYTES // spec.dtype.itemsize)
         for start in range(0, flat.numel(), step):  # a tensor on a GPU needs no whole copy of itself on the host
-            file.write(flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data)
+            file.write(bytes_of(flat[start : start + step].cpu().contiguous()))
 
     def _files(self) -> Generator[tuple[TensorSpec, HashedFile], None, None]:
         """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
@@ -161,27 +161,15 @@ class StoredTensor(TensorSpec):
             out.copy_(self.load())
             return
         if out.dtype == self.dtype:
-            self.file.read(_bytes_of(out), self.begin)
+            self.file.read(bytes_of(out), self.begin)
             return
         begin, step = self.begin, CONVERSION_BYTES // self.dtype.itemsize
         buffer = torch.empty(min(step, out.numel()), dtype=self.dtype)
         for part in out.view(-1).split(step):
             piece = buffer[: part.numel()]
-            self.file.read(_bytes_of(piece), begin)
+            self.file.read(bytes_of(piece), begin)
             part.copy_(piece)
             begin += piece.nbytes
-
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether type, shape and every byte are the same."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape):
-            return False
-        for start in range(0, self.size_bytes, CONVERSION_BYTES):
-            one, two = (bytearray(min(CONVERSION_BYTES, self.size_bytes - start)) for _ in range(2))
-            self.file.read(memoryview(one), self.begin + start)
-            other.file.read(memoryview(two), other.begin + start)
-            if one != two:
-                return False
-        return True
 
     def load(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
@@ -206,15 +194,16 @@ def refuse_not_finite(tensor: Tensor, name: str, path: Path) -> None:
         )
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in RAM."""
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-def open_safetensors(path: Path, framework: str = "pt", device: torch.device | str = "cpu") -> Any:
+def _open_table(path: Path) -> Any:
     """``path`` as the library opens it, its table checked; raises CorruptData."""
     try:
-        return safe_open(path, framework=framework, device=str(device))
+        return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         if "unknown variant" in reason:
@@ -252,7 +241,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         except OSError as error:
             raise DiskError(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            with open_safetensors(path, "numpy") as table:
+            with _open_table(path) as table:
                 self.metadata: dict[str, str] = table.metadata() or {}
                 length = bytearray(8)
                 self.read(memoryview(length), 0)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.folder import GENERATION, read_config, read_json, some_names, tensor_files
-from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, refuse_not_finite
+from vblackwell.folders.tensor_file import StoredTensor, TensorFile, all_finite, bytes_of, refuse_not_finite
+from vblackwell.units import MiB
+
+MAX_PINNED_BYTES = 512 * MiB  # of a tensor on its way to a GPU: torch keeps what was pinned
 
 
 def build_on_meta(
@@ -38,15 +42,12 @@ def build_on_meta(
     """The model that ``folder``/config.json describes; no weight file is looked at, and no code of the folder is run.
     Buffers that no file holds are what the constructors compute on the CPU, with the bits of a model built there.
 
-    Args:
-        dtype: of its parameters; None: what config.json says.
-        attention: transformers' ``attn_implementation``; by default what it chooses, and 'sdpa' for 'flex_attention',
-            which compiles for every length.
-        trust_remote_code: do run the folder's code, where the architecture is not transformers' own.
-        quantized: take a folder of quantised weights too; the model is the one that they were made of.
-
-    Raises ConfigurationError where no causal model can be built, CorruptData where the file is no JSON, Unsupported for
-    quantised weights, or an architecture that is not known and not trusted.
+    ``dtype``: of its parameters, None: what config.json says; ``attention``: transformers' ``attn_implementation``, by
+    default what it chooses, and 'sdpa' for 'flex_attention', which compiles for every length; ``trust_remote_code``: do
+    run the folder's code, where the architecture is not transformers' own; ``quantized``: take a folder of quantised
+    weights too, and give the model that they were made of. Raises ConfigurationError where no causal model can be
+    built, CorruptData where the file is no JSON, Unsupported for quantised weights, or an architecture that is not
+    known and not trusted.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -66,8 +67,8 @@ def build_on_meta(
         if attention is None and config._attn_implementation == "flex_attention":
             options["attn_implementation"] = "sdpa"
         config.__dict__.pop("quantization_config", None)  # of the weights, which the caller fills
-        if (chosen := dtype or config.dtype) is not None:
-            options["dtype"] = chosen
+        if dtype or config.dtype:
+            options["dtype"] = dtype or config.dtype
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # each architecture raises what it likes at values that it cannot use
@@ -76,18 +77,27 @@ def build_on_meta(
             f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were "
             "published with"
         ) from error
-    if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
-        read_json(folder / GENERATION)  # says by name what is wrong with it
+    settings = folder / GENERATION
+    if settings.is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
+        read_json(settings)  # says by name what is wrong with it
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
-            where = f"{folder / GENERATION}: transformers does not take it ({reason})"
-            raise ConfigurationError(f"{where}; mend or remove it") from error
+            raise ConfigurationError(
+                f"{settings}: transformers does not take it ({reason}); mend or remove it"
+            ) from error
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
         raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
     return model.train()
+
+
+def stays_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers keeps the tensor ``name`` of a model in ``dtype`` in fp32, with which its code computes."""
+    kinds = ["_strict"] * (dtype in (torch.float16, torch.bfloat16)) + [""] * (dtype == torch.float16)
+    patterns = [pattern for kind in kinds for pattern in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()]
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)  # anywhere, as there
 
 
 @contextmanager
@@ -159,27 +169,31 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
     """The open weight files of a folder, matched with a model on the meta device; a context manager, and the
     ``initialize`` of `enable_vgpu_stack_optimization`: called with a parameter's name and a CPU tensor, it fills it.
 
-    ``model`` is one of transformers', or any module whose names are the files'; of ``only`` some tensors, the others of
-    the folder are not looked at, nor what else the model wants. Raises FolderMismatch where tensors are missing, too
-    many, or of another shape or kind (all are named), ConfigurationError where the folder holds no safetensors,
-    CorruptData where a file is missing or cut short, its table is none, or tied parameters have different values.
+    ``model`` is one of transformers', or any module whose names are the files'. Raises FolderMismatch where tensors are
+    missing, too many, or of another shape or kind (all are named), ConfigurationError where the folder holds no
+    safetensors, CorruptData where a file is missing or cut short, its table is none, or tied parameters have different
+    values.
     """
 
-    def __init__(self, model: nn.Module, folder: Path, only: Collection[str] | None = None) -> None:
-        self.folder, self._model, self._whole = folder, model, only is None
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self.folder, self._model = folder, model
         self._ready: dict[str, Tensor] = {}  # converted and not asked for yet
         self._targets = dict(model.state_dict(keep_vars=True))
         self._recipes: dict[str, Recipe] = {}
         with ExitStack() as opened:
             self._files = _open_tables(folder, opened)
-            self._check(*self._match(self._files if only is None else only))
+            self._check(*self._match(self._plain_names()))
             self._check_tied()
             self._opened = opened.pop_all()
 
     @property
     def names(self) -> list[str]:
-        """The model's tensors that can be filled."""
+        """The model's tensors by the names that the files have something for."""
         return list(self._recipes)
+
+    def targets(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers that the files fill, by each of their names."""
+        return {name: target for name, target in self._targets.items() if self._wants(name)}
 
     def name_in_files(self, name: str) -> str:
         """The files' name for the tensor ``name``; its own where it is not one whole tensor of theirs."""
@@ -193,9 +207,13 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         """The type in which the files hold what the tensor ``name`` is filled from."""
         return self._recipes[name].tensors[0].dtype
 
-    def load(self, name: str) -> Tensor:
-        """The folder's tensor ``name``, matched or not, as it is stored; raises DiskError."""
-        return self._files[name].load()
+    def read(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """The model's tensor ``name`` in ``dtype`` on ``device``; raises as a call."""
+        shape, device = self.shape_of(name), torch.device(device)
+        pinned = device.type == "cuda" and prod(shape) * dtype.itemsize <= MAX_PINNED_BYTES
+        value = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self(name, value)
+        return value.to(device)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._opened.close()
@@ -267,9 +285,7 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         if recipe.converter is None and len(found) > 1:
             yield f"{target} is there {len(found)} times (as {some_names([stored.name for stored in found])})"
         try:
-            made = {target: torch.empty(found[0].shape, dtype=found[0].dtype, device="meta")}
-            if recipe.converter is not None:
-                made = recipe.convert(self._model, meta=True)
+            made = {target: found[0]} if recipe.converter is None else recipe.convert(self._model, meta=True)
         except Exception as error:  # the library's operations raise what torch raises
             self._recipes[target] = recipe
             yield f"{target} cannot be put together from {where} ({' '.join(str(error).split())})"
@@ -278,20 +294,23 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
             if (wanted := self._targets.get(name)) is None:
                 continue
             self._recipes[name] = recipe
-            if value.shape != wanted.shape:
+            if tuple(value.shape) != tuple(wanted.shape):
                 yield f"{name} {tuple(value.shape)} in {where} instead of {tuple(wanted.shape)}"
-            elif value.dtype != wanted.dtype and not (value.is_floating_point() and wanted.is_floating_point()):
+            elif value.dtype != wanted.dtype and not (value.dtype.is_floating_point and wanted.is_floating_point()):
                 yield f"{name} {value.dtype} in {where} instead of {wanted.dtype}"
+
+    def _plain_names(self) -> Iterable[str]:
+        """The files' tensors that stand for one tensor of the model, or a part of one."""
+        return self._files
 
     def _wants(self, name: str) -> bool:
         """Whether the files must fill the model's tensor ``name``."""
-        return self._whole
+        return True
 
     def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
-        model: Any = self._model
         have = {id(self._targets[name]) for name in self._recipes}
         missing = [name for name, target in self._targets.items() if id(target) not in have and self._wants(name)]
-        ignored = [_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        ignored = [_COMPUTED, *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ())]
         extra = [stored for stored in extra if not any(re.search(pattern, stored.name) for pattern in ignored)]
         if not (missing or extra or misshapen):
             return
@@ -318,7 +337,8 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
                 held.setdefault(id(target), []).append(name)
         for first, other in ((first, other) for first, *others in held.values() for other in others):
             one, two = self._recipes[first].tensors[0], self._recipes[other].tensors[0]
-            if not one.equals(two):
+            same = (one.dtype, one.shape) == (two.dtype, two.shape) and bytes_of(one.load()) == bytes_of(two.load())
+            if not same:
                 raise CorruptData(
                     f"{self.folder / 'config.json'} ties {first} and {other}, and {one.file.path.name} and "
                     f"{two.file.path.name} hold different values for them: set tie_word_embeddings to false there, or "

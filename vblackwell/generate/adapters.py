@@ -25,7 +25,9 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import is_hub_id, load_state, read_json, some_names, tensor_files
-from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
+from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec, bytes_of
+from vblackwell.folders.weights import FolderWeights
+from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.linears import HEAD, store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters, base_name, file_name, fill_adapter, is_adapter
 from vblackwell.nn.linear.stored_fp4 import stored_part
@@ -70,27 +72,34 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def adapt(
-    model: nn.Module, weights: Initialize, folder: Path, lora: Lora | None, *, name: str | None = None,
-    fp4: str | None = None, fp4_layers: str = "all", keep: str | None = None, seed: int = 0, values: Path | None = None,
+    model: nn.Module,
+    weights: FolderWeights,
+    lora: Lora | None,
+    packing: Packing | None,
     device: torch.device,
-) -> Initialize:  # fmt: skip
+    *,
+    name: str,
+    seed: int = 0,
+    values: Path | None = None,
+) -> Initialize:
     """Freeze ``model``, which is on meta, and put adapters around its linears, in place, if ``lora`` says which; what
-    fills it then: ``weights`` its own parameters, by the names that they have now, from ``folder``. ``name``: path or
-    hub id of the base; ``fp4``: format that its linears (fp4_layers, but not keep) are packed to on ``device``, one at
-    a time, on a GPU as the fused kernels want it; the adapters begin with the folder ``values``, or what ``seed``
-    draws. Raises ConfigurationError: targets or layers that the model does not have, another base; Unsupported: peft is
-    not installed.
+    fills it then: ``weights`` its own parameters, by the names that they have now. ``name``: path or hub id of the
+    base; linears that ``packing`` selects are packed on ``device``, one at a time, on a GPU as the fused kernels want
+    it; the adapters begin with the folder ``values``, or what ``seed`` draws. Raises ConfigurationError: targets or
+    layers that the model does not have, another base; Unsupported: peft is not installed.
     """
     model.requires_grad_(False)
-    config = {} if lora is None else add_adapters(model, lora, name or str(folder))
-    tiled = device.type == "cuda" and fp4 in ("nvfp4", "mxfp4")
-    packed = {} if fp4 is None else store_linears(model, fp4_layers, keep, fp4, tiled=tiled)
+    config = {} if lora is None else add_adapters(model, lora, name)
+    packed: dict[str, str | None] = {}
+    if packing is not None:
+        tiled = device.type == "cuda" and packing.format in ("nvfp4", "mxfp4")
+        packed = store_linears(model, packing.layers, packing.keep, packing.format, tiled=tiled)
     fitting = None
     if lora is not None:
-        _adapted[model] = Adapted(lora, config, packed, fingerprint(folder))
+        _adapted[model] = Adapted(lora, config, packed, fingerprint(weights.folder))
         if values is not None:
-            fitting = _fitting(model, values, folder)  # what has other shapes is told by those
-            check_base(values, folder, name or str(folder))
+            fitting = _fitting(model, values, weights.folder)  # what has other shapes is told by those
+            check_base(values, weights.folder, name)
     return _filling(model, weights, seed, device, fitting)
 
 
@@ -117,44 +126,35 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
     held = dict(load_state(folder, ADAPTER_FILE))
     misshapen = [name for name in wanted if name in held and held[name].shape != wanted[name][1]]
     wrong = {
-        "lacks": [name for name in wanted if name not in held],
-        "has in excess": [name for name in held if name not in wanted],
+        "lacks": [*(wanted.keys() - held.keys())],
+        "has in excess": [*(held.keys() - wanted.keys())],
         "has": [f"{name} {tuple(held[name].shape)} instead of {tuple(wanted[name][1])}" for name in misshapen],
     }
-    reasons = [f"it {verb} {some_names(names)}" for verb, names in wrong.items() if names]
+    reasons = [f"it {verb} {some_names(sorted(names))}" for verb, names in wrong.items() if names]
     if reasons:
         raise ConfigurationError(f"{folder} holds an adapter for another base than {base}: {'; '.join(reasons)}")
     return {wanted[name][0]: value for name, value in held.items()}
 
 
 def _filling(
-    model: nn.Module, weights: Initialize, seed: int, device: torch.device, values: dict[str, Tensor] | None
+    model: nn.Module, weights: FolderWeights, seed: int, device: torch.device, values: dict[str, Tensor] | None
 ) -> Initialize:
     """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
-    held, ready = weakref.ref(model), dict[str, Tensor]()
+    ready: dict[str, Tensor] = {}
 
     def fill(name: str, out: Tensor) -> None:
-        model = held()
-        assert model is not None
-        if is_adapter(name):
-            if values is None:
-                fill_adapter(name, out, seed)
-            else:
-                out.copy_(values[name])
-            return
         stored = stored_part(model, name)
-        if stored is None:
+        if is_adapter(name):
+            fill_adapter(name, out, seed) if values is None else out.copy_(values[name])
+        elif stored is None:
             weights(base_name(name), out)
-            return
-        linear, owner, _ = stored
-        if name not in ready:  # the first of three parts
-            weight_name = base_name(f"{owner}.weight")
-            shape = (linear.out_features, linear.in_features)
-            weight_NK = torch.empty(shape, dtype=linear.dtype, pin_memory=device.type == "cuda")
-            weights(weight_name, weight_NK)
-            parts = linear.bytes_of(weight_NK.to(device), weight_name)
-            ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
-        out.copy_(ready.pop(name))
+        else:
+            linear, owner, _ = stored
+            if name not in ready:  # the first of three parts
+                weight_name = base_name(f"{owner}.weight")
+                parts = linear.bytes_of(weights.read(weight_name, linear.dtype, device), weight_name)
+                ready.update({f"{owner}.{part}": tensor for part, tensor in parts.items()})
+            out.copy_(ready.pop(name))
 
     return fill
 
@@ -165,18 +165,17 @@ def whole_tensors(model: nn.Module) -> tuple[list[tuple[str, Tensor]], Callable[
     entries: list[tuple[str, Tensor]] = [*export_order(model)]
     if adapted(model) is None:
         return entries, lambda: ((name, state["weight"]) for name, state in export_state(model))
-    shown = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, param in entries:
         stored = stored_part(model, name)
-        if stored is not None and stored[2] == stored[0].parts[-1]:
-            linear, owner, _ = stored
-            name, shape = f"{owner}.weight", (linear.out_features, linear.in_features)
-        elif stored is None and not is_adapter(name):
-            shape = tuple(param.shape)
-        else:
-            continue
-        shown.append((base_name(name), torch.empty(shape, dtype=torch.float32, device="meta")))
-    return shown, lambda: _merged(model)
+        if stored is not None:
+            linear, owner, part = stored
+            if part == linear.parts[-1]:
+                shapes[f"{owner}.weight"] = (linear.out_features, linear.in_features)
+        elif not is_adapter(name):
+            shapes[name] = tuple(param.shape)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "meta"}
+    return [(base_name(name), torch.empty(shape, **like)) for name, shape in shapes.items()], lambda: _merged(model)
 
 
 def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -185,26 +184,20 @@ def _merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     small = {name: state["weight"].float() for name, state in export_state(model, only=is_adapter)}
     parts: dict[str, Tensor] = {}
     for name, state in export_state(model, only=lambda name: not is_adapter(name)):
-        stored = stored_part(model, name)
-        if stored is None:
-            yield base_name(name), _added(state["weight"].float(), name, small, made)
-            continue
-        linear, owner, part = stored
-        parts[part] = state["weight"]
-        if part == linear.parts[-1]:
-            weight_name = f"{owner}.weight"
-            yield base_name(weight_name), _added(linear.weight_of(parts), weight_name, small, made)
-            parts = {}
-
-
-def _added(weight: Tensor, name: str, small: dict[str, Tensor], made: Adapted) -> Tensor:
-    """``weight`` with its adapter, if it has one."""
-    owner, _, leaf = name.rpartition(".base_layer.")
-    a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
-    if leaf != "weight" or a_RK is None or b_NR is None:
-        return weight
-    delta_NK = (b_NR @ a_RK) * made.lora.scale
-    return weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+        weight, stored = state["weight"], stored_part(model, name)
+        if stored is not None:
+            linear, owner, part = stored
+            parts[part] = weight
+            if part != linear.parts[-1]:
+                continue
+            name, weight, parts = f"{owner}.weight", linear.weight_of(parts), {}
+        owner, _, leaf = name.rpartition(".base_layer.")
+        a_RK, b_NR = (small.get(f"{owner}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
+        weight = weight.float()
+        if leaf == "weight" and a_RK is not None and b_NR is not None:
+            delta_NK = (b_NR @ a_RK) * made.lora.scale
+            weight = weight + (delta_NK.t() if made.config.get("fan_in_fan_out") else delta_NK)
+        yield base_name(name), weight
 
 
 def adapter_specs(model: nn.Module) -> list[TensorSpec]:
@@ -269,10 +262,9 @@ def fingerprint(folder: Path) -> str:
             count = tensor.size_bytes // itemsize
             for start in (0, max(0, count - _NUMBERS)):
                 held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
-                into = memoryview(held.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-                tensor.file.read(into, tensor.begin + start * itemsize)
+                tensor.file.read(bytes_of(held), tensor.begin + start * itemsize)
                 rounded = held.bfloat16() if held.is_floating_point() else held
-                digest.update(rounded.view(torch.uint8).numpy().tobytes())
+                digest.update(bytes_of(rounded))
     return digest.hexdigest()
 
 
@@ -281,28 +273,19 @@ def check_base(adapter: Path, base: Path, base_name: str) -> None:
     ``base``, which the user called ``base_name``, as far as it tells.
 
     One that we wrote holds its base's fingerprint. Of one by peft, the base that it names is compared where that is a
-    folder on this machine. Two hub ids that differ are a warning, for copies and quantised versions have ids of their
-    own; so is a quantised folder other than the one that an adapter of ours was made for.
+    folder on this machine. Two hub ids that differ are a warning, for copies have other ids.
     """
     found, other = fingerprint(base), f"{adapter} holds an adapter for another base than {base}"
     for path in tensor_files(adapter, ADAPTER_FILE):
         with TensorFile(path) as file:
             stated = file.metadata.get(BASE)
-        if stated is None:
-            continue
-        if stated != found and "quantization_config" in read_json(base / CONFIG):
-            said = f"{path} was trained over other weights than the quantised ones in {base}, and these do not tell "
-            warnings.warn(
-                f"{said}what they were made from: if that is another model, what is written will be wrong",
-                UserWarning,
-                stacklevel=2,
-            )
-        elif stated != found:
+        if stated == found:
+            return
+        if stated is not None:
             raise ConfigurationError(
                 f"{other}: {path.name} was trained over weights with the fingerprint {stated}, those of {base} have "
                 f"{found}; give the model that it was trained over as --model"
             )
-        return
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         return

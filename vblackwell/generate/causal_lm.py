@@ -17,9 +17,9 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import GENERATION, copy_tokenizer, find_folder, read_config, save_model
 from vblackwell.folders.tensor_file import TensorSpec, spec_of
-from vblackwell.folders.weights import FolderWeights, build_on_meta
+from vblackwell.folders.weights import build_on_meta
 from vblackwell.generate.adapters import adapt, adapted, read_lora, whole_tensors
-from vblackwell.generate.quantized import PackedWeights
+from vblackwell.generate.quantized import PackedWeights, Packing, open_folder
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of
@@ -78,21 +78,24 @@ def load_causal_lm(
             "fp4= packs what is frozen: give lora=Lora(rank) or trainable=False, or convert(model)"
         )
     folder = find_folder(model, revision)
-    packed = not trainable and bool(read_config(folder).get("quantization_config"))
-    if packed and (lora is not None or fp4 is not None):
+    if not trainable and (lora is not None or fp4 is not None) and read_config(folder).get("quantization_config"):
         dropped = "adapters" if lora is not None else "--use-fp4 (fp4=)"
         raise Unsupported(f"{folder} is quantised already: drop {dropped}, or give the folder that it was made of")
-    made = build_on_meta(folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=packed)
+    made = build_on_meta(
+        folder, dtype, attention=attention, trust_remote_code=trust_remote_code, quantized=not trainable
+    )
     made.requires_grad_(trainable)
-    opened = PackedWeights(made, folder, stack.level0_device) if packed else FolderWeights(made, folder)
-    with opened as weights:
+    with open_folder(made, folder) as weights:
         weights.load_buffers()
+        if isinstance(weights, PackedWeights):
+            weights.store_linears(stack.level0_device)
         initialize: Initialize = weights
         if lora is not None or fp4 is not None:
+            packing = None if fp4 is None else Packing(fp4, fp4_layers, keep)
+            values = None if adapter is None else Path(adapter)
             initialize = adapt(
-                made, weights, folder, lora, name=str(model), fp4=fp4, fp4_layers=fp4_layers, keep=keep, seed=seed,
-                values=None if adapter is None else Path(adapter), device=stack.level0_device,
-            )  # fmt: skip
+                made, weights, lora, packing, stack.level0_device, name=str(model), seed=seed, values=values
+            )
             if not trainable:
                 made.requires_grad_(False)
         placement.setdefault("accelerate", False)

@@ -15,18 +15,11 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.chat_prompt import open_chat
-from vblackwell.folders.checked import prompt_lines
-from vblackwell.folders.folder import (
-    GENERATION,
-    find_folder,
-    is_hub_id,
-    read_config,
-    read_json,
-    read_tokenizer,
-    tensor_files,
-)
+from vblackwell.folders.checked import check_lengths, check_tokenizer, prompt_lines
+from vblackwell.folders.folder import GENERATION, read_config, read_json, read_tokenizer, tensor_files
 from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
+from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
@@ -59,31 +52,37 @@ class Places:
         return self.use_fp4 or any(size is not None for size in sizes)
 
     def stay_on(self, folder: Path, device: torch.device | str) -> bool:
-        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU before it is
-        packed."""
+        """Whether no stack is needed: none is asked for, or FP4 alone, of a model that a ``Decoder`` computes and that
+        fits the GPU before it is packed."""
+        if not self.streams:
+            return True
         if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
             return False
-        config, size = read_config(folder), sum(path.stat().st_size for path in tensor_files(folder))
-        fits = size < torch.cuda.mem_get_info(device)[0] * GPU_SHARE
-        return fits and not config.get("quantization_config") and not not_supported_reasons(config)
+        size = sum(path.stat().st_size for path in tensor_files(folder))
+        return size < torch.cuda.mem_get_info(device)[0] * GPU_SHARE and not not_supported_reasons(read_config(folder))
 
-    def open(self, folder: Path, device: torch.device | str, rows: int, tokens: int, cleanup: ExitStack) -> nn.Module:
-        """The model in ``folder`` in a stack of these sizes, which lasts until ``cleanup``."""
+    def open(
+        self, folder: Path, device: torch.device | str, rows: int | None, tokens: int, cleanup: ExitStack
+    ) -> nn.Module:
+        """The model in ``folder`` on ``device``, or in a stack of these sizes, which lasts until ``cleanup``; there for
+        several ``rows`` (None: one text), of whose filling transformers' models alone know."""
+        if rows is None and self.stay_on(folder, device):
+            assignment = None if self.assignment is None else Assignment.load(self.assignment)
+            packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
+            return open_resident(folder, device, packing=packing, assignment=assignment)
         wants_disk = self.disk_memory is not None or self.disk_path is not None
         disk = self.disk_memory if wants_disk else 0
         stack = create_vgpu_stack(
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )
         cleanup.callback(stack.close)
-        model = open_streamed(folder, stack, rows=rows, tokens=tokens, adapter=self.adapter, **self.packing)
+        how: dict[str, Any] = {"fp4_layers": self.fp4_layers, "keep": self.keep, "adapter": self.adapter}
+        fp4 = "nvfp4" if self.use_fp4 else None
+        model = open_streamed(folder, stack, rows=rows or 1, tokens=tokens, fp4=fp4, **how)
         engine = offload_of(model)
         if engine is not None:
             cleanup.callback(engine.close)
         return model
-
-    @property
-    def packing(self) -> dict[str, Any]:
-        return {"fp4": "nvfp4" if self.use_fp4 else None, "fp4_layers": self.fp4_layers, "keep": self.keep}
 
 
 def generate_command(
@@ -104,7 +103,7 @@ def generate_command(
     places: Places | None = None,
 ) -> int:
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
-    time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`, or a hub id;
+    time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`;
     ``chat``: a prompt is a user's message, and the answer alone is printed; the others as in ``generate``. Raises
     VBError.
     """
@@ -122,48 +121,44 @@ def generate_command(
             "--use-fp4, --adapter and the memory flags"
         )
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    given = [prompt] if prompt is not None else [line for _, line in prompt_lines(Path(prompts or ""))]
-    is_id = not Path(model).exists() and is_hub_id(model)
-    folder, problems = resolve_model(find_folder(model) if is_id else Path(model))
+    given = [("--prompt", prompt)] if prompt is not None else prompt_lines(Path(prompts or ""))
+    folder, problems = resolve_model(model)
     for problem in problems:
         print(f"passed over: {problem}", file=sys.stderr)
     tokenizer = read_tokenizer(folder)
+    check_tokenizer(folder, tokenizer)
     settings = folder / GENERATION
     stated = read_json(settings).get("eos_token_id") if settings.is_file() else None
     ends = {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
-    texts = given
+    texts = [text for _, text in given]
     if chat:
         talk = open_chat(folder, None if places.adapter is None else Path(places.adapter))
-        texts, end = [talk.prompt(text) for text in given], talk.turn_end(tokenizer)
+        texts, end = [talk.prompt(text) for text in texts], talk.turn_end(tokenizer)
         ends |= set() if end is None else {end}
+    lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+    check_lengths(folder, ((place, length) for (place, _), length in zip(given, lengths, strict=True)), max_new_tokens)
     pace = Pace()
-    pieces = [] if chat else texts[:1]
+    before = [] if chat else texts[:1]
 
     def show(text: str) -> None:
-        print("".join(pieces) + text, end="", flush=True)
-        pieces.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
+        print(*before, text, sep="", end="", flush=True)
+        before.clear()  # the prompt comes with the first text: an error before it leaves standard output empty
 
     with ExitStack() as cleanup:
-        alone = prompts is None  # rows of several lengths are read by transformers' models alone
-        if alone and places.use_fp4 and places.stay_on(folder, device):
-            opened = open_resident(folder, device, **places.packing)
-        elif places.streams or not alone:
-            rows = min(batch_size, len(texts))
-            longest = max(len(tokenizer.encode(text).ids) for text in texts) + max_new_tokens
-            opened = places.open(folder, device, rows, longest, cleanup)
-        else:
-            assignment = None if places.assignment is None else Assignment.load(places.assignment)
-            opened = open_resident(folder, device, assignment=assignment)
+        alone = prompts is None
+        rows = None if alone else min(batch_size, len(texts))
+        opened = places.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
+        options: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
+        options["on_token"] = show if alone else None
         for start in range(0, len(texts), batch_size):
             part = slice(start, start + batch_size)
             new = generate_batch(
-                opened, tokenizer, texts[part], max_new_tokens, sampling, seed, prefill_chunk, ends=ends,
-                special_tokens=not chat, pace=pace, on_token=show if alone else None,
-            )  # fmt: skip
+                opened, tokenizer, texts[part], max_new_tokens, sampling, seed, prefill_chunk, **options
+            )
             if alone:
-                print("".join(pieces))
+                print(*before, sep="")
                 continue
-            for text, written in zip(given[part], new, strict=True):
+            for (_, text), written in zip(given[part], new, strict=True):
                 print(json.dumps({"prompt": text, "text": written}, ensure_ascii=False), flush=True)
         if sys.stderr.isatty():
             engine = offload_of(opened)

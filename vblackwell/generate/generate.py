@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.folders.checked import check_length
 from vblackwell.generate import steps
 from vblackwell.generate.sampling import Arrival, Sampling, sample
 from vblackwell.nn.convert.assignment import evaluating
@@ -64,10 +64,19 @@ def generate(
 
 
 def generate_batch(
-    model: nn.Module, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int | None, sampling: Sampling,
-    seed: int = 0, prefill_chunk: int | None = None, *, ends: Collection[int] = (), special_tokens: bool = True,
-    pace: Pace | None = None, on_token: Callable[[str], None] | None = None,
-) -> list[str]:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    max_new_tokens: int | None,
+    sampling: Sampling,
+    seed: int = 0,
+    prefill_chunk: int | None = None,
+    *,
+    ends: Collection[int] = (),
+    special_tokens: bool = True,
+    pace: Pace | None = None,
+    on_token: Callable[[str], None] | None = None,
+) -> list[str]:
     """What the model writes after each prompt (empty: a document begins), until its end-of-text token, one of ``ends``,
     ``max_new_tokens`` or its limit, in one pass a token for all.
 
@@ -78,7 +87,9 @@ def generate_batch(
     if not -(1 << 63) <= seed < 1 << 63:  # what the draws are keyed by
         raise ConfigurationError(f"seed {seed}: give a number from {-(1 << 63)} to {(1 << 63) - 1}")
     check_chunk(prefill_chunk)
-    check_kind(model)
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
     steps.check_one_pass(model, prefill_chunk)
     pace = pace or Pace()
     pace.begin()
@@ -126,9 +137,14 @@ def draws(
 
 
 def columns(
-    model: Any, numbers: list[list[int]], count: int, sampling: Sampling, seed: int, chunk: int | None,
+    model: Any,
+    numbers: list[list[int]],
+    count: int,
+    sampling: Sampling,
+    seed: int,
+    chunk: int | None,
     cache: Any = None,
-) -> Iterator[list[int]]:  # fmt: skip
+) -> Iterator[list[int]]:
     """`draws` after prompts, given as tokens, of one length or several; ``chunk`` and ``cache`` as for `stepper`."""
     device, longest = next(model.parameters()).device, max(map(len, numbers))
     prompt_BS = torch.tensor([[0] * (longest - len(row)) + row for row in numbers], device=device)
@@ -144,7 +160,7 @@ def columns(
 
 
 def _one_by_one(readers: list[Callable[[Tensor], Tensor]], rows: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A step that reads each row by a step of its own; first ``rows``, which need not be equally long."""
+    """A step that reads each row by a separate step; first ``rows``, which need not be equally long."""
     waiting = list(rows)
 
     def step(input_ids_BS: Tensor) -> Tensor:
@@ -173,19 +189,11 @@ def count_allowed(model: nn.Module, prompt_length: int, max_new_tokens: int | No
     limit, count = position_limit(model), max_new_tokens
     if count is not None and count < 1:
         raise ConfigurationError(f"{count} new tokens: give at least 1")
-    if limit is not None and prompt_length >= limit:
-        raise ConfigurationError(
-            f"the prompt has {prompt_length} tokens, the model's limit is {limit}: shorten it to at most {limit - 1}"
-        )
+    if limit is not None:
+        check_length(prompt_length, count or 0, limit)
+        return limit - prompt_length if count is None else count
     if count is None:
-        if limit is None:
-            raise ConfigurationError("this model states no limit of its own: say how many new tokens to write")
-        return limit - prompt_length
-    if limit is not None and prompt_length + count > limit:
-        raise ConfigurationError(
-            f"a prompt of {prompt_length} tokens and {count} new ones exceed the model's limit of {limit}: ask for at "
-            f"most {limit - prompt_length}"
-        )
+        raise ConfigurationError("this model states no limit: say how many new tokens to write")
     return count
 
 
@@ -209,12 +217,11 @@ def stepper(
     last; ``chunk`` tokens a row in one pass, by default all. Of transformers' models: ``cache``, empty, by default what
     they make themselves; ``mask_BS`` hides the filling of the prompts.
     """
-    check_kind(model)
     if steps.keeps_own_state(model):
         return steps.OwnState(model)
     known: Any = KVCache(model.config, max_length) if isinstance(model, Decoder) else cache
     captured: Callable[[Tensor], Tensor] | None = None  # a token's step in CUDA graphs, once the prompt is read
-    asked = isinstance(model, Decoder) or cache is None or mask_BS is not None  # whether `streamed_step` was
+    asked = mask_BS is not None or (cache is None and not isinstance(model, Decoder))  # whether there is such a step
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     seen = 0  # positions
 
@@ -222,13 +229,8 @@ def stepper(
     def step(input_ids_BS: Tensor) -> Tensor:
         nonlocal captured, asked, mask_BS, seen
         rows, length = input_ids_BS.shape
-        if isinstance(model, Decoder) and length == 1 and known.length and captured is None:
-            if known.max_length - known.length >= steps.MIN_STEPS and steps.may_capture(model):
-                captured = steps.DecodeGraph(model, known, rows).step
-        elif length == 1 and not asked and known.get_seq_length():
-            from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
-
-            asked, captured = True, streamed_step(model, known, rows, max_length - known.get_seq_length())
+        if length == 1 and seen and not asked:
+            asked, captured = True, _captured_step(model, known, rows, max_length - seen)
         if captured is not None:
             assert length == 1, "the host's count of positions ends where the graph begins"
             return captured(input_ids_BS)
@@ -264,11 +266,14 @@ def stepper(
     return step
 
 
-def check_kind(model: nn.Module) -> None:
-    """Raises Unsupported for a model that does not write on what it is given."""
-    config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise Unsupported(f"{type(model).__name__} is an encoder-decoder: generate works with causal models")
+def _captured_step(model: nn.Module, cache: Any, rows: int, left: int) -> Callable[[Tensor], Tensor] | None:
+    """A token's step in CUDA graphs, after what ``cache`` holds, for ``left`` tokens at most; None: call the model."""
+    if isinstance(model, Decoder):
+        enough = left >= steps.MIN_STEPS and steps.may_capture(model)
+        return steps.DecodeGraph(model, cache, rows).step if enough else None
+    from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
+
+    return streamed_step(model, cache, rows, left)
 
 
 class _Text:
@@ -315,27 +320,34 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()
-        self._texts: list[list[tuple[float, int]]] = []  # moments of each and tokens then; first, when it was asked for
+        self._asked, self._last = self._made, 0.0  # for the text that is written, and its last token; 0: none yet
+        self._opened = self._first = None  # seconds until the first text was asked for, and its first token then came
+        self._tokens = self._later = 0  # of all texts, and without the first of each
+        self._seconds = 0.0  # that the later took
 
     def begin(self) -> None:
         """A text, or several at once, is asked for."""
-        self._texts.append([(self._clock(), 0)])
+        self._asked, self._last = self._clock(), 0.0
+        if self._opened is None:
+            self._opened = self._asked - self._made
 
     def tick(self, rows: int = 1) -> None:
         """The next token of so many rows is here."""
-        self._texts[-1].append((self._clock(), rows))
+        now = self._clock()
+        if self._last:
+            self._seconds, self._later = self._seconds + now - self._last, self._later + rows
+        elif self._first is None:
+            self._first = now - self._asked
+        self._last, self._tokens = now, self._tokens + rows
 
     def line(self, level0_bytes: int | None = None) -> str:
         """What is said at the end; with the peak of a stack's level 0, if there is one."""
-        tokens = sum(rows for text in self._texts for _, rows in text)
-        opened = self._texts[0][0][0] - self._made if self._texts else 0.0
-        parts = [f"opened in {format_seconds(opened)}", f"{tokens} token{'s' * (tokens != 1)}"]
-        first = next((text[1][0] - text[0][0] for text in self._texts if len(text) > 1), None)
-        if first is not None:
-            parts.append(f"the first after {format_seconds(first)}")
-        later = [(now - last, rows) for text in self._texts for (last, _), (now, rows) in pairwise(text[1:])]
-        if seconds := sum(each for each, _ in later):
-            parts.append(f"then {sum(rows for _, rows in later) / seconds:.1f} a second")
+        tokens = f"{self._tokens} token{'s' * (self._tokens != 1)}"
+        parts = [f"opened in {format_seconds(self._opened or 0.0)}", tokens]
+        if self._first is not None:
+            parts.append(f"the first after {format_seconds(self._first)}")
+        if self._seconds:
+            parts.append(f"then {self._later / self._seconds:.1f} a second")
         if level0_bytes is not None:
             parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
         return ", ".join(parts)

@@ -1,5 +1,6 @@
 """Finding a model on disk, verified if we committed it, and opening it: on one device, or in a stack, where what of
-level 0 is not kept free for keys, values and workspace holds layers that stay.
+level 0 is not kept free for keys, values and workspace holds layers that stay. Every folder is opened in one way: a
+model on the meta device, its files matched with that (`open_folder`), and each tensor read to where it goes.
 """
 
 from __future__ import annotations
@@ -8,23 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.folders.checked import check_weights
-from vblackwell.folders.commit import MANIFEST, newest_complete, verify_folder
-from vblackwell.folders.folder import load_state, read_config, read_json, stored_dtype
-from vblackwell.folders.weights import FolderWeights
+from vblackwell.folders.commit import MANIFEST, first_intact, newest_complete, verify_folder
+from vblackwell.folders.folder import find_folder, read_config, read_json, stored_dtype
+from vblackwell.folders.weights import build_on_meta, stays_fp32
 from vblackwell.generate.causal_lm import load_causal_lm
-from vblackwell.generate.quantized import load_quantized
+from vblackwell.generate.quantized import PackedWeights, Packing, open_folder
 from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.nn.convert.linears import find_linears, head_and, install_packed
+from vblackwell.nn.convert.linears import install_packed, select_linears
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
-from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
@@ -32,13 +31,10 @@ FINAL = "final"
 CHECKPOINTS = "checkpoints"
 
 
-def resolve_model(path: Path) -> tuple[Path, list[CorruptData]]:
-    """The model folder that ``path`` means: itself, or the newest intact one of a run, and what was wrong with the
-    newer ones. Raises ConfigurationError where there is nothing to open, CorruptData where all of it is damaged."""
-    if not path.is_dir():
-        raise ConfigurationError(
-            f"--model {path}: no such folder; give a run folder of vb train or a Hugging Face folder"
-        )
+def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
+    """The model folder that a path or hub id means: itself, or the newest intact one of a run, and what was wrong with
+    the newer ones. Raises ConfigurationError where there is nothing to open, CorruptData where all of it is damaged."""
+    path = find_folder(model)
     config = path / "config.json"
     if config.is_file() and "model_type" in read_json(config):  # a run's own settings lie under the same name
         if (path / MANIFEST).is_file():
@@ -50,55 +46,70 @@ def resolve_model(path: Path) -> tuple[Path, list[CorruptData]]:
         raise ConfigurationError(
             f"--model {path} holds neither a model's config.json nor a complete checkpoint of a run"
         )
-    problems: list[CorruptData] = []
-    for folder in sorted(candidates, key=lambda each: (each / MANIFEST).stat().st_mtime_ns, reverse=True):
-        try:
-            verify_folder(folder)
-            return folder, problems
-        except CorruptData as error:
-            problems.append(error)
-    raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
+    candidates.sort(key=lambda folder: (folder / MANIFEST).stat().st_mtime_ns, reverse=True)
+    found, problems = first_intact(candidates)
+    if found is None:
+        raise CorruptData(f"every checkpoint of {path} is damaged: {'; '.join(map(str, problems))}")
+    return found, problems
 
 
-def load_decoder(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, *, fp4: str | None = None,
-    fp4_layers: str = "all", keep: str | None = None,
-) -> Decoder:  # fmt: skip
-    """The ``Decoder`` in a Hugging Face folder; nothing is drawn, tensors are read one at a time. ``dtype``: of the
-    weights, None as stored; ``fp4``: the format that linears (fp4_layers, but not keep) are packed to on ``device``.
-    Raises Unsupported, FolderMismatch, ConfigurationError, CorruptData.
+def model_on_meta(folder: Path, dtype: torch.dtype | None = None, *, quantized: bool = False) -> nn.Module:
+    """The model that ``folder``/config.json describes, on the meta device in training mode: a ``Decoder`` where that
+    computes it, else what ``transformers`` makes of it. Arguments and errors as for `build_on_meta`.
     """
-    model = Decoder(DecoderConfig.from_hf(read_config(folder)), device="meta")
-    with FolderWeights(model, folder) as weights:
-        names = set(weights.names)
-        if fp4 is None and dtype is None:
-            dtype = weights.dtype_of("lm_head.weight")
-    chosen = set[str]()
-    if fp4 is not None:
-        linears = find_linears(model, fp4_layers, head_and(keep))
-        chosen = {name for name, reason in linears.items() if reason is None}
-        if not chosen:
-            raise ConfigurationError(f"{fp4_layers!r} selects no linear of {folder}")
-    for name, tensor in load_state(folder, names=names, device=device):
-        owner, _, leaf = name.rpartition(".")
-        if fp4 is not None and owner in chosen:
-            install_packed(model, owner, pack(tensor, fp4, name))
-        else:
-            value = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device).copy_(tensor)
-            model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=fp4 is None)
-    return model
+    config = read_config(folder)
+    if quantized:
+        config.pop("quantization_config", None)
+    if not_supported_reasons(config):
+        return build_on_meta(folder, dtype, quantized=quantized)
+    try:
+        shape = DecoderConfig.from_hf(config)
+    except (ConfigurationError, TypeError, ValueError) as error:
+        file, advice = folder / "config.json", "give the config.json that the weights were published with"
+        raise ConfigurationError(f"{file}: {error}; {advice}") from error
+    return Decoder(shape, device="meta", dtype=dtype)
+
+
+@torch.no_grad()
+def load_model(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, packing: Packing | None = None
+) -> nn.Module:
+    """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
+    the weights, None as config.json says; linears that are packed there, or that ``packing`` selects, compute from
+    packed weights. Raises as `model_on_meta` and `open_folder`.
+    """
+    model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
+    with open_folder(model, folder) as weights:
+        chosen = {} if packing is None else select_linears(model, packing.layers, packing.kept)
+        made: dict[Tensor, Tensor] = {}  # one that has several names stays one
+        for name, target in weights.targets().items():
+            owner, _, leaf = name.rpartition(".")
+            if target not in made:
+                in_fp32 = target.is_floating_point() and stays_fp32(model, name, target.dtype)
+                value = weights.read(name, torch.float32 if in_fp32 else target.dtype, device)
+                if packing is not None and leaf == "weight" and owner in chosen:
+                    install_packed(model, owner, packing.pack(value, name))
+                    continue
+                parameter = isinstance(target, nn.Parameter)
+                made[target] = nn.Parameter(value, target.requires_grad) if parameter else value
+            setattr(model.get_submodule(owner), leaf, made[target])
+        if isinstance(weights, PackedWeights):
+            weights.install_linears(device)
+    return model.to(device).eval()
 
 
 def open_resident(
-    folder: Path, device: torch.device | str = "cpu", *, fp4: str | None = None, assignment: Assignment | None = None,
-    **packing: Any,
-) -> nn.Module:  # fmt: skip
-    """A model for writing alone, all of it on ``device``, in eval mode, with an ``assignment``'s or packed linears
-    (``fp4`` and ``packing`` as for `load_decoder`, of a ``Decoder`` alone); raises as that. On a GPU a ``Decoder``
-    computes projections of one input as one product, and other architectures run on fused operators where these
-    compute the same.
+    folder: Path,
+    device: torch.device | str = "cpu",
+    *,
+    packing: Packing | None = None,
+    assignment: Assignment | None = None,
+) -> nn.Module:
+    """A model for writing alone, all of it on ``device``, in eval mode, with packed linears or an ``assignment``'s;
+    raises as `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product, and other
+    architectures run on fused operators where these compute the same.
     """
-    model = load_model(folder, device) if fp4 is None else load_decoder(folder, device, fp4=fp4, **packing)
+    model = load_model(folder, device, packing=packing)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
             layer = model.get_submodule(name)
@@ -109,49 +120,27 @@ def open_resident(
             lay_out_for_decoding(model.requires_grad_(False))
         else:
             accelerate_causal_lm(model, loss=False)  # a token of one text takes as long as its launches
-    return model.eval()
-
-
-def load_model(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """The model in a Hugging Face folder: a ``Decoder`` where that computes it, else what ``transformers`` makes of it.
-    Raises as `load_decoder` and `check_weights`: what no file has, ``transformers`` would draw at random.
-    """
-    config = read_config(folder)
-    if config.get("quantization_config"):
-        return load_quantized(folder, device, dtype)
-    if not not_supported_reasons(config):
-        return load_decoder(folder, device, dtype)
-    from transformers import AutoModelForCausalLM
-
-    check_weights(folder)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(f"transformers cannot open {folder} as a causal model: {error}") from error
-    return model.to(device).eval()
+    return model
 
 
 def open_streamed(folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, **options: Any) -> nn.Module:
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears stay packed. On a GPU bytes are
     kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`.
     """
-    config, level = read_config(folder), stack.levels[0]
+    level, dtype = stack.levels[0], stored_dtype(folder)
     if stack.level0_device.type == "cuda":
-        reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(config, rows, tokens)
+        reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(read_config(folder), rows, tokens, dtype)
         options["weight_bytes"] = max(0, level.capacity_bytes - reserved)  # `level0_for` divides anew for each text
-    model = load_causal_lm(folder, stack, dtype=stored_dtype(config), trainable=False, placement="streamed", **options)
+    model = load_causal_lm(folder, stack, dtype=dtype, trainable=False, placement="streamed", **options)
     accelerate_causal_lm(model, loss=False)  # on a GPU: fewer launches, by which the host must stay ahead of the copies
     return model.eval()
 
 
-def cache_bytes(config: dict[str, Any], rows: int, tokens: int) -> int:
+def cache_bytes(config: dict[str, Any], rows: int, tokens: int, dtype: torch.dtype) -> int:
     """Keys and values of ``rows`` sequences of ``tokens``, by the usual names of sizes; 0 where they are not there."""
     layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
     heads = config.get("num_attention_heads") or config.get("n_head")
     if not heads:
         return 0
     head = config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads
-    itemsize = stored_dtype(config).itemsize
-    return 2 * layers * (config.get("num_key_value_heads") or heads) * head * itemsize * rows * tokens
+    return 2 * layers * (config.get("num_key_value_heads") or heads) * head * dtype.itemsize * rows * tokens

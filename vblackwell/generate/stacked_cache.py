@@ -9,7 +9,6 @@ same strides and writes the same bits. B rows, K key-value heads, S new position
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from vblackwell.errors import ConfigurationError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.pool import Reservation
-from vblackwell.memory.transfer import copy_streams
+from vblackwell.memory.transfer import Transfer, copy_streams
 from vblackwell.offload.layout.generation import CACHE_PLACES, CacheShape
 
 _serial = itertools.count()
@@ -34,10 +33,7 @@ class StackedCache(Cache):
 
     def __init__(self, stack: VGPUStack, shape: CacheShape, on_level0: int) -> None:
         self.shape, self._stack = shape, stack
-        self._held: list[Reservation] = []
-        self.at_close = ExitStack()  # what `close` does first, when the device has nothing to do for the cache any more
-        self._finalizer = weakref.finalize(self, _give_back, weakref.ref(stack), self._held)
-        self._finalizer.atexit = False
+        self.at_close = ExitStack()  # what `close` does, the latest first, when the device has nothing to do for it
         count = shape.layers - on_level0
         streamed = {(2 * place + 1) * shape.layers // (2 * count): place for place in range(count)}  # evenly spread
         try:
@@ -47,60 +43,45 @@ class StackedCache(Cache):
                     "keys and values outgrow level 0, and the stack has no level in RAM: add one (host_memory)"
                 )
             ram = devices.index("cpu", 1) if streamed else 0
-            made = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
-            places = [self._reserve(f"place {number}", 0) for number in range(min(CACHE_PLACES, count))]
+            held = [self._reserve(f"layer {layer}", ram if layer in streamed else 0) for layer in range(shape.layers)]
+            places = [self._reserve(f"place {number}", 0)[1] for number in range(min(CACHE_PLACES, count))]
         except BaseException:
             self.close()
             raise
-        passing = _Passing(stack, ram, places, [made[layer] for layer in streamed])
-        layers: list[Any] = [
-            _Layer(shape, held_TPBKH, passing, streamed.get(layer)) for layer, held_TPBKH in enumerate(made)
-        ]
-        passing.lengths = [layers[layer].get_seq_length for layer in streamed]
-        super().__init__(layers=layers)
+        passing = _Passing(stack, places, [held[layer] for layer in streamed])
+        self._made = [_Layer(shape, view, passing, streamed.get(layer)) for layer, (_, view) in enumerate(held)]
+        passing.lengths = [self._made[layer].get_seq_length for layer in streamed]
+        super().__init__(layers=[*self._made])
 
     def close(self) -> None:
         """Give all ranges back; the cache is not to be used any more. Idempotent."""
-        if self._finalizer.alive and self._stack.level0_device.type == "cuda":
+        if self._stack.level0_device.type == "cuda":
             torch.cuda.synchronize(self._stack.level0_device)  # copies under way end before their ranges do
-        try:
-            self.at_close.close()
-        finally:
-            self._finalizer()
+        self.at_close.close()
 
     def rewind(self, length: int) -> None:
         """Forget what was read after the first ``length`` positions, by those layers that have read it."""
-        made: list[Any] = self.layers
-        for layer in made:
-            layer._length = min(layer._length, length)
+        for layer in self._made:
+            layer.length = min(layer.length, length)
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that lives on level 0, all positions, (B, K, T, H) each."""
-        made: Any = self.layers[layer]
+        made = self._made[layer]
         assert made.order is None, "it passes through"
         return made.seen(made.held_TPBKH)
 
     @property
     def passes(self) -> bool:
         """Whether some layers live in RAM."""
-        made: list[Any] = self.layers
-        return any(layer.order is not None for layer in made)
+        return any(layer.order is not None for layer in self._made)
 
-    def _reserve(self, what: str, level: int) -> Tensor:
-        reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", self.shape.layer_bytes, level)
-        self._held.append(reservation)
-        view = reservation.view()
-        assert view is not None, "level 0 and RAM are addressable"
+    def _reserve(self, what: str, level: int) -> tuple[Reservation, Tensor]:
+        """A range for a layer's cache, and its view (T, 2, B, K, H)."""
         shape = self.shape
-        return view.view(shape.dtype).view(shape.positions, 2, shape.rows, shape.heads, shape.width)
-
-
-def _give_back(stack: weakref.ref[VGPUStack], held: list[Reservation]) -> None:
-    alive = stack()
-    if alive is not None:
-        for reservation in held:
-            alive.unreserve(reservation)
-    held.clear()
+        reservation = self._stack.reserve(f"keys and values#{next(_serial)} {what}", shape.layer_bytes, level)
+        self.at_close.callback(self._stack.unreserve, reservation)
+        view = reservation.bytes.view(shape.dtype)
+        return reservation, view.view(shape.positions, 2, shape.rows, shape.heads, shape.width)
 
 
 class _Layer(DynamicLayer):
@@ -109,12 +90,12 @@ class _Layer(DynamicLayer):
     def __init__(self, shape: CacheShape, held_TPBKH: Tensor, passing: _Passing, order: int | None) -> None:
         super().__init__()
         self.held_TPBKH, self.order = held_TPBKH, order
-        self._shape, self._passing, self._length = shape, passing, 0
+        self._shape, self._passing, self.length = shape, passing, 0
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """New keys and values (B, K, S, H); all so far, (B, K, T, H) each."""
-        begin, end = self._length, self._length + key_states.shape[2]
+        begin, end = self.length, self.length + key_states.shape[2]
         if end > self._shape.positions:
             raise ConfigurationError(f"position {end} is beyond the cache's {self._shape.positions}")
         here_TPBKH = self.held_TPBKH if self.order is None else self._passing.enter(self.order)
@@ -122,7 +103,7 @@ class _Layer(DynamicLayer):
             here_TPBKH[begin:end, part].copy_(new.permute(2, 0, 1, 3))
         if self.order is not None:
             self._passing.append(self.order, here_TPBKH, begin, end)
-        self._length = end
+        self.length = end
         return self.seen(here_TPBKH[:end])
 
     @staticmethod
@@ -131,27 +112,24 @@ class _Layer(DynamicLayer):
         return keys_BKTH, values_BKTH
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.length
 
     def reset(self) -> None:
-        self._length = 0
+        self.length = 0
 
 
 class _Passing:
-    """Brings the caches in ``storage`` to ``places`` in turn, always in the same order.
+    """Brings the caches in ``storage``, ranges and their views, to ``places`` in turn, always in the same order.
 
-    On CUDA everything is queued: copies up on the stream of all loads, copies down on that of all stores, ordered by
-    events. A place is free when what was queued on the computing stream until the next layer asks for its own has run,
-    and its new positions are written back.
+    On CUDA everything is queued: a copy up starts after what the computing stream and the stream of all copies down
+    have to do, so the place that it takes is not read any more, and its new positions are written back.
     """
 
-    def __init__(self, stack: VGPUStack, level: int, places: list[Tensor], storage: list[Tensor]) -> None:
-        self._stack, self._level, self._places, self._storage = stack, level, places, storage
+    def __init__(self, stack: VGPUStack, places: list[Tensor], storage: list[tuple[Reservation, Tensor]]) -> None:
+        self._stack, self._places, self._storage = stack, places, storage
         self.lengths: list[Callable[[], int]] = []  # of what the layers have seen
         self._held: dict[int, int] = {}  # layer: the place where its cache is or will be; the latest used last
-        self._arrived: dict[int, Any] = {}
-        self._left: dict[int, Any] = {}  # place: when its new positions are written back
-        self._stored: dict[int, Any] = {}  # the same by layer
+        self._loads: dict[int, Transfer] = {}  # by place
         self._device = stack.level0_device
         self._cuda = self._device.type == "cuda"
 
@@ -159,8 +137,7 @@ class _Passing:
         """The place with the cache of layer ``order``; the next one's sets out."""
         self._bring(order)
         place = self._held[order]
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived[place])
+        self._loads[place].wait_on(torch.cuda.current_stream(self._device) if self._cuda else None)
         if len(self._places) > 1:
             self._bring((order + 1) % len(self._storage))
         return self._places[place]
@@ -175,26 +152,18 @@ class _Passing:
         self._held[order] = place
 
     def _load(self, order: int, place: int) -> None:
-        length = self.lengths[order]()
-        source, target = self._storage[order][:length], self._places[place][:length]
-        self._stack.count_link(self._level, 0, source.nbytes, None if self._cuda else 0.0)
+        if self._cuda:
+            streams = copy_streams(self._device)
+            streams.h2d.wait_stream(streams.d2h)
+        self._loads[place] = self._stack.read(self._storage[order][0], self._places[place][: self.lengths[order]()])
         if not self._cuda:
-            target.copy_(source)
-            return
-        stream = copy_streams(self._device).h2d
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # the last user of the place
-        for stored in (self._left.get(place), self._stored.get(order)):
-            if stored is not None:
-                stream.wait_event(stored)
-        with torch.cuda.stream(stream):
-            if length:
-                target.copy_(source, non_blocking=True)
-            self._arrived[place] = stream.record_event()
+            self._loads[place].wait()
 
     def append(self, order: int, held_TPBKH: Tensor, begin: int, end: int) -> None:
         """Write new positions back."""
-        source, target = held_TPBKH[begin:end], self._storage[order][begin:end]
-        self._stack.count_link(0, self._level, source.nbytes, None if self._cuda else 0.0)
+        reservation, stored_TPBKH = self._storage[order]
+        source, target = held_TPBKH[begin:end], stored_TPBKH[begin:end]
+        self._stack.count_link(0, reservation.level, source.nbytes, None if self._cuda else 0.0)
         if not self._cuda:
             target.copy_(source)
             return
@@ -202,4 +171,3 @@ class _Passing:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            self._stored[order] = self._left[self._held[order]] = stream.record_event()

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.nn.decoder.block import KVCache, SteadyCache
+from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import cache_shape, level0_budget, token_bytes, workspace_bytes
+from vblackwell.offload.layout.groups import Group
 
 if TYPE_CHECKING:
     from vblackwell.generate.stacked_cache import StackedCache
@@ -114,39 +117,89 @@ def capturing(index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(index)
 
 
-class DecodeGraph:
-    """A captured step of ``model`` (see `may_capture`) after what ``cache`` holds; what follows goes through `step`
-    alone."""
+@dataclass(eq=False)
+class Stretch:
+    """What runs in one launch: functions from the last one's output to the next; groups that must have arrived."""
 
-    @torch.no_grad()
-    def __init__(self, model: Decoder, cache: KVCache, rows: int) -> None:
-        device = cache.tensors(0)[0].device
+    calls: list[Callable[[Any], Any]] = field(default_factory=list)
+    passing: list[Group] = field(default_factory=list)
+    graph: Any = None
+
+
+class CapturedStep:
+    """A step of a decoder of ``config`` after what ``cache`` holds, of B ``rows``, in stretches that are captured in
+    CUDA graphs once; what follows goes through `step` alone. Without a GPU the stretches run as they are."""
+
+    def __init__(self, config: DecoderConfig, cache: KVCache, rows: int) -> None:
+        self._device = cache.tensors(0)[0].device
         self._left, self._max_length = cache.max_length - cache.length, cache.max_length
-        self._steady = SteadyCache(cache, model.config)
-        self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=device)
-        self._graph = torch.cuda.CUDAGraph()
-        side = capturing(torch.cuda.current_device() if device.index is None else device.index)
+        self._steady = SteadyCache(cache, config)
+        self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
+        self._value: Any = self._ids_B1
+        self._stretches: list[Stretch] = []
+
+    def _run(self, stretch: Stretch) -> None:
+        for call in stretch.calls:
+            self._value = call(self._value)
+
+    def _capture(self, *, empty_cache: bool = False) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        side = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
         with ONE_CAPTURES:
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):  # kernels are compiled and chosen before; what this stores is overwritten
-                model.next_logits(self._ids_B1, self._steady)
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):  # kernels are compiled and chosen; what this stores is overwritten
+                for stretch in self._stretches:
+                    self._run(stretch)
                 self._steady.restart()
-            torch.cuda.current_stream(device).wait_stream(side)
-            # Of this thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would
-            # end a capture of all.
-            with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-                self._logits_BV = model.next_logits(self._ids_B1, self._steady)
+                self._value = self._ids_B1
+                side.synchronize()
+                if empty_cache:
+                    torch.cuda.empty_cache()
+                for stretch in self._stretches:
+                    # Not `torch.cuda.graph`, which waits for the device and empties torch's cache each time. Of this
+                    # thread alone: a stack's copies, or another request, may ask CUDA for memory meanwhile, which would
+                    # end a capture of all.
+                    stretch.graph = torch.cuda.CUDAGraph()
+                    stretch.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        self._run(stretch)
+                    finally:
+                        stretch.graph.capture_end()
+            torch.cuda.current_stream(self._device).wait_stream(side)
 
     @torch.no_grad()
     def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) after one more token a row, overwritten by the next call; raises ConfigurationError where the
-        cache is full."""
+        """Logits (B, V) after one more token a row, on CUDA overwritten by the next call; raises ConfigurationError
+        where the cache is full."""
         if not self._left:
-            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: make a longer KVCache")
+            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: ask for fewer tokens")
         self._left -= 1
         self._ids_B1.copy_(input_ids_B1)
-        self._graph.replay()
-        return self._logits_BV
+        if not self._ids_B1.is_cuda:
+            self._value = self._ids_B1
+        for stretch in self._stretches:
+            self._before(stretch)
+            if stretch.graph is None:
+                self._run(stretch)
+            else:
+                stretch.graph.replay()
+            self._after(stretch)
+        return self._value
+
+    def _before(self, stretch: Stretch) -> None: ...
+
+    def _after(self, stretch: Stretch) -> None: ...
+
+
+class DecodeGraph(CapturedStep):
+    """The step of a resident ``model`` (see `may_capture`), in one graph."""
+
+    @torch.no_grad()
+    def __init__(self, model: Decoder, cache: KVCache, rows: int) -> None:
+        super().__init__(model.config, cache, rows)
+        steady = self._steady  # no circle: the graph goes with the text
+        self._stretches = [Stretch([lambda ids_B1: model.next_logits(ids_B1, steady)])]
+        self._capture(empty_cache=True)
 
 
 def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, cache: Any = None) -> Tensor:

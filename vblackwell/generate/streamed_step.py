@@ -13,19 +13,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, VBError
+from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.generate.stacked_cache import StackedCache
-from vblackwell.generate.steps import MIN_STEPS, ONE_CAPTURES, capturing
+from vblackwell.generate.steps import MIN_STEPS, CapturedStep, Stretch
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
-from vblackwell.nn.decoder.block import SteadyCache
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.stored_fp4 import stored_part
@@ -75,16 +73,7 @@ def streamed_step(model: nn.Module, cache: Any, rows: int, steps: int) -> Callab
         return None
 
 
-@dataclass(eq=False)
-class _Stretch:
-    """What runs in one launch: functions from the last one's output to the next; groups that must have arrived."""
-
-    calls: list[Callable[[Any], Any]] = field(default_factory=list)
-    passing: list[Group] = field(default_factory=list)
-    graph: Any = None
-
-
-class StreamedStep:
+class StreamedStep(CapturedStep):
     """Steps of B ``rows`` after what ``cache`` holds; see `reasons_against`. Raises InsufficientMemory or
     OutOfMemoryError where the places or graphs do not fit; nothing is kept."""
 
@@ -92,28 +81,24 @@ class StreamedStep:
     def __init__(self, model: Any, cache: StackedCache, rows: int) -> None:
         engine = offload_of(model)
         assert isinstance(engine, Offload) and engine.weights.frozen
-        self._engine, self._device, self._cuda = engine, engine.device, engine.device.type == "cuda"
-        self._taken, self._busy, self._next = list[Reservation](), set[int](), 0
-        self._under_way: deque[tuple[Group, Transfer]] = deque()
-        self._stretches: list[_Stretch] = []
-        self._held = engine.weights.hold()
+        config = DecoderConfig.from_hf(model.config.to_dict())
+        sizes = {"length": cache.get_seq_length(), "max_length": cache.shape.positions}
+        filled: Any = SimpleNamespace(**sizes, tensors=cache.tensors)
+        super().__init__(config, filled, rows)
+        self._engine, self._cuda = engine, engine.device.type == "cuda"
+        self._taken, self._next = list[Reservation](), 0
+        self._loaded: deque[tuple[Group, Transfer]] = deque()  # from a load's begin until what reads it is queued
+        self._held = held = engine.weights.hold()
         try:
-            config, held = DecoderConfig.from_hf(model.config.to_dict()), self._held
             self._cycle = _in_order([group for group in engine.groups if group not in held])
             self._slot_of = _places(self._cycle)
             largest = max((group.num_bytes for group in self._cycle), default=0)
             for number in range(min(WEIGHT_PLACES, len(self._cycle))):
                 self._taken.append(engine.storage.take(f"place {number}", largest, 0))
-            self._places = [reservation.view() for reservation in self._taken]
+            self._places = [reservation.bytes for reservation in self._taken]
             twin = Decoder(config, device="meta")
             for group in engine.groups:
                 _fill(twin, model, group, engine.weights.buffer(group) if group in held else self._place_of(group))
-            length, self._max_length = cache.get_seq_length(), cache.shape.positions
-            self._left = self._max_length - length
-            filled: Any = SimpleNamespace(length=length, max_length=self._max_length, tensors=cache.tensors)
-            self._steady = SteadyCache(filled, config)
-            self._ids_B1 = torch.zeros((rows, 1), dtype=torch.int64, device=self._device)
-            self._value: Any = self._ids_B1
             self._stretches = self._cut(twin)
             self._bring()
             if self._cuda:
@@ -125,7 +110,7 @@ class StreamedStep:
             raise
         cache.at_close.callback(self._close)
 
-    def _cut(self, twin: Decoder) -> list[_Stretch]:
+    def _cut(self, twin: Decoder) -> list[Stretch]:
         """The model's stages, in one stretch as far as nothing passes."""
         trunk, steady = twin.model, self._steady
         stages: list[tuple[str, Callable[[Any], Any]]] = [
@@ -135,86 +120,48 @@ class StreamedStep:
         for number, layer in enumerate(layers):
             stages.append((f"{LAYER}{number}", lambda pair, layer=layer: layer.step(*pair, steady)))
         stages.append(("model.norm lm_head", lambda pair: twin.last_logits(pair[0], pair[1], steady)))
-        cut = [_Stretch()]
+        cut = [Stretch()]
         for names, call in stages:
             passing = [group for group in self._cycle if _owner(group) in names.split()]
             if (passing or cut[-1].passing) and cut[-1].calls:
-                cut.append(_Stretch())
+                cut.append(Stretch())
             cut[-1].calls.append(call)
             cut[-1].passing += passing
         return cut
 
-    def _run(self, stretch: _Stretch) -> None:
-        for call in stretch.calls:
-            self._value = call(self._value)
-
-    def _capture(self) -> None:
-        pool = torch.cuda.graph_pool_handle()
-        side = capturing(torch.cuda.current_device() if self._device.index is None else self._device.index)
-        with ONE_CAPTURES:
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):  # kernels are compiled and chosen; what this stores is overwritten
-                for stretch in self._stretches:
-                    self._run(stretch)
-                self._steady.restart()
-                side.synchronize()
-                self._value = self._ids_B1
-                for stretch in self._stretches:
-                    # Not `torch.cuda.graph`, which waits for the device and empties torch's cache each time.
-                    stretch.graph = torch.cuda.CUDAGraph()
-                    stretch.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    try:
-                        self._run(stretch)
-                    finally:
-                        stretch.graph.capture_end()
-            torch.cuda.current_stream(self._device).wait_stream(side)
-
-    @torch.no_grad()
-    def step(self, input_ids_B1: Tensor) -> Tensor:
-        """Logits (B, V) after one more token a row, on CUDA overwritten by the next call; raises ConfigurationError
-        where the cache is full."""
-        if not self._left:
-            raise ConfigurationError(f"the cache's {self._max_length} positions are taken: ask for fewer tokens")
-        self._left -= 1
-        self._ids_B1.copy_(input_ids_B1)
+    def _before(self, stretch: Stretch) -> None:
+        """Let the computing stream, or without one the host, wait for the stretch's groups."""
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
-        if not self._cuda:
-            self._value = self._ids_B1
-        for stretch in self._stretches:
-            for group in stretch.passing:
-                arrived, transfer = self._under_way[0]
-                assert arrived is group, "groups are loaded in the order of use"
-                transfer.wait_on(stream)
-                self._under_way.popleft()  # not before: who interrupts the wait closes, which waits for all
-                transfer.let_go()  # the places are ours, and are loaded again after what reads them
-            if stretch.graph is None:
-                self._run(stretch)
-            else:
-                stretch.graph.replay()
-            self._busy -= {self._slot_of[group.index] for group in stretch.passing}
-            self._bring()
-        return self._value
+        for number, group in enumerate(stretch.passing):
+            loaded, transfer = self._loaded[number]
+            assert loaded is group, "groups are loaded in the order of use"
+            transfer.wait_on(stream)
+            transfer.let_go()  # the places are ours, and are loaded again after what reads them
+
+    def _after(self, stretch: Stretch) -> None:
+        for _ in stretch.passing:
+            self._loaded.popleft()
+        self._bring()
 
     def _place_of(self, group: Group) -> Tensor:
-        place = self._places[self._slot_of[group.index]]
-        assert place is not None, "level 0 is addressable"
-        return place[: group.num_bytes]
+        return self._places[self._slot_of[group.index]][: group.num_bytes]
 
     def _bring(self) -> None:
         """Begin the copies whose places are no longer read."""
-        while self._cycle and self._slot_of[self._cycle[self._next].index] not in self._busy:
+        while self._cycle:
             group = self._cycle[self._next]
+            if any(self._slot_of[group.index] == self._slot_of[other.index] for other, _ in self._loaded):
+                return
             storage = self._engine.storage.range(group, "weight")
-            self._under_way.append((group, self._engine.stack.read(storage, self._place_of(group))))
-            self._busy.add(self._slot_of[group.index])
+            self._loaded.append((group, self._engine.stack.read(storage, self._place_of(group))))
             self._next = (self._next + 1) % len(self._cycle)
 
     def _close(self) -> None:
         """Give back what was held and taken, when the device has nothing to do for it any more."""
         try:
-            while self._under_way:
+            while self._loaded:
                 with suppress(VBError, OSError):  # who needed it was told
-                    self._under_way.popleft()[1].wait()
+                    self._loaded.popleft()[1].wait()
         finally:
             self._stretches.clear()
             self._engine.weights.let_go(self._held)

@@ -1,1 +1,1 @@
-"""Commands next to training and writing: doctor, bench, quantize, calibrate, compare."""
+"""Commands in addition to training and writing: doctor, bench, quantize, what fits; and `compare`."""

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError, nearest
-from vblackwell.folders.checked import check_weights
-from vblackwell.folders.folder import find_folder, is_hub_id, read_config
+from vblackwell.folders.folder import is_hub_id, read_config
 from vblackwell.generate.generate import position_limit, stepper
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.machine.device import has_bf16
@@ -41,7 +40,7 @@ from vblackwell.offload.api import bytes_when_resident, enable_vgpu_stack_optimi
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.planner.model_spec import check_batch
 from vblackwell.tools.compare import difference
-from vblackwell.tools.cost import Measured, measure, time_of
+from vblackwell.tools.cost import Measured, measure, synchronize, time_of
 from vblackwell.units import MiB, columns, format_bytes
 
 LADDER = ("fp32", "bf16", "fp4", "flash", "checkpointing")  # each with what those before it have
@@ -138,10 +137,9 @@ def _open(text: str, vocab_size: int, seq_length: int | None, seed: int) -> Any:
             f"model {text!r} is unknown{nearest(text, PRESETS)}; give one of {', '.join(PRESETS)}, a Hugging Face "
             "folder or hub id, or a run folder of vb train"
         )
-    folder, _ = resolve_model(find_folder(text))
+    folder, _ = resolve_model(text)
     if read_config(folder).get("quantization_config"):
         raise ConfigurationError(f"{folder} is packed already: give the folder that it was made from")
-    check_weights(folder)
     return load_model(folder, "cpu", torch.float32)
 
 
@@ -195,19 +193,18 @@ def climb(case: Case, rungs: Sequence[str], phases: Sequence[str]) -> Iterator[d
         flags = " ".join(_FLAGS[: LADDER.index(rung)])
         row = {"name": rung, "flags": flags, "attention": "", "training": None, "inference": None, "refused": refused}
         for phase, measured in (("inference", _infer), ("training", _train)):
-            if phase in phases and not (
-                phase == "inference" and rung == "checkpointing"
-            ):  # which changes nothing there
-                print(f"{number}/{len(rungs)} {rung}: {phase}", file=sys.stderr, flush=True)
-                try:
-                    row |= measured(case, rung, first)
-                except VBError as error:
-                    refused[phase] = str(error)
-                except torch.OutOfMemoryError:
-                    refused[phase] = "out of memory"
-                gc.collect()
-                if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()
+            if phase not in phases or (phase, rung) == ("inference", "checkpointing"):  # which changes nothing there
+                continue
+            print(f"{number}/{len(rungs)} {rung}: {phase}", file=sys.stderr, flush=True)
+            try:
+                row |= measured(case, rung, first)
+            except VBError as error:
+                refused[phase] = str(error)
+            except torch.OutOfMemoryError:
+                refused[phase] = "out of memory"
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         yield row
 
 
@@ -215,27 +212,21 @@ def _has(rung: str, what: str) -> bool:
     return LADDER.index(rung) >= LADDER.index(what)
 
 
-def _dtype(rung: str) -> torch.dtype:
-    """Of compute weights."""
-    return torch.bfloat16 if _has(rung, "bf16") else torch.float32
-
-
-def _attend(case: Case, rung: str, model: nn.Module) -> str:
-    """Chooses the attention that the rung asks for; its name."""
-    length = case.tokens_NBS.shape[2] - 1
-    request = training.training_request(training.attention_heads(model), length, _dtype(rung), case.device)
-    if _has(rung, "bf16") and not has_bf16(case.device):
+def _attend(case: Case, rung: str, model: Any) -> tuple[torch.dtype, str]:
+    """Chooses the attention that the rung asks for: the type of compute weights, and its name."""
+    length, dtype = case.tokens_NBS.shape[2] - 1, torch.bfloat16 if _has(rung, "bf16") else torch.float32
+    request = training.training_request(training.attention_heads(model), length, dtype, case.device)
+    if dtype == torch.bfloat16 and not has_bf16(case.device):
         raise Unsupported(f"{torch.cuda.get_device_name(case.device)} does not compute in bf16")
-    made: Any = model
     if not _has(rung, "flash"):
-        kind = "sdpa" if isinstance(model, Decoder) else str(made.config._attn_implementation)
-        return training.chosen_backend(request) if kind == "sdpa" else kind
+        kind = "sdpa" if isinstance(model, Decoder) else str(model.config._attn_implementation)
+        return dtype, training.chosen_backend(request) if kind == "sdpa" else kind
     name = training.fused_backend(request)
     if isinstance(model, Decoder):
         model.use_attention(name)
-        return name
+        return dtype, name
     use_dispatcher(model)  # decoding may want another one
-    return f"auto: {name}"
+    return dtype, f"auto: {name}"
 
 
 def _values(found: Measured, resting_bytes: int) -> dict[str, Any]:
@@ -248,15 +239,15 @@ def _values(found: Measured, resting_bytes: int) -> dict[str, Any]:
 @torch.no_grad()
 def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     device, before = case.device, case.allocated_bytes()
-    model: Any = copy.deepcopy(case.model).to(dtype=_dtype(rung))
-    attention = _attend(case, rung, model)
+    model: Any = copy.deepcopy(case.model)
+    dtype, attention = _attend(case, rung, model)
+    model.to(dtype=dtype)
     if _has(rung, "fp4"):
         replace_linears(model, select_linears(model), FusedFP4Linear.from_linear)
     model.to(device).eval()
     for module in model.modules():
-        quantize: Any = getattr(module, "quantize", None)
-        if _has(rung, "fp4") and quantize is not None:
-            quantize()
+        if isinstance(module, FusedFP4Linear):
+            module.quantize()
     tokens_BS = case.tokens_NBS[0, :, :-1].to(device)
     ours = isinstance(model, Decoder)
     logits_BSV = model(tokens_BS[:1]) if ours else model(input_ids=tokens_BS[:1], use_cache=False).logits
@@ -276,9 +267,8 @@ def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     values |= {"weight_bytes": found.weight_bytes, "output_change": None}
     if "logits" in first:
         apart = difference(first["logits"], logits_SV)
-        sqnr_db = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
-        change = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative, "sqnr_db": sqnr_db}
-        values["output_change"] = change
+        values["output_change"] = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative}
+        values["output_change"]["sqnr_db"] = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
     first.setdefault("logits", logits_SV)
     return {"attention": attention, "inference": values}
 
@@ -287,18 +277,20 @@ def _train(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as cleanup:
         device, before = case.device, case.allocated_bytes()
         model = copy.deepcopy(case.model).train()
-        attention = _attend(case, rung, model)
+        dtype, attention = _attend(case, rung, model)
         if rung == "checkpointing":
             training.checkpoint_layers(model)
         if _has(rung, "fp4"):
             straight_through = functools.partial(FusedFP4Linear.from_linear, use_fp4=True)
             replace_linears(model, select_linears(model), straight_through)
-        dtype = _dtype(rung) if _has(rung, "bf16") else None
-        needed = bytes_when_resident(model, dtype)
+        compute_dtype = dtype if _has(rung, "bf16") else None
+        needed = bytes_when_resident(model, compute_dtype)
         capacity = needed + needed // 4 + 16 * MiB
         stack = VGPUStack([LevelConfig("cuda:0" if device.type == "cuda" else "arena", capacity)])
         cleanup.callback(stack.close)
-        enable_vgpu_stack_optimization(model, stack, placement="resident", compute_dtype=dtype, accelerate=False)
+        enable_vgpu_stack_optimization(
+            model, stack, placement="resident", compute_dtype=compute_dtype, accelerate=False
+        )
         engine = offload_of(model)
         assert engine is not None
         cleanup.callback(engine.close)
@@ -317,8 +309,7 @@ def _train(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
 
         for _ in range(WARM_UP):
             step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         resting = case.allocated_bytes() - before
         found = measure(step, device, max(1, len(tokens_NBS) - WARM_UP), warmup=0)
         if device.type != "cuda":

@@ -21,19 +21,18 @@ from torch.profiler import ProfilerActivity, profile
 
 WAITING = "waiting for the host"
 _OTHER = "elementwise and reductions"
+_PRODUCTS = r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk"
+_PRODUCTS += r"|::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn\w*linear\w*)$"
 # The first that matches names the kind: names of operators (CPU) and of kernels (CUDA), ours and others', in small
 # letters.
-_KINDS = tuple(
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        ("FP4 layers", r"fp4|w4a8"),
-        ("attention", r"attention|flash|fmha|sdpa|attend|query_gradient|key_gradient"),
-        ("optimizer", r"adam"),
-        ("matrix products", r"gemm|gemv|cutlass|nvjet|xmma|cublas|splitk|::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn\w*linear\w*)$"),
-        ("autograd", r"^autograd::|backward\d+$"),  # walking the graph; what its nodes call counts as itself
-        ("copies", r"memcpy|memset|::(copy_|_to_copy|to|clone|contiguous)$"),
-    )
-)  # fmt: skip
+_KINDS = {
+    "FP4 layers": r"fp4|w4a8",
+    "attention": r"attention|flash|fmha|sdpa|attend|query_gradient|key_gradient",
+    "optimizer": r"adam",
+    "matrix products": _PRODUCTS,
+    "autograd": r"^autograd::|backward\d+$",  # walking the graph; what its nodes call counts as itself
+    "copies": r"memcpy|memset|::(copy_|_to_copy|to|clone|contiguous)$",
+}
 _LONGEST_NAME = 60
 _MEMORY = "[memory]"  # what torch calls an allocation among its events
 
@@ -78,35 +77,36 @@ def measure(
     """Calls ``run`` ``warmup + repeats + 1`` times; the last call is the profiled one."""
     for _ in range(warmup):
         run()
-    _settle(device)
-    on_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    synchronize(device)
+    on_cuda, before = device.type == "cuda", 0
     if on_cuda:
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     milliseconds = time_of(run, device, repeats, warmup=0)
-    peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else 0
+    peak_on_cuda = torch.cuda.max_memory_allocated(device) - before if on_cuda else 0
     spent, peak_on_cpu = _profiled(run, device)
     if on_cuda:
         spent[WAITING] = max(0.0, milliseconds - sum(spent.values()))
     held = 0 if holder is None else weight_bytes(holder)
-    return Measured(milliseconds, peak if on_cuda else peak_on_cpu, bottleneck_of(spent), held)
+    return Measured(milliseconds, peak_on_cuda if on_cuda else peak_on_cpu, bottleneck_of(spent), held)
 
 
 def time_of(run: Callable[[], Any], device: torch.device, repeats: int = 5, warmup: int = 1) -> float:
     """Median milliseconds of ``repeats`` calls after ``warmup`` others."""
     for _ in range(warmup):
         run()
-    _settle(device)
+    synchronize(device)
     found = []
     for _ in range(repeats):
         began = time.perf_counter()
         run()
-        _settle(device)
+        synchronize(device)
         found.append((time.perf_counter() - began) * 1e3)
     return statistics.median(found)
 
 
-def _settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for what was queued on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -120,7 +120,7 @@ def _profiled(run: Callable[[], Any], device: torch.device) -> tuple[dict[str, f
         # acc_events: torch 2.10 to 2.12 warn that cycles after the first would be lost (pytorch/pytorch#180387)
         with profile(activities=activities, profile_memory=not on_cuda, acc_events=True) as profiler:
             run()
-            _settle(device)
+            synchronize(device)
     finally:
         if collects:
             gc.enable()
@@ -177,7 +177,7 @@ def kind_of(name: str) -> str:
     """The kind of work that a kernel or operator of this name does."""
     if name == WAITING:
         return WAITING
-    return next((kind for kind, pattern in _KINDS if pattern.search(name.lower())), _OTHER)
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name.lower())), _OTHER)
 
 
 def bottleneck_of(spent: dict[str, float]) -> Bottleneck:

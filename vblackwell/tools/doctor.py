@@ -47,11 +47,9 @@ def doctor(as_json: bool, disk_path: str) -> int:
     keep_disk(disk_path, rates["disk_gbps"])  # plans go by it, and by the GPU's
     if "gpu" in rates:
         keep_rates(torch.cuda.get_device_name(0), as_rates(rates["gpu"], rates["disk_gbps"]))
+    software = {"python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
     found = {
-        "software": {
-            "python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda,
-            "system": platform.platform(), "wsl": facts.is_wsl(),
-        },
+        "software": software | {"system": platform.platform(), "wsl": facts.is_wsl()},
         "cpu": {"cores": len(os.sched_getaffinity(0)), "torch_threads": torch.get_num_threads()},
         "memory": asdict(memory),
         "disk": {"path": str(disk.path.resolve()), "free_bytes": disk.free_bytes, "file_system": disk.file_system},
@@ -59,7 +57,7 @@ def doctor(as_json: bool, disk_path: str) -> int:
         "gpu_refused": reason,
         "rates": rates,
         "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl()),
-    }  # fmt: skip
+    }
     print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
     return 0
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders import compressed_tensors
-from vblackwell.folders.checked import LIMITS, check_weights
+from vblackwell.folders.checked import LIMITS
 from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
-from vblackwell.folders.weights import FolderWeights
-from vblackwell.generate.load import load_model
-from vblackwell.generate.quantized import build_resident, stays_fp32
+from vblackwell.folders.weights import FolderWeights, stays_fp32
+from vblackwell.generate.load import load_model, model_on_meta
+from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
 from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
 from vblackwell.numerics.formats import Format, check_search, format_named
@@ -41,19 +41,25 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json
 _ASSIGNED = "the assignment keeps it as it is"
 _FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
 _COPY_BYTES = 16 << 20
+_SEQUENCES, _SEQ_LENGTH = 16, 256  # of a calibration: its windows
 _BATCH = 4  # windows of a calibration in one forward
 _WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear of shape (N, K) that was packed, its signal over noise, and the bytes of its weight on disk."""
+    """A linear of shape (N, K) that was packed, energies of noise and signal, and the bytes of its weight on disk."""
 
     name: str
     shape: tuple[int, int]
-    sqnr_db: float
+    noise: float
+    signal: float
     bytes_before: int
     bytes_after: int
+
+    @property
+    def sqnr_db(self) -> float:
+        return decibels(self.noise, self.signal)
 
 
 @dataclass
@@ -69,13 +75,11 @@ class QuantizeReport:
     dtype_before: torch.dtype
     dtype: torch.dtype
     layers: list[PackedLayer] = field(default_factory=list)
-    noise: float = 0.0
-    signal: float = 0.0
 
     @property
     def sqnr_db(self) -> float:
         """Of all packed weights."""
-        return decibels(self.noise, self.signal)
+        return decibels(sum(layer.noise for layer in self.layers), sum(layer.signal for layer in self.layers))
 
     @property
     def bytes_after(self) -> int:
@@ -113,13 +117,14 @@ def quantize_folder(
     if config.get("quantization_config"):
         raise Unsupported(f"{source} is quantised already: give the folder with the original weights")
     _check_target(source, target)
-    check_weights(source)
     if assignment is not None and form.name != "nvfp4":
         raise ConfigurationError(f"an assignment packs to nvfp4, not {form.name}: drop --format, or the assignment")
-    module, resolved = build_resident(source), target.resolve()
+    module, resolved = model_on_meta(source), target.resolve()
     with FolderWeights(module, source) as weights:
-        report = _planned(config, module, weights, form, pattern, keep, assignment)
-        packer = _Packer(report, weights, form, scale_search, torch.device(device), on_layer)
+        why = find_linears(module, pattern, keep)
+        select_linears(module, pattern, keep, why)  # raises where there is none
+        report = _planned(module, weights, form, why, assignment)
+        packer = _Packer(report, weights, form, scale_search, device, on_layer)
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
             written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
@@ -165,7 +170,7 @@ def quantize_command(
         shape = "x".join(map(str, layer.shape))
         print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
 
-    kept = HEAD if keep is None else f"(?:{HEAD})|(?:{keep})"
+    how: dict[str, Any] = {"pattern": pattern, "keep": Packing(keep=keep).kept, "device": device}
     chosen = None if assignment is None else Assignment.load(assignment)
     if budget is not None or max_bits is not None:
         if chosen is not None:
@@ -176,7 +181,7 @@ def quantize_command(
             )
         _check_target(Path(model), Path(out))  # as packing will
         text = None if calibration is None else Path(calibration)
-        chosen = calibrate(Path(model), text, budget, max_bits, pattern=pattern, keep=kept, device=device)
+        chosen = calibrate(Path(model), text, budget, max_bits=max_bits, **how)
         rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
         coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
         if not coarse and not both:
@@ -192,9 +197,8 @@ def quantize_command(
     elif calibration is not None:
         raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
-        model, out, format, scale_search, block_size=block_size, pattern=pattern, device=device, on_layer=say,
-        keep=kept, assignment=chosen,
-    )  # fmt: skip
+        model, out, format, scale_search, block_size=block_size, assignment=chosen, on_layer=say, **how
+    )
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
     experts = [spec.size_bytes for name, spec in load_specs(Path(model)).items() if ".experts." in name]
@@ -214,13 +218,12 @@ def quantize_command(
 
 
 def calibrate(
-    folder: Path, data: Path | None, budget: float | None, max_bits: float | None = None, *, sequences: int = 16,
-    seq_length: int = 256, pattern: str = "all", keep: str = HEAD, device: torch.device | str = "cpu",
-) -> Assignment:  # fmt: skip
-    """The cheapest assignment of precisions within ``budget``, a relative rise of the loss (None: 0.004), or the best
-    of at most ``max_bits``: windows of the text ``data`` (None: the Python standard library's sources) go through the
-    whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer, too little
-    text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
+    folder: Path, data: Path | None, budget: float | None, device: torch.device | str = "cpu", **options: Any
+) -> Assignment:
+    """The cheapest assignment of precisions within ``budget``, a relative rise of the loss (None: 0.004), or as the
+    ``options`` of `assign_precision` say: windows of the text ``data`` (None: the Python standard library's sources) go
+    through the whole model twice for each linear, in nvfp4 and in two parts. Raises ConfigurationError: no tokenizer,
+    too little text, or as `assign_precision`; FolderMismatch, CorruptData, Unsupported: the folder cannot be opened.
     """
     import numpy as np
 
@@ -229,29 +232,26 @@ def calibrate(
     if not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{folder} has no tokenizer.json: calibration needs the model's own tokenizer")
     config = read_config(folder)
-    limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), seq_length)
-    corpus, length = prepare_data(data, folder), min(seq_length, limit)
+    limit = next((config[name] for name in LIMITS if isinstance(config.get(name), int)), _SEQ_LENGTH)
+    corpus, length = prepare_data(data, folder), min(_SEQ_LENGTH, limit)
     if len(corpus.tokens) < 2 * (length + 1):
         raise ConfigurationError(
             f"{corpus.name} has {len(corpus.tokens)} tokens: calibration needs at least {2 * (length + 1)}; give more "
             "text"
         )
     windows = PackedDataset(corpus, length)
-    count = min(sequences, len(windows))
-    model = load_model(folder, device).eval()
+    count = min(_SEQUENCES, len(windows))
+    model = load_model(folder, device)
     drawn = [windows.batch(np.arange(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
-    allowed = DEFAULT_BUDGET if budget is None else budget
-    return assign_precision(model, batches, allowed, max_bits=max_bits, pattern=pattern, keep=keep)
+    return assign_precision(model, batches, DEFAULT_BUDGET if budget is None else budget, **options)
 
 
 def _planned(
-    config: dict[str, Any], module: nn.Module, weights: FolderWeights, form: Format, pattern: str, keep: str,
-    assignment: Assignment | None,
-) -> QuantizeReport:  # fmt: skip
-    select_linears(module, pattern, keep)  # raises where there is none
-    why = find_linears(module, pattern, keep)
-    held = set(weights.names)
+    module: nn.Module, weights: FolderWeights, form: Format, why: dict[str, str | None], assignment: Assignment | None
+) -> QuantizeReport:
+    """What becomes of the linears ``why`` (`find_linears`), and of everything else."""
+    before, held = stored_dtype(weights.folder), set(weights.names)
     shapes = {name: weights.shape_of(f"{name}.weight") for name in why if f"{name}.weight" in held}
     two_parts = set[str]()
     if assignment is not None:
@@ -260,7 +260,7 @@ def _planned(
         why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
         two_parts = set(assignment.names("two-part"))
     if form.name in compressed_tensors.KINDS:  # transformers opens such folders
-        _refuse_what_transformers_cannot_run(module, form, stored_dtype(config))
+        _refuse_what_transformers_cannot_run(module, form, before)
         chosen = [name for name, reason in why.items() if reason is None]
         reason = "transformers reads its weight when it opens a packed folder"
         why |= dict.fromkeys(needed_to_initialize(module, chosen), reason)
@@ -276,8 +276,6 @@ def _planned(
     if not packed:
         first = next(f"{name} ({reason})" for name, reason in kept.items())
         raise ConfigurationError(f"no linear of the model can be packed as {form.name}: {first}, ...")
-    stated = config.get("dtype") or config.get("torch_dtype")
-    before = stored_dtype(config) if stated else weights.dtype_of(f"{next(iter(packed))}.weight")
     dtype = compressed_tensors.runs_in(form, before)
     specs, sources, size = list[TensorSpec](), dict[str, str](), 0
     for name in weights.names:
@@ -287,7 +285,7 @@ def _planned(
             entries = compressed_tensors.entry_specs(form, *packed[owner], fine=owner in two_parts)
             specs += [replace(entry, name=f"{owner}.{entry.name}") for entry in entries.values()]
             continue
-        if own.is_floating_point and dtype != before and not stays_fp32(module, name):
+        if own.is_floating_point and dtype != before and not stays_fp32(module, name, dtype):
             own = dtype
         specs.append(TensorSpec(weights.name_in_files(name), shape, own))
         sources[specs[-1].name] = name
@@ -301,7 +299,7 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    kind, half = type(model).__name__, compressed_tensors.runs_in(form, dtype) != torch.float32
+    kind, dtype = type(model).__name__, compressed_tensors.runs_in(form, dtype)
     reasons = [
         f"it wants packed names of {entry.source_patterns[0]}, which it cuts up"
         for entry in get_model_conversion_mapping(model)
@@ -313,11 +311,9 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
     ]
     if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
         reasons.append("it makes modules of the experts")
-    if half and kind in _FP32_ALONE:
-        reasons.append(
-            f"it runs the model in float32 alone, and {form.name} in {compressed_tensors.runs_in(form, dtype)}"
-        )
-    if half and form.name in ("int4", "int8") and stays_fp32(model, "weight_scale"):
+    if dtype != torch.float32 and kind in _FP32_ALONE:
+        reasons.append(f"it runs the model in float32 alone, and {form.name} in {dtype}")
+    if form.name in ("int4", "int8") and stays_fp32(model, "weight_scale", dtype):
         reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
     if reasons:
         raise Unsupported(
@@ -326,70 +322,64 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
         )
 
 
+@dataclass
 class _Packer:
     """Produces the output's tensors in whatever order they are wanted, packing a linear when its first entry is."""
 
-    def __init__(
-        self, report: QuantizeReport, weights: FolderWeights, form: Format, scale_search: str, device: torch.device,
-        on_layer: Callable[[PackedLayer, int, int], None] | None,
-    ) -> None:  # fmt: skip
-        self._report, self._weights, self._form, self._search = report, weights, form, scale_search
-        self._device, self._on_layer = device, on_layer
-        self._dtypes = {spec.name: spec.dtype for spec in report.specs}
-        self._scales = self._tensor_scales() if form.name == "nvfp4" else {}
+    report: QuantizeReport
+    weights: FolderWeights
+    form: Format
+    scale_search: str
+    device: torch.device | str
+    on_layer: Callable[[PackedLayer, int, int], None] | None
+
+    def __post_init__(self) -> None:
+        self._dtypes = {spec.name: spec.dtype for spec in self.report.specs}  # of what is copied
+        self._scales = self._tensor_scales() if self.form.name == "nvfp4" else {}
         self._waiting = {
             f"{name}.{compressed_tensors.GLOBAL}": scale.reciprocal().reshape(1) for name, scale in self._scales.items()
         }
 
     def tensor(self, name: str) -> Tensor:
-        source = self._report.sources.get(name)
+        source = self.report.sources.get(name)
         if source is not None:
-            return self._read(source, self._dtypes[name])
+            return self.weights.read(source, self._dtypes[name])
         if name not in self._waiting:
             self._pack(name.rpartition(".")[0])
         return self._waiting.pop(name)
 
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(self._weights.shape_of(name), dtype=dtype)
-        self._weights(name, tensor)
-        return tensor
-
     def _weight(self, linear: str) -> Tensor:
         name = f"{linear}.weight"
-        return self._read(name, self._weights.dtype_of(name)).to(self._device)
+        return self.weights.read(name, self.weights.dtype_of(name), self.device)
 
     def _tensor_scales(self) -> dict[str, Tensor]:
         """nvfp4's tensor scale of each linear, one for each set that runtimes fuse."""
         groups: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for number, name in enumerate(self._report.packed):
+        for number, name in enumerate(self.report.packed):
             matches = [(i, match[1] or "") for i, pattern in enumerate(_FUSED) if (match := pattern.match(name))]
             groups[matches[0] if matches else (-1 - number, name)].append(name)
         scales = {}
         for names in groups.values():
-            own = [joint_tensor_scale([self._weight(name)], "nvfp4", self._search, names=[name]) for name in names]
+            own = [joint_tensor_scale([self._weight(name)], "nvfp4", self.scale_search, names=[name]) for name in names]
             scales.update(dict.fromkeys(names, torch.stack(own).amax()))  # the rule is monotone in the largest element
         return scales
 
     def _pack(self, linear: str) -> None:
-        weight, report = self._weight(linear), self._report
-        packed = quantize(
-            weight, self._form.name, self._search, tensor_scale=self._scales.get(linear),
-            block_size=self._form.block_size, workspace_bytes=_WORKSPACE_BYTES, name=f"{linear}.weight",
-        )  # fmt: skip
-        entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
+        weight, report = self._weight(linear), self.report
+        where: dict[str, Any] = {"workspace_bytes": _WORKSPACE_BYTES, "name": f"{linear}.weight"}
+        how = {"tensor_scale": self._scales.get(linear), "block_size": self.form.block_size, **where}
+        packed = quantize(weight, self.form.name, self.scale_search, **how)
         if linear in report.two_parts:
             packed = refine(packed, weight)
-            assert packed.fine is not None
-            entries[f"{linear}.{compressed_tensors.FINE}"] = packed.fine
+        entries = {f"{linear}.{entry}": tensor for entry, tensor in compressed_tensors.to_entries(packed).items()}
         after = sum(tensor.nbytes for tensor in entries.values())
         entries.pop(f"{linear}.{compressed_tensors.GLOBAL}", None)  # written already, from the first pass
         self._waiting.update(entries)
-        noise, signal = noise_and_signal(weight, packed.dequantize(torch.float32))
-        report.noise, report.signal = report.noise + noise, report.signal + signal
-        layer = PackedLayer(linear, report.packed[linear], decibels(noise, signal), weight.nbytes, after)
+        energies = noise_and_signal(weight, packed.dequantize(torch.float32))
+        layer = PackedLayer(linear, report.packed[linear], *energies, weight.nbytes, after)
         report.layers.append(layer)
-        if self._on_layer is not None:
-            self._on_layer(layer, len(report.layers), len(report.packed))
+        if self.on_layer is not None:
+            self.on_layer(layer, len(report.layers), len(report.packed))
 
 
 def _check_target(source: Path, target: Path) -> None:

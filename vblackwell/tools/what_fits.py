@@ -46,12 +46,11 @@ def place_of(gpu: str | None, host_memory: str | None, disk_memory: str | None) 
     disk = free_disk_bytes(default_disk_path()) if disk_memory is None else parse_bytes(disk_memory, "--disk")
     if gpu is not None:
         card = find_gpu(gpu)
-        room = card.total_bytes - context_bytes(card.capability)
-        return card.name, Machine(Bounds(room, host, disk), rates_of(card), capability=card.capability)
+        bounds = Bounds(card.total_bytes - context_bytes(card.capability), host, disk)
+        return card.name, Machine(bounds, rates_of(card), capability=card.capability)
     if not torch.cuda.is_available():
-        return "this machine, without a GPU", Machine(
-            Bounds(int(ram * ARENA_SHARE), host, disk), cpu_rates(), has_gpu=False
-        )
+        bounds = Bounds(int(ram * ARENA_SHARE), host, disk)
+        return "this machine, without a GPU", Machine(bounds, cpu_rates(), has_gpu=False)
     name = torch.cuda.get_device_name(0)
     rates, known = kept_rates(name), known_as(name)
     if rates is None and known is not None:

@@ -18,16 +18,18 @@ from vblackwell.data.corpus import Corpus
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported, nearest
 from vblackwell.folders.checked import check_tokenizer
 from vblackwell.folders.commit import MANIFEST, verify_folder
-from vblackwell.folders.folder import find_folder, read_config, read_tokenizer
-from vblackwell.folders.weights import FolderWeights, build_on_meta
+from vblackwell.folders.folder import find_folder, read_tokenizer
+from vblackwell.folders.weights import FolderWeights
 from vblackwell.generate.adapters import adapt, adapted
 from vblackwell.generate.causal_lm import config_json
+from vblackwell.generate.load import model_on_meta
+from vblackwell.generate.quantized import Packing
 from vblackwell.nn.attention.backends import use_dispatcher, why_not_dispatcher
 from vblackwell.nn.convert import training
 from vblackwell.nn.convert.assignment import BITS, Assignment, apply_assignment
 from vblackwell.nn.convert.lora import Lora
 from vblackwell.nn.convert.model import convert
-from vblackwell.nn.decoder.config import DecoderConfig, find_preset, not_supported_reasons
+from vblackwell.nn.decoder.config import DecoderConfig, find_preset
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.storage.initialize import Initialize
 from vblackwell.trace.trace import refuse_frozen
@@ -83,7 +85,7 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
             raise CorruptData(f"{error}, or remove {MANIFEST} if you changed the folder yourself") from error
     if config.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"--model {folder} has no tokenizer.json: give that of its training as --tokenizer")
-    found = trainable(_on_meta(folder))
+    found = trainable(model_on_meta(folder, torch.float32))
     limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
         raise ConfigurationError(
@@ -94,18 +96,6 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     path = folder if config.tokenizer is None else Path(config.tokenizer)
     check_tokenizer(folder, read_tokenizer(path), path, remedy=" as --tokenizer")
     return replace(found, initialize=weights, folder=folder)
-
-
-def _on_meta(folder: Path) -> nn.Module:
-    raw = read_config(folder)
-    if not_supported_reasons(raw):
-        return build_on_meta(folder, torch.float32)
-    try:
-        shape = DecoderConfig.from_hf(raw)
-    except (ConfigurationError, TypeError, ValueError) as error:
-        file = folder / "config.json"
-        raise ConfigurationError(f"{file}: {error}; give the one that the weights were published with") from error
-    return Decoder(shape, device="meta", dtype=torch.float32)
 
 
 def trainable(model: nn.Module) -> TrainableModel:
@@ -153,19 +143,16 @@ def _adapt(
     config: TrainConfig, found: TrainableModel, device: torch.device, say: Callable[[str], None]
 ) -> TrainableModel:
     assert config.lora is not None and config.model is not None
-    assert found.initialize is not None and found.folder is not None
+    assert isinstance(found.initialize, FolderWeights)
     model, given = found.model, Path(config.model)
     fill = adapt(
         model,
         found.initialize,
-        found.folder,
         Lora.parse(config.lora),
+        Packing(layers=config.fp4_layers, keep=config.keep) if config.use_fp4 else None,
+        device,
         name=str(given.resolve()) if given.is_dir() else config.model,
-        fp4="nvfp4" if config.use_fp4 else None,
-        fp4_layers=config.fp4_layers,
-        keep=config.keep,
         seed=config.seed,
-        device=device,
     )
     made, base = adapted(model), "as it is"
     assert made is not None

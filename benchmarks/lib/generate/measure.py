@@ -170,9 +170,10 @@ class Resident(System):
 
     def open(self, rows: int) -> None:
         from vblackwell.generate.load import open_resident
+        from vblackwell.generate.quantized import Packing
 
-        fp4 = "nvfp4" if self.case.system.endswith("fp4") else None
-        self.model = open_resident(Path(self.case.folder), self.device, fp4=fp4)
+        packing = Packing() if self.case.system.endswith("fp4") else None
+        self.model = open_resident(Path(self.case.folder), self.device, packing=packing)
 
     def texts(self, numbers: list[list[int]], new: int) -> Generator[list[int]]:
         step = stepper(self.model, len(numbers[0]) + new)

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 from tests.nn.convert.tiny_models import IDS, KINDS, small_kinds, tiny_model
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
-from vblackwell.folders.folder import read_config, stored_dtype
+from vblackwell.folders.folder import stored_dtype
 from vblackwell.generate.generate import columns, draws, stepper
 from vblackwell.generate.load import load_model, open_streamed
-from vblackwell.generate.quantized import load_quantized
 from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.steps import check_one_pass
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
@@ -127,9 +126,9 @@ def test_a_packed_folder_of_an_fp32_one_runs_in_transformers(kind, tmp_path):
             continue
         quantize_folder(tmp_path / "model", tmp_path / form, form)
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / form).eval()
-        assert theirs.dtype == stored_dtype(read_config(tmp_path / form)) == dtype
+        assert theirs.dtype == stored_dtype(tmp_path / form) == dtype
         with torch.no_grad():
-            expected, found = theirs(IDS).logits.float(), load_quantized(tmp_path / form)(IDS)
+            expected, found = theirs(IDS).logits.float(), load_model(tmp_path / form)(IDS)
         found = found.float() if isinstance(found, torch.Tensor) else found.logits.float()
         assert (found - expected).norm() < off * expected.norm(), form
 

@@ -10,7 +10,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import save_model
 from vblackwell.folders.tensor_file import spec_of
-from vblackwell.generate.load import load_decoder
+from vblackwell.generate.load import load_model
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
@@ -83,18 +83,18 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is():
 
 def test_folder_comes_back_as_the_same_decoder(tmp_path):
     model = Decoder(config(num_kv_heads=2, bos_token_id=1, eos_token_id=2), seed=3)
-    loaded = load_decoder(save(model, tmp_path))
+    loaded = load_model(save(model, tmp_path))
     assert loaded.config == model.config
     for (name, ours), (other, theirs) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert name == other and torch.equal(ours, theirs)
-    half = load_decoder(tmp_path / "model", dtype=torch.bfloat16)
+    half = load_model(tmp_path / "model", dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
 def test_a_folder_of_transformers_loads(tmp_path):
     theirs = LlamaForCausalLM(LlamaConfig(**config(num_kv_heads=2).to_hf()))
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
-    loaded = load_decoder(tmp_path / "hf")
+    loaded = load_model(tmp_path / "hf")
     with torch.no_grad():
         assert torch.equal(loaded(tokens()), theirs(tokens()).logits)
 

@@ -21,8 +21,7 @@ from vblackwell.folders.tensor_file import TensorFile, all_finite
 from vblackwell.folders.weights import FolderWeights, build_on_meta
 from vblackwell.generate.causal_lm import load_causal_lm, save_causal_lm
 from vblackwell.generate.generate import end_tokens
-from vblackwell.generate.load import load_model
-from vblackwell.generate.quantized import build_resident
+from vblackwell.generate.load import load_model, model_on_meta
 from vblackwell.offload.api import enable_vgpu_stack_optimization, release
 
 ROOM = 1 << 20
@@ -343,7 +342,7 @@ def test_code_and_pickles_in_a_folder_are_never_run(written, monkeypatch):  # no
         pass
     edit_json(folder / "config.json", model_type="strange")
     (folder / "manifest.json").write_text("{}")  # as if we had written it, and checked its tables
-    for opener in (load_model, open_weights, build_resident):
+    for opener in (load_model, open_weights, model_on_meta):
         with pytest.raises((ConfigurationError, Unsupported)):
             opener(folder)
     assert not canary.exists()
@@ -353,7 +352,7 @@ def test_every_opener_ends_texts_where_the_folder_says(written):  # noqa: F811
     folder = written("gpt2")
     edit_json(folder / "config.json", eos_token_id=3)
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    for opener in (load_model, build_resident, lambda folder: build_on_meta(folder, torch.float32)):
+    for opener in (load_model, model_on_meta, lambda folder: build_on_meta(folder, torch.float32)):
         assert end_tokens(opener(folder)) == {5, 7}
 
 

@@ -42,8 +42,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in (*_SIZES, "max_position"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}: give at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or value < 1:
+                raise ConfigurationError(f"{name} is {value!r}: give at least 1")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.head_dim is None:
