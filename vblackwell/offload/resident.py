@@ -22,7 +22,7 @@ from vblackwell.offload.movement.lane import update_part
 from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook
-from vblackwell.offload.storage.initialize import Source, move_buffers
+from vblackwell.offload.storage.initialize import ModelSource, move_buffers
 from vblackwell.offload.storage.masters import (
     FORMS,
     Opened,
@@ -70,7 +70,7 @@ class Resident:
 
     def __init__(
         self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None,
-        formats: Formats, source: Source,
+        formats: Formats, source: ModelSource,
     ) -> None:  # fmt: skip
         self.stack, self.name = stack, name
         self.groups, _ = find_groups(model, compute_dtype, formats=formats)

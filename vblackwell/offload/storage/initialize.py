@@ -91,7 +91,7 @@ Initialize = Callable[[str, Tensor], None]
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Source:
+class ModelSource:
     """The first values of one model's parameters and buffers, in place where that is possible: no machine need hold it
     twice.
 
