@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as eager_transforms
 import torch._functorch.vmap as vmap
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.layout.groups import Group, Slot
@@ -64,27 +65,9 @@ def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and name not in _NOT_MUTATING
 
 
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _flatten(item)
-    else:
-        yield value
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change`` of every tensor in its lists, tuples and dicts."""
-    if isinstance(value, (list, tuple)):
-        mapped = [_map_tensors(item, change) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    return change(value) if isinstance(value, Tensor) else value
-
-
 def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], object]) -> Any:
     """What ``func`` gave, with every tensor for which ``is_alias`` holds made read-only, and every array."""
-    if func in _TO_NUMPY:  # numpy would write through it, past everybody who could see it
+    if func in _TO_NUMPY:  # numpy would write through it, and nothing could see it
         result.flags.writeable = False
 
     def guard(tensor: Tensor) -> Tensor:
@@ -94,7 +77,7 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], 
         view._vb_binding = binding
         return view
 
-    return _map_tensors(result, guard)
+    return tree_map_only(Tensor, guard, result)
 
 
 class ReadOnlyView(Tensor):
@@ -105,9 +88,9 @@ class ReadOnlyView(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = [item for item in _flatten((args, kwargs)) if isinstance(item, ReadOnlyView)]
+        views = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ReadOnlyView)]
         target = kwargs.get("out", args[0] if args else None)
-        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
+        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in tree_leaves(target)):
             raise StaleTensor(
                 f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
                 "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
@@ -144,7 +127,7 @@ class OffloadedParameter(nn.Parameter):
                 return exported
         if func is _T.copy_ and first is not None and first._vb_binding.overwrite(first._vb_slot, args[1]):
             return first
-        found = list(_flatten((args, kwargs)))
+        found = tree_leaves((args, kwargs))
         if any(isinstance(item, DepartedGradient) for item in found):
             return DepartedGradient.__torch_function__(func, types, args, kwargs)
         managed = [item for item in found if type(item) is OffloadedParameter]
@@ -159,7 +142,8 @@ class OffloadedParameter(nn.Parameter):
                 stack.enter_context(binding.reading(slots))
             if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given: views keep bytes
                 ours = set(map(id, managed))
-                args, kwargs = _map_tensors((args, kwargs), lambda x: x.view_as(x) if id(x) in ours else x)
+                given = (args, kwargs)
+                args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in ours else x, given)
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             for binding in by_binding:
                 result = _guarded(func, result, binding, binding.weights.find)
@@ -170,17 +154,15 @@ class OffloadedParameter(nn.Parameter):
             return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(_plain_copy(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
 
 
 class UsedParameter(nn.Parameter):
-    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count. What it
-    gives has a version counter of its own, and is kept until the use ends, which asks it.
+    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count. What that
+    gives has a separate version counter, and is kept until the use ends, which asks it.
     """
 
     @property
@@ -200,9 +182,7 @@ class UsedParameter(nn.Parameter):
         return repr(plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
 
 
 @cache
@@ -278,9 +258,8 @@ def _unseen() -> Iterator[None]:
 
 
 class UsedParameters:
-    """Which parameters of one model are in use, and by how many.
-
-    ``engine``: the `Offload` that the others ask for their bytes, whose lock is held while what is loaded changes.
+    """Which parameters of one model are in use, and by how many. The lock of ``engine``, the `Offload` that the others
+    ask for their bytes, is held while what is loaded changes.
     """
 
     def __init__(self, engine: Any, take_gradient: Callable[[Tensor], None]) -> None:
@@ -340,16 +319,13 @@ class UsedParameters:
         return any(alias._version for alias in vars(slot.param).get("_vb_data", ()))
 
     def hide(self, slot: Slot) -> None:
-        placeholder = self._placeholders.get(slot.dtype)
-        if placeholder is None:
-            filling = float("nan") if slot.dtype.is_floating_point else 0
-            with torch.inference_mode(False):
-                placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
-            self._placeholders[slot.dtype] = placeholder
-        held = vars(slot.param)
+        dtype, held = slot.dtype, vars(slot.param)
         held.pop("_vb_data", None)
         with torch.inference_mode(False):
-            _DATA_SET(slot.param, placeholder.expand(slot.shape))
+            if dtype not in self._placeholders:
+                filling = float("nan") if dtype.is_floating_point else 0
+                self._placeholders[dtype] = torch.full((), filling, dtype=dtype, device=self._engine.device)
+            _DATA_SET(slot.param, self._placeholders[dtype].expand(slot.shape))
         slot.param.__class__ = OffloadedParameter
         held.update(_vb_binding=self._engine, _vb_slot=slot)
 
@@ -401,10 +377,10 @@ class DepartedGradient(Tensor):
                     return first
                 if func is _T.cpu and not rest:
                     return control.read_gradient(slot)
-        known = next((item for item in _flatten((args, kwargs)) if isinstance(item, DepartedGradient)), None)
+        known = [item._vb_slot.name for item in tree_leaves((args, kwargs)) if isinstance(item, DepartedGradient)]
         raise Unsupported(
             f"{getattr(func, '__name__', func)} on the gradient of "
-            f"{'an offloaded parameter' if known is None else repr(known._vb_slot.name)}, which has left level 0 for "
+            f"{repr(known[0]) if known else 'an offloaded parameter'}, which has left level 0 for "
             "the optimizer: what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and "
             "foreach), mul_ by a number, zero_, and cpu() for a copy of its values; to train use VGPUAdamW (its "
             "max_grad_norm, grad_norm and loss_scale), or release(model) first"
@@ -450,16 +426,8 @@ def refuse_wrapping() -> None:
     A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
     placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
     """
-    grad = eager_transforms
-    for module, name in ((grad, "_wrap_for_grad"), (grad, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")):
-        wrap = getattr(module, name, None)
-        if wrap is not None:
-            setattr(module, name, _checked(wrap))
 
-
-def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(wrap)
-    def check(tensor: Any, *args: Any) -> Any:
+    def check(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
         if type(tensor) is OffloadedParameter:
             raise Unsupported(
                 f"torch.func cannot transform a function of the offloaded parameter {tensor._vb_slot.name!r} itself: "
@@ -467,7 +435,10 @@ def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
             )
         return wrap(tensor, *args)
 
-    return check
+    grad = eager_transforms
+    for module, name in ((grad, "_wrap_for_grad"), (grad, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")):
+        if (wrap := getattr(module, name, None)) is not None:
+            setattr(module, name, partial(check, wrap))
 
 
 @contextmanager
