@@ -159,7 +159,7 @@ def enable_vgpu_stack_optimization(
             )
         usable = free * (1 - CUDA_ACTIVATION_SHARE) if on_gpu else free
         if placement == "resident" or (placement == "auto" and needed <= usable):
-            engine: Any = Resident(model, stack, name, compute_dtype, options.formats, source)
+            engine: Any = Resident(model, stack, name, options, source)
         else:
             chosen = activations == "auto"
             if chosen:
