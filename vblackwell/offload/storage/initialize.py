@@ -57,9 +57,8 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
             if name not in ("_parameters", "_modules", "_buffers"):
-                if isinstance(value, dict):
-                    value = list(value.values())
-                for item in value if isinstance(value, (list, tuple)) else [value]:
+                values = list(value.values()) if isinstance(value, dict) else value
+                for item in values if isinstance(values, (list, tuple)) else [values]:
                     if isinstance(item, Tensor):
                         yield f"{prefix}.{name}" if prefix else name, item
 
@@ -73,17 +72,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _meet(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors whose spans overlap have an element in common: halves of a matrix's rows have none."""
-    if one.element_size() != other.element_size():
+    width, spans = one.element_size(), [_span(one), _span(other)]
+    if width != other.element_size():
         return True
-    spans = [_span(one), _span(other)]
     first, last = min(start for start, _ in spans), max(end for _, end in spans)
-    taken = torch.zeros((last - first) // one.element_size(), dtype=torch.bool)
-    places = [
-        taken.as_strided(tensor.shape, tensor.stride(), (start - first) // one.element_size())
-        for tensor, (start, _) in zip((one, other), spans, strict=True)
-    ]
-    places[0].fill_(True)
-    return bool(places[1].any())
+    taken = torch.zeros((last - first) // width, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), (spans[0][0] - first) // width).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), (spans[1][0] - first) // width).any())
 
 
 Initialize = Callable[[str, Tensor], None]
@@ -192,10 +187,10 @@ class ModelSource:
 
 def _swap_content(param: Tensor, other: Tensor) -> None:
     """Exchange the tensors' memory and requires_grad; classes and attributes stay where they are."""
-    classes, held = (param.__class__, other.__class__), (vars(param), vars(other))
+    before = [(tensor, tensor.__class__, vars(tensor)) for tensor in (param, other)]
     param.__class__ = other.__class__ = nn.Parameter
     torch.utils.swap_tensors(param, other)
-    for tensor, kind, values in zip((param, other), classes, held, strict=True):
+    for tensor, kind, values in before:
         setattr(tensor, "__dict__", values)  # noqa: B010 (typed as read-only)
         tensor.__class__ = kind
 

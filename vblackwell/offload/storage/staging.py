@@ -87,8 +87,8 @@ class Stage:
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
-        self._writing: dict[object, Transfer | None] = {}  # oldest first
-        self._busy: set[int] = set()  # groups between `take` and the end of their write
+        self._writing: dict[Staged, Transfer | None] = {}  # oldest first
+        self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
         self._next: dict[int, Group] = {}
         self._last: Group | None = None
@@ -123,10 +123,9 @@ class Stage:
                 read.wait()
                 self._storage.in_flight.discard(read)
         except BaseException:
+            self._taken = None
             if staged is not None:
                 self._give_up(staged)
-            with self._lock:
-                self._busy.discard(group.index)
             raise
         return staged
 
@@ -142,8 +141,7 @@ class Stage:
 
     def store(self, staged: Staged, writes: Ranges, copied: Transfer) -> Transfer:
         """End of `take`: write what is in ``staged`` after ``copied`` to its ranges; the transfer of all of that."""
-        storage, writes, token = self._storage, on_disk(writes), object()
-        started: list[Transfer] = []
+        storage, writes, started = self._storage, on_disk(writes), list[Transfer]()
 
         def start() -> list[Transfer]:
             for kind, reservation in writes.items():
@@ -159,28 +157,27 @@ class Stage:
                 storage.ledger.end(reservation, error)
             with self._lock:
                 self._failure = self._failure or error
-                del self._writing[token]
-                self._busy.discard(staged.group.index)
+                del self._writing[staged]
                 self._release(staged)
             self.read_ahead()
 
         with self._lock:
             self._written[staged.group.index] = writes
-            self._writing[token] = None
+            self._writing[staged] = None
         transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
             storage.ledger.begin(reservation, transfer)
         with self._lock:
-            if token in self._writing:
-                self._writing[token] = transfer
+            if staged in self._writing:
+                self._writing[staged] = transfer
+            self._taken = None
         self.read_ahead()
         return transfer
 
     def drop(self, staged: Staged) -> None:
         """End of `take` without a write; nothing that was queued uses the memory. Waits for what fills it."""
         self._give_up(staged)
-        with self._lock:
-            self._busy.discard(staged.group.index)
+        self._taken = None
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
@@ -196,7 +193,7 @@ class Stage:
                 if self._last is not None:
                     self._next[self._last.index] = group
                 self._last = group
-            self._busy.add(group.index)
+            self._taken = group
             found = self._ahead.pop(group.index, None)
             for other in self._ahead.values():
                 other.skipped += 1
@@ -291,7 +288,7 @@ class Stage:
 
     def _may_read(self, group: Group) -> bool:
         """Whether the group's states on the disk are what its next update will find, and fit a set."""
-        if group.index in self._ahead or group.index in self._busy:
+        if group.index in self._ahead or group is self._taken:
             return False
         states, written = self._states_on_disk(group), self._written.get(group.index)
         if not states or not all(self._storage.ledger.is_written(reservation) for reservation in states.values()):

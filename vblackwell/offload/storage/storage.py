@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
@@ -279,16 +278,12 @@ class Storage:
         self.ledger.end(reservation, None)
 
     def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
-        """Write or read a range, and count it: `stack.read` could not tell staging from a level 0 in RAM."""
-        level, started = self.stack.levels[reservation.level], time.perf_counter()
-        (level.write if write else level.read)(reservation.extent, staged).wait()
-        seconds = time.perf_counter() - started
-        self.stack.count_link(*self._link(reservation, write), reservation.num_bytes, seconds)
-
-    def _link(self, reservation: Reservation, write: bool) -> tuple[int, int]:
-        """The levels between which bytes go from staging memory to the range, or come from there."""
-        staging = self.plan.staging_level
-        return (staging, reservation.level) if write else (reservation.level, staging)
+        transfer = self.start(reservation, staged, write=write)
+        if transfer is not None:
+            try:
+                transfer.wait()
+            finally:
+                self.in_flight.discard(transfer)
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
@@ -307,13 +302,14 @@ class Storage:
 
     def start(self, reservation: Reservation, memory: Tensor, *, write: bool) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
-        level = self.stack.levels[reservation.level]
+        level, link = self.stack.levels[reservation.level], (reservation.level, self.plan.staging_level)
         with self._lock:
             if self._closed:
                 return None
             transfer = (level.write if write else level.read)(reservation.extent, memory)
             self.in_flight.add(transfer)
-        self.stack.count_transfer(*self._link(reservation, write), reservation.num_bytes, transfer)
+        # `stack.read` could not tell staging from a level 0 in RAM.
+        self.stack.count_transfer(*(reversed(link) if write else link), reservation.num_bytes, transfer)
         return transfer
 
     def close(self) -> None:
@@ -342,9 +338,7 @@ class Shadows:
         self._num_bytes = self.peak_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if there is no room for all, or it lives on level 0 (an update at
-        the step moves nothing there).
-        """
+        """A shadow of each kind of ``group``; None if not all have room, or it lives on level 0: nothing moves there."""
         found: Ranges = {}
         if self._storage.range(group, "weight").level == 0:
             return None
@@ -362,19 +356,15 @@ class Shadows:
         return found
 
     def swap(self, group: Group, shadows: Ranges) -> Ranges:
-        """What was written to ``shadows`` is what the group's ranges hold from now on; those it had, for
-        `give_back`.
-        """
+        """What was written to ``shadows`` is the group's from now on; returns the ranges that it had, for `give_back`."""
         return {kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()}
 
     def free_spare(self) -> bool:
-        """Give unused shadows, which nothing reads or writes any more, back to their levels; False if there are
-        none.
-        """
-        spare = [shadow for each in self.spare.values() for shadow in each]
+        """`give_up` unused shadows; False if there are none."""
+        spare = [{"": shadow} for each in self.spare.values() for shadow in each]
         self.spare.clear()
         for shadow in spare:
-            self.give_up({"": shadow})
+            self.give_up(shadow)
         return bool(spare)
 
     def give_up(self, shadows: Ranges) -> None:
