@@ -93,7 +93,9 @@ class StreamingOptions:
         if isinstance(update, str) and update not in PLACES:
             raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
         if not isinstance(update, str) and not 0 <= update <= 1:
-            raise ConfigurationError(f"update {update} is no share of the parameters to update on the host: give 0 to 1")
+            raise ConfigurationError(
+                f"update {update} is no share of the parameters to update on the host: give 0 to 1"
+            )
         if self.formats.packed and update not in ("auto", "device", 0):
             raise ConfigurationError(
                 f"update={update!r} would update on the host, and {self.formats.states} states are updated on level 0 "
@@ -212,7 +214,6 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
 
 
 # -- where AdamW runs --------------------------------------------------------------------------------------------------
-
 
 
 def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
