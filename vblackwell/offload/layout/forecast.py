@@ -6,6 +6,7 @@ they multiply tokens with, and the last of those the head's and the loss's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,15 +31,14 @@ from vblackwell.offload.layout.placement import (
 )
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
-# Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three
-# of at most four.
-HELD = 3
+# Groups that an update holds on level 0 in addition to the loaded ones: an H200 had three of at most four.
+LOCKED = 3
 
 
 @dataclass(frozen=True)
 class StepForecast:
     """A streamed model before it is one: bytes by level of each kind of range and of 'staging', 'ring', 'loaded',
-    'leaving', 'lent' and 'undo', and what a step asks of the lanes.
+    'leaving', 'locked' and 'undo', and what a step asks of the lanes.
     """
 
     bytes_by_level: dict[str, list[int]]
@@ -110,14 +110,12 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
     table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
     table["leaving"] = [2 * largest, *rest]
-    table["lent"] = [HELD * largest if found.on_level0 else 0, *rest]
+    table["locked"] = [LOCKED * largest if found.on_level0 else 0, *rest]
     if shadowed:
-        ranges = [
-            storage.range(group, kind) for group in shadowed for kind in PARAMETER_KINDS if (group, kind) in storage
-        ]
-        table["undo"] = [
-            sum(each.num_bytes for each in ranges if each.level == number) for number in range(len(levels))
-        ]
+        table["undo"] = [0] * len(levels)
+        for pair in itertools.product(shadowed, PARAMETER_KINDS):
+            if pair in storage:
+                table["undo"][storage.range(*pair).level] += storage.range(*pair).num_bytes
     return table
 
 
@@ -125,7 +123,6 @@ def gradient_traffic(
     gradients: int, sums: int, micro_batches: int, is_fp32: bool, norms: bool = False
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
-
     One in fp32 is itself the sum. Of narrower ones the first alone is read, and the sum is written with every later
     micro-batch and read after each. ``norms``: one more pass takes norms on the host.
     """

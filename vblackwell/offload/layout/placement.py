@@ -16,7 +16,6 @@ rolled back, as they are by default: they write next to what they read.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -217,9 +216,8 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
 
 
 def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
-    """The groups of ``groups`` (in the order of the forward) that are updated on level 0, as ``options.update`` says:
-    for 'auto' the share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates. Unsupported: 'device',
-    and a group that is to be trained cannot be updated there.
+    """Those of ``groups``, in the order of the forward, that are updated on level 0: as asked, for 'auto' so many that
+    link and CPU are busy alike by ``measured`` rates. Unsupported: 'device', and one cannot be updated there.
     """
     update, able = options.update, _able_on_level0(groups)
     unable = next((group for group in groups if group.trainable() and group not in able), None)
@@ -276,8 +274,7 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
     """
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
     wanted, total = share * sum(map(num_elements, groups)), sum(map(num_elements, late)) or 1
-    found: list[Group] = []
-    taken = seen = 0
+    found, taken, seen = list[Group](), 0, 0
     for group in reversed(late):
         seen += num_elements(group)
         if taken + num_elements(group) / 2 <= wanted * seen / total:
@@ -307,13 +304,11 @@ def shadowed_groups(groups: Iterable[Group], storage: StoragePlan) -> list[Group
     """
     free, found = [level.free_bytes for level in storage.levels], []
     for group in groups:
-        ranges = [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
-        taken = Counter[int]()
+        left, ranges = free.copy(), [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
         for each in ranges:
-            taken[each.level] += each.num_bytes
-        if ranges and not taken[0] and all(free[level] >= num_bytes for level, num_bytes in taken.items()):
-            for level, num_bytes in taken.items():
-                free[level] -= num_bytes
+            left[each.level] -= each.num_bytes
+        if ranges and all(each.level and left[each.level] >= 0 for each in ranges):
+            free = left
             found.append(group)
     return found
 
