@@ -144,7 +144,6 @@ def enable_vgpu_stack_optimization(
             undone.callback(_restore, model)
             accelerate_causal_lm(model, loss="training")
         source = ModelSource(model, initialize)
-        source.fill_buffers()
         drop_idle_weights(stack)
         needed = bytes_when_resident(model, compute_dtype, options.formats)
         level, device, on_gpu = stack.levels[0], stack.level0_device, stack.level0_device.type == "cuda"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from vblackwell.offload.layout import placement
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
     KINDS,
@@ -22,13 +23,7 @@ from vblackwell.offload.layout.groups import (
     passing_bytes,
 )
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.placement import (
-    StreamedPlacement,
-    StreamingOptions,
-    place_streamed,
-    shadowed_groups,
-    spaces,
-)
+from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
 # Groups that an update holds on level 0 in addition to the loaded ones: an H200 had three of at most four.
@@ -69,19 +64,16 @@ def forecast_step(
     """Where the bytes of ``model``, which may be on meta, would be while it streams on a GPU, and the tasks of a step.
 
     Args:
-        capacities: bytes of level 0, of RAM and, if there is one, of the disk.
+        capacities: bytes of level 0, of RAM and, if there is one, of the disk. name: of level 0 in errors.
         options: with a stated ``update``; ``weight_bytes`` None means all that level 0 has, as without a GPU.
-        seconds: of each phase of one micro-batch of a resident step, as `vblackwell.trace.work.phase_seconds` gives
-            them.
+        seconds: of each phase of one micro-batch of a resident step (`vblackwell.trace.work.phase_seconds`).
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
-        name: of level 0 in errors.
         undo: updates after the backward can be rolled back, as far as host memory goes.
         host_norms: norms of gradients are taken on the host.
 
-    Raises:
-        As `place_streamed`; InsufficientMemory too where optimizer states find no room.
+    Raises as `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    found = place_streamed(model, spaces(capacities, name=name), options)
+    found = placement.place_streamed(model, placement.spaces(capacities, name=name), options)
     trainable = found.trainable
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0} | set(found.deferred)
     held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
@@ -94,7 +86,7 @@ def forecast_step(
         + moment_ranges(trainable)
     )
     early = [group for group in trainable if group not in found.deferred and group.all_trainable()]
-    shadowed = shadowed_groups(early, storage) if undo else early
+    shadowed = placement.shadowed_groups(early, storage) if undo else early
     deferred = [group for group in trainable if group not in shadowed]
     lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))

@@ -87,8 +87,7 @@ _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class ModelSource:
-    """The first values of one model's parameters and buffers, in place where that is possible: no machine need hold it
-    twice.
+    """The first values of one model's parameters and buffers, in place if possible: no machine need hold it twice.
 
     ``initialize`` is called once for each parameter and buffer on the meta device, with the first of its names and a
     CPU tensor of its shape, strides and type, to be filled during the call: floats come as NaN, so that what is
@@ -122,13 +121,9 @@ class ModelSource:
                     "after the model was put into its stack"
                 )
         self._model, self._initialize = model, initialize
-        self._meta_buffers = buffers
-        self._filled: dict[Tensor, Tensor] = {}
-        self._undo = ExitStack()  # of `take_over`
-
-    def fill_buffers(self) -> None:
-        """Let the caller fill the buffers; they take their places in `take_over`."""
-        for name, buffer in self._meta_buffers:
+        self._filled: dict[Tensor, Tensor] = {}  # buffers, which take their places in `take_over`
+        self._undo = ExitStack()  # of that
+        for name, buffer in buffers:
             self._filled[buffer] = real = torch.empty_like(buffer, device="cpu", requires_grad=False)
             self._fill(name, real)
 
