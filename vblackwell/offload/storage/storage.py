@@ -302,14 +302,15 @@ class Storage:
 
     def start(self, reservation: Reservation, memory: Tensor, *, write: bool) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
-        level, link = self.stack.levels[reservation.level], (reservation.level, self.plan.staging_level)
+        level, at, staging = self.stack.levels[reservation.level], reservation.level, self.plan.staging_level
         with self._lock:
             if self._closed:
                 return None
             transfer = (level.write if write else level.read)(reservation.extent, memory)
             self.in_flight.add(transfer)
         # `stack.read` could not tell staging from a level 0 in RAM.
-        self.stack.count_transfer(*(reversed(link) if write else link), reservation.num_bytes, transfer)
+        link = (staging, at) if write else (at, staging)
+        self.stack.count_transfer(*link, reservation.num_bytes, transfer)
         return transfer
 
     def close(self) -> None:
