@@ -23,10 +23,7 @@ from vblackwell.offload.layout.groups import Group, Slot
 
 _T: Any = Tensor
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)
-_GRAD_GET = _T.grad.__get__
-_GRAD_SET = _T.grad.__set__
-_DATA_GET = _T.data.__get__
-_DATA_SET = _T.data.__set__
+_DATA_GET, _DATA_SET = _T.data.__get__, _T.data.__set__
 
 
 def _of_tensor(names: str) -> frozenset[Any]:
@@ -114,12 +111,8 @@ class OffloadedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _GRAD_GET:
-            return _read_gradient(args[0])
-        if func == _GRAD_SET:
-            return _write_gradient(args[0], args[1])
-        if func == _DATA_SET:
-            return _write_data(args[0], args[1])
+        if func in _INSTEAD:
+            return _INSTEAD[func](*args)
         first = args[0] if args and type(args[0]) is OffloadedParameter else None
         if func is _T.detach and first is not None:
             exported = first._vb_binding.export(first._vb_slot)
@@ -200,8 +193,8 @@ def is_transformed() -> bool:
 
 def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
     """The engine that holds ``param``'s bytes and its slot there; None for a plain parameter."""
-    binding = param.__dict__.get("_vb_binding")
-    return None if binding is None else (binding, param.__dict__["_vb_slot"])
+    held = param.__dict__
+    return (held["_vb_binding"], held["_vb_slot"]) if "_vb_binding" in held else None
 
 
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
@@ -339,9 +332,8 @@ class UsedParameters:
 
 
 class DepartedGradient(Tensor):
-    """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values.
-
-    What `torch.nn.utils.clip_grad_norm_` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
+    """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values. What torch's
+    ``clip_grad_norm_`` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
     `vblackwell.clip_grad_norm_`. Anything else is refused: torch's own optimizers and scalers must not pass it by.
     """
 
@@ -416,15 +408,17 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
         param._vb_binding.step_control.clear_gradients([param._vb_slot])
 
 
+_INSTEAD = {_T.grad.__get__: _read_gradient, _T.grad.__set__: _write_gradient, _DATA_SET: _write_data}
+
+
 # -- transforms of torch.func ------------------------------------------------------------------------------------------
 
 
 @cache
 def refuse_wrapping() -> None:
-    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`.
-
-    A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
-    placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
+    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`: they wrap inputs in
+    C++, past ``__torch_function__``, and would compute with the placeholder's NaN. torch imports these by name; torch
+    2.11 to 2.13 have all three.
     """
 
     def check(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
@@ -443,10 +437,8 @@ def refuse_wrapping() -> None:
 
 @contextmanager
 def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator[None]:
-    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``.
-
-    A transform allows no `saved_tensors_hooks` and saves by reference: a parameter itself would be a placeholder by
-    then, while a view keeps the loaded bytes.
+    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``: a transform allows
+    no `saved_tensors_hooks` and saves by reference, and a view keeps the loaded bytes, not the parameter.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     wanted = set(slots)

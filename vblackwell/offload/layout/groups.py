@@ -54,7 +54,7 @@ ROW_MULTIPLE = 16  # rows of a slice, so that every slice starts as aligned as t
 SLICES_AT_ONCE = 4  # two of weights, of which one loads ahead, and two of gradients
 
 NEVER = 1 << 60
-# Uses, after which a pass begins where nobody says that one does, as when a model's parts are called by themselves.
+# Uses, after which a pass begins by itself: a model's parts may be called without the whole.
 MAX_PASS = 1 << 16
 
 
@@ -72,11 +72,9 @@ class Formats:
     Attributes:
         states: of the moments: 'fp32', or '8bit': a code a moment and an fp32 scale for each 256 elements, which start
             with a parameter (`kernels.optimizer.adamw8`): 2.03 bytes instead of 8.
-        masters: 'exact', or 'stochastic': a bf16 weight is its own master, rounded at random.
-        seed: the user's, of what is rounded at random.
+        masters: 'exact', or 'stochastic': a bf16 weight is its own master, rounded at random, by the user's ``seed``.
 
-    Raises:
-        ConfigurationError: an unknown word, or 'stochastic' masters with fp32 states.
+    Raises ConfigurationError: an unknown word, or 'stochastic' masters with fp32 states.
     """
 
     states: str = "fp32"
@@ -203,10 +201,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
-
-    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other
-    (`uniform`), so that any interval of elements can be cut out of all of them alike.
+    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states). If all have one
+    compute type (`uniform`), element ``i`` of the one range is element ``i`` of the other: all are cut alike.
     """
 
     index: int
@@ -304,8 +300,7 @@ def find_groups(
         given: names of modules that each form one group, instead of the children of outermost ModuleLists.
         formats: of what AdamW keeps; frozen groups that cannot be kept so stay exact.
 
-    Raises:
-        ConfigurationError: a given name is no module. Unsupported: a group that is to be trained cannot be kept so.
+    Raises ConfigurationError: a given name is no module; Unsupported: a group that is trained cannot be kept so.
     """
     modules = dict(model.named_modules())
     if unknown := [name for name in given or () if name not in modules]:
@@ -384,10 +379,9 @@ Part = tuple[Slot, int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges.
-
-    It starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds as on the
-    whole, and no block that shares a scale is divided. ``parts``: filled by `parts_of`.
+    """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges. It starts with a
+    parameter or a multiple of `Formats.cut` elements later: there arithmetic rounds as on the whole, and no block that
+    shares a scale is divided. ``parts``: filled by `parts_of`.
     """
 
     start: int
@@ -475,10 +469,8 @@ def rows_per_slice(group: Group, sites: Sequence[Site], free_bytes: int) -> int:
 
 
 class AccessTrace:
-    """Records uses of group indices; the last pass, a forward with what follows it, predicts the next.
-
-    A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the next place where
-    the group occurs, and until there is one nothing is predicted.
+    """Records uses of group indices; the last pass, a forward with what follows it, predicts the next. A deviation (a
+    branch, a module called twice) only costs the prediction: the cursor moves to the next place of that group.
     """
 
     def __init__(self) -> None:
