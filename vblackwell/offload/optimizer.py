@@ -187,10 +187,10 @@ class VGPUAdamW(torch.optim.AdamW):
         ``only``: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
         self._check_current()
-        is_plain = not self._engines and not self._updates_here
-        if only is None and is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
+        ours = self._engines or self._updates_here or self.max_grad_norm is not None or self.loss_scale != 1.0
+        if only is None and not ours:
             with torch.no_grad():
-                return _ADAMW_STEP(self, closure)  # nothing of ours to do: torch's cost
+                return _ADAMW_STEP(self, closure)  # at torch's cost
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -236,10 +236,10 @@ class VGPUAdamW(torch.optim.AdamW):
                 continue
             if updates_here(param):
                 resident.update_resident(param, param.grad, self.state[param], self._hyper(group), factor)
-                continue
-            torchs.add(param)
-            if factor is not None:
-                param.grad.mul_(factor.to(param.grad.device))
+            else:
+                torchs.add(param)
+                if factor is not None:
+                    param.grad.mul_(factor.to(param.grad.device))
         if torchs:
             with self._without(self._group_of.keys() - torchs):
                 _ADAMW_STEP(self)
@@ -247,16 +247,14 @@ class VGPUAdamW(torch.optim.AdamW):
     @contextmanager
     def _without(self, params: Collection[Tensor]) -> Iterator[None]:
         """Inside, torch's own methods do not meet ``params``."""
-        if not params:
-            yield
-            return
-        kept = [group["params"] for group in self.param_groups]
+        before = [(group, group["params"]) for group in self.param_groups]
         try:
-            for group in self.param_groups:
-                group["params"] = [param for param in group["params"] if param not in params]
+            if params:
+                for group, everything in before:
+                    group["params"] = [param for param in everything if param not in params]
             yield
         finally:
-            for group, everything in zip(self.param_groups, kept, strict=True):
+            for group, everything in before:
                 group["params"] = everything
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -294,13 +292,10 @@ class VGPUAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
         self._check_current()
-        slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
-        # States that are updated here stay where they are, in their own types: torch would make moments as narrow as
-        # the weights.
-        held_of = {
-            index: (param, self.state[param]) for index, param in enumerate(self._group_of) if updates_here(param)
-        }
-        loaded: dict[int, dict[str, Tensor]] = state_dict["state"]
+        params, loaded = list(enumerate(self._group_of)), dict[int, dict[str, Tensor]](state_dict["state"])
+        slot_of = {index: self._slots[param] for index, param in params if param in self._slots}
+        # Of what is updated here, states stay in their own types: torch would make moments as narrow as the weights.
+        held_of = {index: (param, self.state[param]) for index, param in params if updates_here(param)}
         states = {slot_of[index]: state for index, state in loaded.items() if index in slot_of}
         plain = {index: state for index, state in loaded.items() if index not in slot_of and index not in held_of}
         super().load_state_dict({**state_dict, "state": plain})
@@ -387,8 +382,7 @@ def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Ten
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
-    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take
-    them.
+    """The layer groups with the largest gradient norm per element, for `VGPUAdamW.step(only=...)` and `prefetch`.
 
     Args:
         model: after a backward. Offloaded or plain.

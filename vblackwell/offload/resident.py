@@ -25,7 +25,7 @@ from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook
 from vblackwell.offload.storage import masters
 from vblackwell.offload.storage.initialize import ModelSource, move_buffers
-from vblackwell.offload.storage.masters import FORMS, Opened, in_memory_order
+from vblackwell.offload.storage.masters import Opened, in_memory_order
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
@@ -36,7 +36,6 @@ def uncached_forward(model: nn.Module) -> list[Any]:
     inside the context would not reach the next forward. torch.compile caches no casts. torch calls no hook after a
     KeyboardInterrupt: then the cache is on again when the autocast context has ended.
     """
-
     entered = threading.local()  # `cached`: whether the cache was on before each of the forwards that a thread is in
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -68,18 +67,17 @@ class Resident:
         self._states: dict[Slot, dict[str, Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
-        wide = [
-            (group, "remainder" if all(slot.dtype == torch.bfloat16 for slot in group.slots) else "master")
-            for group in self.groups
-            if group.trainable() and group.needs_master
-        ]
-        self.storage.reserve([(group, "weight") for group in self.groups] + wide)
-        self._hooks: dict[Slot, Any] = {}
-        places: list[tuple[Slot, Opened]] = []
+        ranges = [(group, "weight") for group in self.groups]
         for group in self.groups:
-            kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in self.storage]
-            opened = {kind: self.storage.range(group, kind).bytes for kind in kinds}
-            places += [(slot, opened) for slot in group.slots]
+            if group.trainable() and group.needs_master:
+                is_split = all(slot.dtype == torch.bfloat16 for slot in group.slots)
+                ranges.append((group, "remainder" if is_split else "master"))
+        self.storage.reserve(ranges)
+        self._hooks: dict[Slot, Any] = {}
+        opened = {group: dict[str, Tensor]() for group in self.groups}
+        for group, kind in ranges:
+            opened[group][kind] = self.storage.range(group, kind).bytes
+        places = [(slot, opened[group]) for group in self.groups for slot in group.slots]
         try:
             for place in places:
                 source.write(*place)
@@ -88,13 +86,13 @@ class Resident:
             source.give_back()
             self.storage.close()
             raise
-        for slot, ranges in places:
+        for place in places:
             # A separate storage: safetensors takes views of one storage for tied, and may keep one alone.
-            view = slot.view(ranges["weight"])
+            slot, view = place[0], place[0].view(place[1]["weight"])
             start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
             storage = view.untyped_storage()[start : start + num_bytes]
             slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-            vars(slot.param).update(_vb_resident=self, _vb_place=(slot, ranges))
+            vars(slot.param).update(_vb_resident=self, _vb_place=place)
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
