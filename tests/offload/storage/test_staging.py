@@ -281,6 +281,7 @@ def test_a_set_is_free_when_nothing_uses_it_although_a_later_range_could_not_sta
             stage.store(staged, storage.ranges, DoneTransfer()).wait()
     else:
         stage._free.append(staged.memory)
-        stage._last, stage._next[0] = groups
+        stage._groups = dict(enumerate(groups))
+        stage._order.expect([1, 0])
         stage.read_ahead()
     assert freed == [True]

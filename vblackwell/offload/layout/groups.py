@@ -491,11 +491,11 @@ class AccessTrace:
         """What was used since `begin_pass` is no pass to predict by."""
         self._current = []
 
-    def use(self, index: int) -> None:
-        """Group ``index`` is used now. Repetitions in a row count once."""
-        if self._current and self._current[-1] == index:
+    def use(self, index: int, *, once: bool = False) -> None:
+        """Group ``index`` is used now. Repetitions in a row count once; ``once``: any repetition begins a pass."""
+        if self._current and self._current[-1] == index and not once:
             return
-        if len(self._current) == MAX_PASS:
+        if len(self._current) == MAX_PASS or (once and index in self._current):
             self.begin_pass()
         self._current.append(index)
         if self._cursor is None or self._cursor >= len(self.last_pass) or self.last_pass[self._cursor] != index:

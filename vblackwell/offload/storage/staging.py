@@ -22,7 +22,7 @@ from vblackwell.memory.host import map_slab
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.memory.transfer import FutureTransfer
-from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
 from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 from vblackwell.units import align_up
@@ -90,8 +90,8 @@ class Stage:
         self._writing: dict[Staged, Transfer | None] = {}  # oldest first
         self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
-        self._next: dict[int, Group] = {}
-        self._last: Group | None = None
+        self._order = AccessTrace()
+        self._groups: dict[int, Group] = {}  # that have states on a disk
         self._caller_waits = False
         self._failure: BaseException | None = None
 
@@ -190,9 +190,8 @@ class Stage:
         """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
         with self._lock:
             if self._states_on_disk(group):
-                if self._last is not None:
-                    self._next[self._last.index] = group
-                self._last = group
+                self._groups[group.index] = group
+                self._order.use(group.index, once=True)
             self._taken = group
             found = self._ahead.pop(group.index, None)
             for other in self._ahead.values():
@@ -272,10 +271,11 @@ class Stage:
     def read_ahead(self) -> None:
         """Begin to read what comes next, as far as sets are free. Blocks only where a read cannot start; any thread."""
         with self._lock:
-            before = next(reversed(self._ahead.values())).group if self._ahead else self._last
-            while self._free and not self._caller_waits and before is not None:
-                group = self._next.get(before.index)
-                if group is None or not self._may_read(group):
+            for index in self._order.upcoming(MAX_SETS, wrap=True):
+                group = self._groups[index]
+                if index in self._ahead:
+                    continue
+                if not self._free or self._caller_waits or not self._may_read(group):
                     return
                 staged = self._staged(group, self._free.pop())
                 try:
@@ -284,18 +284,13 @@ class Stage:
                     self._give_up(staged)
                     return
                 self._ahead[group.index] = staged
-                before = group
 
     def _may_read(self, group: Group) -> bool:
         """Whether the group's states on the disk are what its next update will find, and fit a set."""
-        if group.index in self._ahead or group is self._taken:
-            return False
-        states, written = self._states_on_disk(group), self._written.get(group.index)
-        if not states or not all(self._storage.ledger.is_written(reservation) for reservation in states.values()):
-            return False
-        if written is not None and any(written.get(kind) is not reservation for kind, reservation in states.items()):
-            return False
-        return self._needed(group) <= (self._set_bytes or 0)
+        states, ledger = self._states_on_disk(group), self._storage.ledger
+        written = self._written.get(group.index, states)
+        is_true = all(written.get(kind) is each and ledger.is_written(each) for kind, each in states.items())
+        return bool(states) and is_true and group is not self._taken and self._needed(group) <= (self._set_bytes or 0)
 
     def _states_on_disk(self, group: Group) -> Ranges:
         states = on_disk(self._storage.own_ranges(group))
