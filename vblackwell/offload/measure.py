@@ -97,10 +97,8 @@ def quick(times: list[float]) -> float:
 
 
 class HostSamples:
-    """What the host takes to issue operators, in seconds by the quicker steps of all samples.
-
-    ``issue``: an operator of a training step; ``loop``: of an optimizer's loop over its parameters; ``read``: one
-    number of a device that has nothing else to do.
+    """What the host takes, in seconds by the quicker steps of all samples, to ``issue`` an operator of a training step,
+    one of an optimizer's ``loop`` over its parameters, and to ``read`` one number of a device that is idle.
     """
 
     issue = loop = read = math.inf
@@ -228,7 +226,7 @@ def issue_seconds(device: torch.device) -> float:
     return statistics.median(times) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
 
-def _issuing_step(device: torch.device) -> Callable[[], None]:
+def _issuing_step(device: torch.device) -> Action:
     parts = (part for _ in range(ISSUED_LAYERS) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
     layers = torch.nn.Sequential(*parts).to(device)
     x = torch.zeros(64, 64, device=device)
@@ -241,8 +239,8 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
 
 
 def group_seconds(device: torch.device, update: str = "device") -> float:
-    """What the host takes for a layer group that streams, in addition to its operators: seconds of a forward, a
-    backward and an update. The groups leave links and device nothing to do.
+    """Seconds that the host takes for a streamed layer group's forward, backward and update, in addition to operators.
+    The groups leave links and device nothing to do.
     """
     width = WIDTH_OF_A_LAYER
     with torch.random.fork_rng(devices=[]):  # layers of as many matrices as a transformer's block has, and no more
@@ -306,7 +304,7 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
     )
 
 
-def _finish(device: torch.device) -> Callable[[], None]:
+def _finish(device: torch.device) -> Action:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
@@ -369,9 +367,7 @@ def rates_together(device: torch.device) -> tuple[float, float]:
 
 
 class TogetherSamples:
-    """Samples of AdamW on the host and a GPU's link while both work; `median_sample` of them counts, because what
-    disturbs one lasts for a part of a second.
-    """
+    """AdamW on the host and a GPU's link while both work; `median_sample` counts: a disturbance passes in a second."""
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
         self._update, self._copies = update, _BothWays(device)

@@ -117,7 +117,7 @@ class Resident:
         """Nothing to do: `adopt_optimizer` begins anew."""
 
     def adopt_optimizer(self, optimizer: Any, params: list[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-        """Fresh AdamW states of ``params`` inside level 0, as torch's AdamW keeps them, or codes and scales; Unsupported
+        """Fresh AdamW states of ``params`` on level 0, as torch's AdamW keeps them, or codes and scales; Unsupported
         where parameters were frozen when the model was moved here.
         """
         wanted = set(params)

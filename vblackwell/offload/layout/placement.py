@@ -74,8 +74,8 @@ Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """What the user said about streaming; `enable_vgpu_stack_optimization` explains each. ConfigurationError: ``update``
-    is neither a place nor a share, or the formats exclude it.
+    """What the user said about streaming; `enable_vgpu_stack_optimization` explains each. Raises ConfigurationError:
+    ``update`` is neither a place nor a share, or the formats exclude it.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -127,7 +127,7 @@ class StreamedPlacement:
 def place_streamed(
     model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions, measured: Measured | None = None
 ) -> StreamedPlacement:
-    """Find the groups of ``model`` and place its weights and masters. ``measured``: rates for update='auto', asked where
+    """Find the groups of ``model`` and place its weights and masters. ``measured``: rates for update='auto', asked if
     they decide; None: everything is updated on the host then.
 
     Raises:
@@ -170,7 +170,7 @@ def place_streamed(
     ).with_ranges(
         [(group, "weight") for group in ordered]
         + [(group, "remainder" if group in on_level0 else "master") for group in trainable if group.needs_master],
-        # With gradients that wait for an update on the host: what will spill passes through RAM that weights must leave.
+        # With gradients that wait for an update on the host: what spills passes through RAM that weights must leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)

@@ -30,10 +30,8 @@ def on_disk(ranges: Ranges) -> dict[str, Reservation]:
 
 
 class Ledger:
-    """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe.
-
-    A range is read, or written again, only when its last write is over; one whose write failed is lost for every reader
-    until it is written whole.
+    """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe. A range
+    is read, or written again, only when its last write is over; one whose write failed is lost until it is written again.
     """
 
     def __init__(self) -> None:
@@ -105,9 +103,8 @@ def spaces_of(stack: VGPUStack) -> list[LevelSpace]:
 
 
 class Storage:
-    """The ranges of one model in one stack; they are reserved at once, or none is.
-
-    It holds sizes and no groups: it may outlive the model and must not keep it alive.
+    """The ranges of one model in one stack; they are reserved at once, or none is. It holds sizes and no groups: it may
+    outlive the model and must not keep it alive.
 
     Attributes:
         sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
@@ -244,7 +241,6 @@ class Storage:
 
     def open(self, group: Group, kind: str, *, load: bool = True) -> Tensor:
         """The range as a CPU uint8 tensor: the bytes themselves where they are in RAM, else staged (read if ``load``).
-
         Valid until the next of its kind is opened, by the worker thread or a caller that has waited for it.
         """
         return self.open_at(self.range(group, kind), kind, load=load)
@@ -325,9 +321,8 @@ class Storage:
 
 
 class Shadows:
-    """Ranges that an update before its step writes instead of a group's own: a rollback without a copy.
-
-    They are of the same size on the same level. Where there is no room the update waits for its step.
+    """Ranges, of the same sizes on the same levels, that an update before its step writes instead of a group's own: a
+    rollback without a copy. If they do not fit the update waits for its step.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -337,7 +332,7 @@ class Shadows:
         self._num_bytes = self.peak_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if not all have room, or it lives on level 0: nothing moves there."""
+        """A shadow of each kind of ``group``; None if not all fit, or it lives on level 0, where nothing moves."""
         found: Ranges = {}
         if self._storage.range(group, "weight").level == 0:
             return None
@@ -355,7 +350,7 @@ class Shadows:
         return found
 
     def swap(self, group: Group, shadows: Ranges) -> Ranges:
-        """What was written to ``shadows`` is the group's from now on; returns the ranges that it had, for `give_back`."""
+        """What was written to ``shadows`` is the group's from now on; returns what it had, for `give_back`."""
         return {kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()}
 
     def free_spare(self) -> bool:
