@@ -86,9 +86,7 @@ class VGPUAdamW(torch.optim.AdamW):
         if not lr >= 0 or math.isinf(lr):
             raise ConfigurationError(f"lr {lr} is not a learning rate: give a finite number >= 0, e.g. 3e-4")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigurationError(
-                f"max_grad_norm {max_grad_norm} must be > 0 (or None, to leave gradients as they are)"
-            )
+            raise ConfigurationError(f"max_grad_norm {max_grad_norm} must be > 0 (or None, for gradients as they are)")
         if not undo and max_grad_norm is not None:
             raise ConfigurationError(
                 "undo=False makes updates final before the norm is known: use undo=True, or max_grad_norm=None"
@@ -137,8 +135,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def _check_current(self) -> None:
         if self._replaced:
             raise Unsupported(
-                "this VGPUAdamW was replaced when another was made for its parameters, and has no states any more: use "
-                "that one"
+                "this VGPUAdamW was replaced by another for its parameters, and has no states: use that one"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
 
 
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
-    """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
+    """Take ``param`` from its engine: of its own class again, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
         vars(param).pop(name, None)
     param.__class__ = plain_class
@@ -223,7 +223,7 @@ def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> Non
 
 
 class SiteHook:
-    """A module hook that a deep copy or a pickle of the module does not carry: that is a plain module."""
+    """A module hook that does nothing in a deep copy or a pickle of the module: those are plain modules."""
 
     ignores_output = True
 
@@ -265,9 +265,7 @@ class UsedParameters:
     @contextmanager
     def using(self, slots: Iterable[Slot]) -> Iterator[None]:
         """Inside, the slots' groups are loaded, their parameters plain, and saved tensors packed."""
-        engine = self._engine
-        taken: list[Slot] = []
-        groups: list[Group] = []
+        engine, taken, groups = self._engine, list[Slot](), list[Group]()
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
             with engine.lock, _unseen():
@@ -307,9 +305,8 @@ class UsedParameters:
 
     def _was_written(self, slot: Slot) -> bool:
         """Whether the plain parameter, or what its ``data`` gave, was changed in place."""
-        if slot.param._version != self._seen_versions[slot]:
-            return True
-        return any(alias._version for alias in vars(slot.param).get("_vb_data", ()))
+        aliases = vars(slot.param).get("_vb_data", ())
+        return slot.param._version != self._seen_versions[slot] or any(alias._version for alias in aliases)
 
     def hide(self, slot: Slot) -> None:
         dtype, held = slot.dtype, vars(slot.param)

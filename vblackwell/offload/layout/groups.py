@@ -304,9 +304,7 @@ def find_groups(
     """
     modules = dict(model.named_modules())
     if unknown := [name for name in given or () if name not in modules]:
-        raise ConfigurationError(
-            f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
-        )
+        raise ConfigurationError(f"no module named {unknown[0]!r} in {type(model).__name__}: see named_modules()")
     whole = _list_children(model) if given is None else {modules[name] for name in given}
     # The readers that have none of these inside are read as a whole, too.
     readers = {module for module in model.modules() if isinstance(module, READERS)}

@@ -148,10 +148,8 @@ def place_streamed(
     resident = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in resident)
     if resident_bytes and not on_level0:
-        raise ConfigurationError(
-            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use "
-            "update='device'"
-        )
+        kept = f"resident_bytes={resident_bytes} keeps groups that are updated on level 0"
+        raise ConfigurationError(f"{kept}, and none is: use update='device'")
     if kept_bytes > free * MAX_RESIDENT:
         raise InsufficientMemory(
             f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than "

@@ -31,7 +31,7 @@ def on_disk(ranges: Ranges) -> dict[str, Reservation]:
 
 class Ledger:
     """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe. A range
-    is read, or written again, only when its last write is over; one whose write failed is lost until it is written again.
+    is read, or written again, only when its last write is over; one whose write failed is lost until the next.
     """
 
     def __init__(self) -> None:
