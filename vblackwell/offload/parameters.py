@@ -74,7 +74,7 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], 
         view._vb_binding = binding
         return view
 
-    return tree_map_only(Tensor, guard, result)
+    return result if isinstance(result, torch.Size) else tree_map_only(Tensor, guard, result)  # it would be a tuple
 
 
 class ReadOnlyView(Tensor):

@@ -275,9 +275,9 @@ class Storage:
 
     def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
         transfer = self.start(reservation, staged, write=write)
-        if transfer is not None:
-            transfer.wait()
-            self.in_flight.discard(transfer)  # not where it was interrupted: it goes on
+        assert transfer is not None, "bytes are moved before the storage is closed"
+        transfer.wait()
+        self.in_flight.discard(transfer)  # not where it was interrupted: it goes on
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
