@@ -338,9 +338,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     """Scale the gradients of ``model`` (or of some parameters) in place to a global 2-norm of at most ``max_norm``.
 
     Call it between backward and `step`, instead of `torch.nn.utils.clip_grad_norm_` and instead of ``max_grad_norm``.
-
-    Returns:
-        The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
+    Returns the norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
     """
     params = list(dict.fromkeys(model.parameters() if isinstance(model, nn.Module) else model))
     engines = list(dict.fromkeys(found[0] for param in params if (found := engine_and_slot(param)) is not None))
@@ -379,17 +377,11 @@ def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Ten
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
-    """The layer groups with the largest gradient norm per element, for `VGPUAdamW.step(only=...)` and `prefetch`.
+    """The layer groups with the largest gradient norm per element, for `VGPUAdamW.step(only=...)` and `prefetch`: keys
+    such as ``'model/layers.3'`` of an offloaded model, parameters of a plain one, after a backward, largest first.
 
-    Args:
-        model: after a backward. Offloaded or plain.
-        fraction: share of the groups that have gradients, in (0, 1]; at least one is returned.
-
-    Returns:
-        Keys such as ``'model/layers.3'`` for an offloaded model, parameters for a plain one, largest first.
-
-    Raises:
-        ConfigurationError: ``fraction`` out of range, or there are no gradients, as with ``undo=False``.
+    ``fraction``: share of the groups that have gradients, in (0, 1]; at least one is returned. Raises
+    ConfigurationError: it is out of range, or there are no gradients, as with ``undo=False``.
     """
     if not 0 < fraction <= 1:
         raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")

@@ -117,9 +117,7 @@ class Resident:
         """Nothing to do: `adopt_optimizer` begins anew."""
 
     def adopt_optimizer(self, optimizer: Any, params: list[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-        """Fresh AdamW states of ``params`` on level 0, as torch's AdamW keeps them, or codes and scales; Unsupported
-        where parameters were frozen when the model was moved here.
-        """
+        """Fresh AdamW states of ``params`` on level 0, as torch has them or 8-bit; Unsupported if they were frozen."""
         wanted = set(params)
         slots = [slot for group in self.groups for slot in group.slots if slot.param in wanted]
         groups = list(dict.fromkeys(slot.group for slot in slots))

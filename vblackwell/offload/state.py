@@ -121,7 +121,6 @@ def _checked(name: str, shape: torch.Size, state: ParameterState) -> ParameterSt
         raise ConfigurationError(f"the checkpoint has no weight for {name!r}: it was written by another model")
     for key, value in state.items():
         if key != "step" and value.shape != shape:
-            raise ConfigurationError(
-                f"{key} of {name!r} has shape {tuple(value.shape)} in the checkpoint, {tuple(shape)} here"
-            )
+            found, wanted = tuple(value.shape), tuple(shape)
+            raise ConfigurationError(f"{key} of {name!r} has shape {found} in the checkpoint, {wanted} here")
     return state

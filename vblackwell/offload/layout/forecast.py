@@ -1,5 +1,4 @@
 """Bytes and seconds of a streamed step beforehand: the runtime's placement of a model, and a simulation of its lanes.
-
 Seconds of compute come from a trace of the resident model, by phase; groups get parts of them by the parameters that
 they multiply tokens with, and the last of those the head's and the loss's.
 """

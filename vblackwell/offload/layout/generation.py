@@ -1,7 +1,5 @@
-"""Level 0 while a text is written: weights that stay, keys and values, and bytes to compute in.
-
-Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
-fit next to the weights that pass through, and otherwise pass through as well.
+"""Level 0 while a text is written: weights that stay, keys and values, and bytes to compute in. What does not stay
+crosses the link once a token: so keys and values live there if they fit next to the weights that pass through.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ CUDA_ACTIVATION_SHARE = 0.5
 CUDA_GROUPS = 6
 MAX_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
 
-# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way
-# out.
+# The ring holds one group's states and half of the next: what comes in while a group computes, and what goes out.
 RING_GROUPS = 1.5
 RING_SHARE = 0.25  # of level 0 at most
 # Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
@@ -130,9 +129,8 @@ def place_streamed(
     """Find the groups of ``model`` and place its weights and masters. ``measured``: rates for update='auto', asked if
     they decide; None: everything is updated on the host then.
 
-    Raises:
-        ConfigurationError, Unsupported: as `find_groups`; or there is one level, or nothing could live on level 0.
-        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
+    Raises as `find_groups`; ConfigurationError: there is one level, or nothing could live on level 0;
+    InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
     """
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     trainable = [group for group in groups if group.trainable()]

@@ -93,9 +93,8 @@ class ModelSource:
     CPU tensor of its shape, strides and type, to be filled during the call: floats come as NaN, so that what is
     forgotten is loud, integers as zeros.
 
-    Raises:
-        ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there
-            has hooks or weak references, which would be lost.
+    Raises ConfigurationError: something is on the meta device without ``initialize``, or the reverse; or a parameter
+    there has hooks or weak references, which would be lost.
     """
 
     def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:

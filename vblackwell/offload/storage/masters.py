@@ -45,7 +45,6 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
 
 def round_from_fp32(source: Tensor, out: Tensor) -> None:
     """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, to even (torch's conversion) otherwise.
-
     A carry moves into the exponent; past the largest bf16 it gives infinity. Both are dense and of one layout.
     """
     if out.dtype != torch.bfloat16:

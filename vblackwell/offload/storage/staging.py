@@ -99,9 +99,8 @@ class Stage:
 
     def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
         """Host memory for an update of ``group``, with what ``reads`` hold; None if no range of both is on a disk.
-
-        Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or
-        CorruptData, and takes nothing, if they cannot be read or an earlier write failed.
+        Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or CorruptData,
+        and takes nothing, if they cannot be read or an earlier write failed.
         """
         with self._lock:
             failure, self._failure = self._failure, None
@@ -251,9 +250,7 @@ class Stage:
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:
-        """Nobody needs what is in ``staged``; waits for what fills the memory. Pieces that are copied up from it belong
-        to a prediction that has just failed: the lane drops them.
-        """
+        """Free the memory when nothing fills it any more; the lane drops pieces that are copied up from it."""
         for read in staged.reads:
             failure_of(read)
             self._storage.in_flight.discard(read)
