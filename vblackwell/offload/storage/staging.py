@@ -99,8 +99,8 @@ class Stage:
 
     def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
         """Host memory for an update of ``group``, with what ``reads`` hold; None if no range of both is on a disk.
-        Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or CorruptData,
-        and takes nothing, if they cannot be read or an earlier write failed.
+        Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or
+        CorruptData, and takes nothing, if they cannot be read or an earlier write failed.
         """
         with self._lock:
             failure, self._failure = self._failure, None
