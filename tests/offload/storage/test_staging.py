@@ -222,7 +222,7 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
     [
         (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0),
         (writes_do_not_wait, 0),
-        (writes_end_early, 0), (sets_are_free_at_once, 0), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
+        (writes_end_early, 0), (sets_are_free_at_once, 168), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
         (writes_are_not_awaited, 84), (loads_are_not_ordered, 0),
     ],
     ids=lambda value: value.__qualname__.split(".")[0] if callable(value) else "",
