@@ -16,7 +16,13 @@ from vblackwell.generate.sampling import Sampling
 from vblackwell.generate.stacked_cache import StackedCache
 from vblackwell.generate.steps import level0_for
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.generation import CacheShape, Level0Budget, cache_shape, layers_on_level0, level0_budget
+from vblackwell.offload.layout.generation import (
+    CacheShape,
+    GenerationBudget,
+    cache_shape,
+    divide_level0,
+    layers_on_level0,
+)
 
 NUMBERS = [list(range(3, 13)), list(range(30, 40)), [5, 6, 7]]
 COUNT = 6
@@ -143,16 +149,20 @@ def test_only_plain_attention_has_such_a_cache():
 
 def test_how_level0_is_divided():
     weights, shape = [10] * 8, CacheShape(8, 1, 1, 1, 1, torch.uint8)  # two bytes a layer
-    assert level0_budget(100, weights, shape, 1, 400) == Level0Budget(84, 8, 300)  # everything fits
-    assert level0_budget(50, weights, shape, 7, 400) == Level0Budget(34, 8, 42)  # weights pass, keys and values stay
+    assert divide_level0(100, weights, shape, 1, 400) == GenerationBudget(84, 8, 300)  # everything fits
+    assert divide_level0(50, weights, shape, 7, 400) == GenerationBudget(
+        34, 8, 42
+    )  # weights pass, keys and values stay
     wide = shape._replace(positions=6)
-    assert level0_budget(100, weights, wide, 1, 400) == Level0Budget(76, 0, 300)  # both pass; more rows, fewer weights
-    assert level0_budget(64, [2] * 8, wide, 1, 400) == Level0Budget(
+    assert divide_level0(100, weights, wide, 1, 400) == GenerationBudget(
+        76, 0, 300
+    )  # both pass; more rows, fewer weights
+    assert divide_level0(64, [2] * 8, wide, 1, 400) == GenerationBudget(
         16, 2, 300
     )  # weights stay, and some layers' keys and values
-    assert level0_budget(60, weights, wide._replace(rows=2), 200, 400).chunk == 1
+    assert divide_level0(60, weights, wide._replace(rows=2), 200, 400).chunk == 1
     with pytest.raises(InsufficientMemory, match="fewer rows"):
-        level0_budget(30, weights, wide, 1, 400)
+        divide_level0(30, weights, wide, 1, 400)
     assert layers_on_level0(wide, 96) == 8
 
 

@@ -29,7 +29,7 @@ from vblackwell.offload.movement.state import GradientBuffer, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.parameters import UsedParameters
 from vblackwell.offload.state import export_state
-from vblackwell.offload.storage.initialize import Source
+from vblackwell.offload.storage.initialize import ModelSource
 
 MLP = CASES[0]
 LEVEL0 = 128 << 10
@@ -567,7 +567,7 @@ def test_slices_that_cannot_be_loaded_keep_nothing_of_level_0(
 def test_a_model_that_cannot_enter_is_what_it_was(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, part: str):
     model, stack = build(MLP), make_stack(LEVEL0)
     params = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
-    owner = {"register_forward_hook": nn.Module, "hide": UsedParameters, "take_over": Source}[part]
+    owner = {"register_forward_hook": nn.Module, "hide": UsedParameters, "take_over": ModelSource}[part]
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, failing_after(0 if part == "take_over" else 1, getattr(owner, part)))
         with pytest.raises(Broken):

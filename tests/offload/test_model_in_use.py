@@ -130,6 +130,7 @@ def test_a_submodules_state_dict_shares_nothing(stack: VGPUStack):
         for value in part.state_dict().values():
             with pytest.raises(StaleTensor):
                 value.mul_(2)
+            assert type(value.shape) is type(value.size()) is torch.Size
         assert all(torch.equal(value, expected.state_dict()[name]) for name, value in part.state_dict().items())
 
 

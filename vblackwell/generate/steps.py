@@ -26,7 +26,7 @@ from vblackwell.nn.linear.one_input import lay_packed_together, lay_together
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.layout.generation import cache_shape, level0_budget, token_bytes, workspace_bytes
+from vblackwell.offload.layout.generation import cache_shape, divide_level0, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import Group
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[St
             # The largest packed linear's weight while many rows are multiplied by it.
             unpacked = max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
             a_token = token_bytes(model.config, dtype.itemsize)
-            budget = level0_budget(free, sizes, shape, a_token, workspace, unpacked)
+            budget = divide_level0(free, sizes, shape, a_token, workspace, unpacked)
             engine.weights.rebudget(budget.weight_bytes)
             cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
     try:

@@ -27,16 +27,15 @@ from vblackwell.offload.layout.groups import (
     num_elements,
     refuse_untrainable,
 )
-from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions, check_update
+from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions
 from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
 from vblackwell.offload.movement.state import drop_idle_weights
 from vblackwell.offload.resident import Resident
-from vblackwell.offload.storage.initialize import Initialize, Source, move_buffers, refuse_shared_memory
+from vblackwell.offload.storage.initialize import Initialize, ModelSource, move_buffers, refuse_shared_memory
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
-_UPDATES: dict[str | float, str] = {"device": "level0", "host": "home"}  # the names of both in a placement
 
 _accelerated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `enable_vgpu_stack_optimization`
 # Of each stack the models by name, which are there while their finalizers are alive.
@@ -44,12 +43,24 @@ _names: weakref.WeakKeyDictionary[VGPUStack, dict[str, weakref.finalize[Any, Any
 
 
 def enable_vgpu_stack_optimization(
-    model: nn.Module, stack: VGPUStack, name: str = "model", *, placement: str = "auto",
-    compute_dtype: torch.dtype | None = None, groups: Iterable[str] | None = None, update: str | float = "auto",
-    activations: str = "auto", resident_bytes: int | str = 0, weight_bytes: int | str | None = None,
-    states: str = "fp32", masters: str = "exact", rounding_seed: int = 0, activation_bytes: int | str = 0,
-    initialize: Initialize | None = None, accelerate: bool | None = None,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module,
+    stack: VGPUStack,
+    name: str = "model",
+    *,
+    placement: str = "auto",
+    compute_dtype: torch.dtype | None = None,
+    groups: Iterable[str] | None = None,
+    update: str | float = "auto",
+    activations: str = "auto",
+    resident_bytes: int | str = 0,
+    weight_bytes: int | str | None = None,
+    states: str = "fp32",
+    masters: str = "exact",
+    rounding_seed: int = 0,
+    activation_bytes: int | str = 0,
+    initialize: Initialize | None = None,
+    accelerate: bool | None = None,
+) -> nn.Module:
     """Put ``model`` into ``stack`` and return it, ready to run on level 0's device.
 
     Args:
@@ -100,19 +111,24 @@ def enable_vgpu_stack_optimization(
     """
     if placement not in PLACEMENTS:
         raise ConfigurationError(f"placement {placement!r} is none of {', '.join(PLACEMENTS)}")
-    formats = Formats(states, masters, rounding_seed)
-    update = _UPDATES.get(update, update)
-    check_update(update, formats)
+    options = StreamingOptions(
+        compute_dtype,
+        None if groups is None else tuple(groups),
+        update,
+        parse_bytes(resident_bytes),
+        None if weight_bytes is None else parse_bytes(weight_bytes),
+        parse_bytes(activation_bytes),
+        Formats(states, masters, rounding_seed),
+    )
     if activations not in ("auto", "level0", "host"):
         raise ConfigurationError(f"activations {activations!r} is none of 'auto', 'level0' and 'host'")
+    kind = type(model).__name__
     if not any(True for _ in model.parameters()):
-        raise ConfigurationError(f"{type(model).__name__} has no parameters to place")
+        raise ConfigurationError(f"{kind} has no parameters to place")
     if offload_of(model) is not None:
-        raise ConfigurationError(f"{type(model).__name__} is in a stack already: release(model) first")
+        raise ConfigurationError(f"{kind} is in a stack already: release(model) first")
     if any(param.grad is not None for param in model.parameters()):
-        raise ConfigurationError(
-            f"{type(model).__name__} has gradients: step with them, or zero_grad(set_to_none=True), before"
-        )
+        raise ConfigurationError(f"{kind} has gradients: step with them, or zero_grad(set_to_none=True), before")
     for param_name, param in model.named_parameters():
         if param.requires_grad:
             refuse_untrainable(param_name, compute_dtype_of(param, compute_dtype))
@@ -127,11 +143,10 @@ def enable_vgpu_stack_optimization(
             _accelerated.add(model)
             undone.callback(_restore, model)
             accelerate_causal_lm(model, loss="training")
-        source = Source(model, initialize)
-        source.fill_buffers()
+        source = ModelSource(model, initialize)
         drop_idle_weights(stack)
-        needed = bytes_when_resident(model, compute_dtype, formats)
-        level, device = stack.levels[0], stack.level0_device
+        needed = bytes_when_resident(model, compute_dtype, options.formats)
+        level, device, on_gpu = stack.levels[0], stack.level0_device, stack.level0_device.type == "cuda"
         free = level.capacity_bytes - level.used_bytes
         if placement == "resident" and needed > free:
             raise InsufficientMemory(
@@ -141,21 +156,16 @@ def enable_vgpu_stack_optimization(
                 needed_bytes=needed,
                 available_bytes=free,
             )
-        usable = free * (1 - CUDA_ACTIVATION_SHARE) if device.type == "cuda" else free
+        usable = free * (1 - CUDA_ACTIVATION_SHARE) if on_gpu else free
         if placement == "resident" or (placement == "auto" and needed <= usable):
-            engine: Any = Resident(model, stack, name, compute_dtype, formats, source)
+            engine: Any = Resident(model, stack, name, options, source)
         else:
             chosen = activations == "auto"
             if chosen:
                 has_ram = any(each.device is not None and each.device.type == "cpu" for each in stack.levels[1:])
-                activations = "host" if device.type == "cuda" and has_ram else "level0"
-            named = f"{name}/activations"
-            store = ActivationStore(stack, named, may_stay=chosen) if activations == "host" else None
-            options = StreamingOptions(
-                compute_dtype, None if groups is None else tuple(groups), update, parse_bytes(resident_bytes),
-                None if weight_bytes is None else parse_bytes(weight_bytes), parse_bytes(activation_bytes), formats,
-            )  # fmt: skip
-            measured = functools.partial(rates_together, device) if device.type == "cuda" else None
+                activations = "host" if on_gpu and has_ram else "level0"
+            store = ActivationStore(stack, f"{name}/activations", may_stay=chosen) if activations == "host" else None
+            measured = functools.partial(rates_together, device) if on_gpu else None
             engine = stream(model, stack, name, options, source, store, measured)
         names[name] = engine.finalizer
         undone.pop_all()
@@ -182,10 +192,8 @@ def release(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
 
 
 def model_plan(model: nn.Module) -> str:
-    """Where ``model``'s bytes are and what is done to it where, in lines for people: what the defaults chose, too.
-
-    Raises:
-        ConfigurationError: it is in no stack.
+    """Where ``model``'s bytes are and what is done to it where, in lines for people: what the defaults chose, too;
+    ConfigurationError if it is in no stack.
     """
     engine = offload_of(model)
     if engine is None:
@@ -236,9 +244,15 @@ class VGPUStackLinear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, vgpu_stack: VGPUStack, bias: bool = True,
-        dtype: torch.dtype | None = None, name: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        vgpu_stack: VGPUStack,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=dtype)
         if name is None:
             name = f"linear-{next(_counters.setdefault(vgpu_stack, itertools.count()))}"

@@ -42,7 +42,7 @@ from vblackwell.offload.parameters import (
 )
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.step import StepControl
-from vblackwell.offload.storage.initialize import Source, move_buffers
+from vblackwell.offload.storage.initialize import ModelSource, move_buffers
 from vblackwell.offload.storage.masters import (
     open_weights,
     read_truth,
@@ -71,7 +71,7 @@ def offload_of(model: nn.Module) -> Offload | Resident | None:
 
 
 def stream(
-    model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: Source,
+    model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: ModelSource,
     store: ActivationStore | None = None, measured: Measured | None = None,
 ) -> Offload:  # fmt: skip
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors

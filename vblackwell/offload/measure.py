@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -26,11 +26,13 @@ from vblackwell.machine.rates import Rates
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import map_slab
+from vblackwell.memory.level import Transfer
 from vblackwell.offload.engine import stream
 from vblackwell.offload.layout.placement import StreamingOptions
+from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.movement.update_loop import MIN_PART, MasterLoop, SumLoop, update_threads
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.storage.initialize import Source
+from vblackwell.offload.storage.initialize import ModelSource
 from vblackwell.trace.work import LOOP
 from vblackwell.units import MiB
 
@@ -44,7 +46,7 @@ ADAMW_HELD_BYTES = 16  # a parameter: itself, its gradient, two moments
 ISSUED_LAYERS, STEPS_ISSUED = 64, 15  # some milliseconds each: one hiccup of the machine does not count
 OPERATORS_OF_A_LAYER = 6  # product and ReLU; ReLU's gradient, two products and a sum
 REPEATS = 3
-WARM_SECONDS = 0.1  # of steps that issue, before any counts: threads and caches settle
+WARM_SECONDS = 0.1  # of steps that issue, before any counts: threads and caches are not yet as they stay
 QUICK = 0.2  # of the steps of all samples: so many are not disturbed, whatever the others are
 GROUPS_STREAMED, MATRICES_OF_A_LAYER, WIDTH_OF_A_LAYER = 12, 9, 64
 GROUP_LEVELS = 64 * MiB, 64 * MiB
@@ -95,10 +97,8 @@ def quick(times: list[float]) -> float:
 
 
 class HostSamples:
-    """What the host takes to issue operators, in seconds by the quicker steps of all samples.
-
-    ``issue``: an operator of a training step; ``loop``: of an optimizer's loop over its parameters; ``read``: one
-    number of a device that has nothing else to do.
+    """What the host takes, in seconds by the quicker steps of all samples, to ``issue`` an operator of a training step,
+    one of an optimizer's ``loop`` over its parameters, and to ``read`` one number of a device that is idle.
     """
 
     issue = loop = read = math.inf
@@ -162,16 +162,14 @@ def disk_gbps(path: str) -> dict[str, float | str]:
             piece = torch.randint(0, 256, (DISK_PIECE_BYTES,), dtype=torch.uint8)
             pieces = [torch.empty_like(piece) for _ in extents]
 
-            def write() -> None:
-                for transfer in [level.write(extent, piece) for extent in extents]:
-                    transfer.wait()
+            def rate(move: Callable[[Any, torch.Tensor], Transfer], memory: list[torch.Tensor]) -> float:
+                def move_all() -> None:
+                    for transfer in list(map(move, extents, memory)):
+                        transfer.wait()
 
-            def read() -> None:
-                for transfer in [level.read(extent, out) for extent, out in zip(extents, pieces, strict=True)]:
-                    transfer.wait()
+                return DISK_BYTES / seconds_of(move_all, limit_seconds=DISK_SECONDS) / 1e9
 
-            ways = {"write": write, "read": read}
-            return {way: DISK_BYTES / seconds_of(do, limit_seconds=DISK_SECONDS) / 1e9 for way, do in ways.items()}
+            return {"write": rate(level.write, [piece] * len(extents)), "read": rate(level.read, pieces)}
     except (ConfigurationError, DiskError) as error:
         return {"refused": str(error)}
 
@@ -195,7 +193,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     with updating(update):
         busy = issue_seconds(device)
     samples.take()
-    groups = {place: group_seconds(device, place) for place in ("level0", "home")}
+    groups = {place: group_seconds(device, place) for place in ("device", "host")}
     samples.take()
     together.take()
     return found | {
@@ -205,8 +203,8 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "issue_beside_updates_us": busy * 1e6,
         "issue_of_loop_us": samples.loop * 1e6,
         "read_us": samples.read * 1e6,
-        "streamed_group_us": groups["level0"] * 1e6,
-        "streamed_home_group_us": groups["home"] * 1e6,
+        "streamed_group_us": groups["device"] * 1e6,
+        "streamed_home_group_us": groups["host"] * 1e6,
     }
 
 
@@ -228,7 +226,7 @@ def issue_seconds(device: torch.device) -> float:
     return statistics.median(times) / (ISSUED_LAYERS * OPERATORS_OF_A_LAYER)
 
 
-def _issuing_step(device: torch.device) -> Callable[[], None]:
+def _issuing_step(device: torch.device) -> Action:
     parts = (part for _ in range(ISSUED_LAYERS) for part in (torch.nn.Linear(64, 64), torch.nn.ReLU()))
     layers = torch.nn.Sequential(*parts).to(device)
     x = torch.zeros(64, 64, device=device)
@@ -240,9 +238,9 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
     return step
 
 
-def group_seconds(device: torch.device, update: str = "level0") -> float:
-    """What the host takes for a layer group that streams, in addition to its operators: seconds of a forward, a
-    backward and an update. The groups leave links and device nothing to do.
+def group_seconds(device: torch.device, update: str = "device") -> float:
+    """Seconds that the host takes for a streamed layer group's forward, backward and update, in addition to operators.
+    The groups leave links and device nothing to do.
     """
     width = WIDTH_OF_A_LAYER
     with torch.random.fork_rng(devices=[]):  # layers of as many matrices as a transformer's block has, and no more
@@ -255,7 +253,7 @@ def group_seconds(device: torch.device, update: str = "level0") -> float:
     with create_vgpu_stack(*GROUP_LEVELS, 0, device=device, cap_process=False) as stack:
         names = tuple(name for name, _ in streamed.named_children())
         options = StreamingOptions(dtype, names, update, weight_bytes=GROUP_WEIGHTS)
-        with closing(stream(streamed, stack, "model", options, Source(streamed, None))) as engine:
+        with closing(stream(streamed, stack, "model", options, ModelSource(streamed, None))) as engine:
             optimizer = VGPUAdamW(streamed.parameters(), update_in_backward=True, undo=False)
 
             def step_plain() -> None:
@@ -276,13 +274,9 @@ def group_seconds(device: torch.device, update: str = "level0") -> float:
 
 def cpu_rates() -> Rates:
     """What the simulation of a step takes of a machine without a GPU, whose level 0 is RAM: a tenth of a second."""
-    copied = host_copy_gbps(QUICK_COPY_BYTES) * 1e9
-    flops = cpu_matmul_gflops(512) * 1e9
-    return Rates(
-        matmul_half=flops, matmul_fp32=flops, memory=2 * copied, up=copied, down=copied, up_both=copied / 2,
-        down_both=copied / 2, cpu_adamw=2 * copied / ADAMW_BYTES, issue_seconds=issue_seconds(torch.device("cpu")),
-        source="products and copies on this CPU",
-    )  # fmt: skip
+    copied, flops = host_copy_gbps(QUICK_COPY_BYTES) * 1e9, cpu_matmul_gflops(512) * 1e9
+    memory, link, issue = 2 * copied, (copied, copied, copied / 2, copied / 2), issue_seconds(torch.device("cpu"))
+    return Rates(flops, flops, memory, *link, memory / ADAMW_BYTES, issue, source="products and copies on this CPU")
 
 
 def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates:
@@ -310,7 +304,7 @@ def as_rates(gpu: dict[str, float], disk: dict[str, Any] | None = None) -> Rates
     )
 
 
-def _finish(device: torch.device) -> Callable[[], None]:
+def _finish(device: torch.device) -> Action:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
@@ -331,15 +325,15 @@ class HostUpdate:
         self.count = update_elements() if count is None else count
         sizes = [4 * self.count] * 3 + [2 * self.count]
         *states, weight = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
-        self._master, self._exp_avg, self._exp_avg_sq = (each.view(torch.float32) for each in states)
+        self._master, *self._moments = (each.view(torch.float32) for each in states)
         self._weight, self._step, self._loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
+        self._hyper = vars(Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0))
 
     def __call__(self) -> None:
+        exp_avg, exp_avg_sq = self._moments
         self._step.add_(1)
-        self._loop.add(
-            self._master, self._weight, self._weight, self._exp_avg, self._exp_avg_sq, self._step, None,
-            lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0,
-        )  # fmt: skip
+        # The memory of the gradient is the weight's.
+        self._loop.add(self._master, self._weight, self._weight, exp_avg, exp_avg_sq, self._step, None, **self._hyper)
         self._loop.run()
 
 
@@ -373,9 +367,7 @@ def rates_together(device: torch.device) -> tuple[float, float]:
 
 
 class TogetherSamples:
-    """Samples of AdamW on the host and a GPU's link while both work; `median_sample` of them counts, because what
-    disturbs one lasts for a part of a second.
-    """
+    """AdamW on the host and a GPU's link while both work; `median_sample` counts: a disturbance passes in a second."""
 
     def __init__(self, update: HostUpdate, device: torch.device) -> None:
         self._update, self._copies = update, _BothWays(device)
@@ -444,22 +436,19 @@ class _BothWays:
 @contextmanager
 def updating(update: HostUpdate) -> Iterator[None]:
     """``update`` runs with the runtime's threads, again and again, until the block ends; RuntimeError if it failed."""
-    enough, first = threading.Event(), threading.Event()
+    enough = threading.Event()
 
     def run() -> None:
-        try:
-            while not enough.is_set():
-                update()
-                first.set()
-        finally:
-            first.set()
+        while not enough.is_set():
+            update()
 
     with ThreadPoolExecutor(1, thread_name_prefix="measured-updates") as thread:
-        done = thread.submit(run)
+        tasks = [thread.submit(update), thread.submit(run)]
         try:
-            first.wait()  # the first makes threads, and touches the memory
+            wait(tasks[:1])  # the first makes threads, and touches the memory
             yield
         finally:
             enough.set()
-            if (error := done.exception()) is not None:
-                raise RuntimeError("an update during the measurement failed") from error
+            for task in tasks:
+                if (error := task.exception()) is not None:
+                    raise RuntimeError("an update during the measurement failed") from error

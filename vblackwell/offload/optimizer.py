@@ -17,21 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from vblackwell.errors import ConfigurationError, Unsupported
+from vblackwell.offload import resident
 from vblackwell.offload.engine import Offload, locked
 from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups
 from vblackwell.offload.movement.gradients import norm_of_norms
 from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.parameters import engine_and_slot
-from vblackwell.offload.resident import (
-    Resident,
-    plain_norm,
-    plain_state,
-    resident_of,
-    restride,
-    update_resident,
-    updates_here,
-    write_state,
-)  # fmt: skip
+from vblackwell.offload.resident import Resident, resident_of, restride, updates_here
 from vblackwell.offload.state import read_slot_states, write_slot_states
 
 # Without the profiling and grad-mode layers that torch puts around each class's step: ours has them.
@@ -43,14 +35,10 @@ def _selected(engines: Sequence[Offload], only: Iterable[Any]) -> set[Tensor]:
     by_key = {engine.key_of(group): group for engine in engines for group in engine.groups}
     params: set[Tensor] = set()
     for item in only:
-        if isinstance(item, Tensor):
-            params.add(item)
-        elif item in by_key:
-            params.update(slot.param for slot in by_key[item].slots)
-        else:
-            raise ConfigurationError(
-                f"only={item!r} is neither a parameter nor a group such as {next(iter(by_key), None)!r}"
-            )
+        if not isinstance(item, Tensor) and item not in by_key:
+            known = next(iter(by_key), None)
+            raise ConfigurationError(f"only={item!r} is neither a parameter nor a group such as {known!r}")
+        params.update([item] if isinstance(item, Tensor) else (slot.param for slot in by_key[item].slots))
     return params
 
 
@@ -82,16 +70,23 @@ class VGPUAdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, max_grad_norm: float | None = None, update_in_backward: bool = False,
-        undo: bool = True, accumulation_steps: int = 1, loss_scale: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        update_in_backward: bool = False,
+        undo: bool = True,
+        accumulation_steps: int = 1,
+        loss_scale: float = 1.0,
+    ) -> None:
         if not lr >= 0 or math.isinf(lr):
             raise ConfigurationError(f"lr {lr} is not a learning rate: give a finite number >= 0, e.g. 3e-4")
         if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigurationError(
-                f"max_grad_norm {max_grad_norm} must be > 0 (or None, to leave gradients as they are)"
-            )
+            raise ConfigurationError(f"max_grad_norm {max_grad_norm} must be > 0 (or None, for gradients as they are)")
         if not undo and max_grad_norm is not None:
             raise ConfigurationError(
                 "undo=False makes updates final before the norm is known: use undo=True, or max_grad_norm=None"
@@ -106,13 +101,10 @@ class VGPUAdamW(torch.optim.AdamW):
         self.max_grad_norm, self.update_in_backward, self.undo = max_grad_norm, update_in_backward, undo
         self.accumulation_steps, self.loss_scale = accumulation_steps, loss_scale
         self._norm: Tensor | None = None
-        self.skipped = False
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._slots: dict[Tensor, Slot] = {}
         self._engines: list[Offload] = []
-        self._updates_here = False
-        self._replaced = False
-        self._adopts = False
+        self.skipped = self._updates_here = self._replaced = self._adopts = False
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         # What torch refuses it has refused by now, while an earlier optimizer still has its states.
         self._replace_earlier()
@@ -121,9 +113,7 @@ class VGPUAdamW(torch.optim.AdamW):
             self._adopt(group)
 
     def _replace_earlier(self) -> None:
-        """An optimizer all of whose parameters are among these loses them: states begin anew. Unsupported: it has some,
-        and others.
-        """
+        """An earlier optimizer loses all its parameters and their states; Unsupported: it has others as well."""
         wanted = {param for group in self.param_groups for param in group["params"]}
         engines = dict.fromkeys(engine for param in wanted if (engine := _engine_of(param)) is not None)
         replaced: list[tuple[Offload | Resident, VGPUAdamW]] = []
@@ -145,8 +135,7 @@ class VGPUAdamW(torch.optim.AdamW):
     def _check_current(self) -> None:
         if self._replaced:
             raise Unsupported(
-                "this VGPUAdamW was replaced when another was made for its parameters, and has no states any more: use "
-                "that one"
+                "this VGPUAdamW was replaced by another for its parameters, and has no states: use that one"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -164,11 +153,11 @@ class VGPUAdamW(torch.optim.AdamW):
             if (found := engine_and_slot(param)) is not None:
                 self._slots[param] = found[1]
                 fresh.setdefault(found[0], []).append(found[1])
-            elif (resident := resident_of(param)) is not None:
-                residents.setdefault(resident, []).append(param)
-        self._updates_here |= any(updates_here(param) for param in group["params"])
-        for resident, held in residents.items():
-            self.state.update(resident.adopt_optimizer(self, held))
+            elif (holder := resident_of(param)) is not None:
+                residents.setdefault(holder, []).append(param)
+            self._updates_here |= updates_here(param)
+        for holder, held in residents.items():
+            self.state.update(holder.adopt_optimizer(self, held))
         for engine, slots in fresh.items():
             engine.adopt_optimizer(self, slots)
             if engine not in self._engines:
@@ -192,15 +181,13 @@ class VGPUAdamW(torch.optim.AdamW):
         self, closure: Callable[[], Any] | None = None, *, only: Iterable[Any] | None = None
     ) -> Any:
         """One AdamW step. Updates of offloaded groups run on in the background, each until its group is next used.
-
-        Args:
-            only: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
+        ``only``: keys from `select_top_k_gradients`, or parameters: update (and measure) just these.
         """
         self._check_current()
-        is_plain = not self._engines and not self._updates_here
-        if only is None and is_plain and self.max_grad_norm is None and self.loss_scale == 1.0:
+        ours = self._engines or self._updates_here or self.max_grad_norm is not None or self.loss_scale != 1.0
+        if only is None and not ours:
             with torch.no_grad():
-                return _ADAMW_STEP(self, closure)  # nothing of ours to do: torch's cost
+                return _ADAMW_STEP(self, closure)  # at torch's cost
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -213,14 +200,12 @@ class VGPUAdamW(torch.optim.AdamW):
         if self._updates_here:
             for param in self._group_of:
                 restride(param)
-        # A scale is one more reason to multiply, and a limit one more to measure; without either, nothing is read.
         self.skipped = False
         for engine in self._engines:
             engine.worker.check_gradients()
+        factor = None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
         if self.max_grad_norm is not None:
             factor = self._measure(only)
-        else:
-            factor = None if self.loss_scale == 1.0 else torch.tensor(1.0 / self.loss_scale)
         if self.skipped:
             for engine in self._engines:
                 engine.step_control.skip_step()
@@ -233,13 +218,10 @@ class VGPUAdamW(torch.optim.AdamW):
         """The global norm into `grad_norm`; the factor that clips, None if that is 1."""
         assert self.max_grad_norm is not None
         total, measured = _measured((param for param in self._group_of if only is None or param in only), self._engines)
-        if not measured:
-            self._norm = total
-            return None
         inverse_scale = 1.0 / self.loss_scale
-        if inverse_scale != 1.0:
-            total = total * inverse_scale
-        self._norm = total
+        self._norm = total = total if inverse_scale == 1.0 else total * inverse_scale
+        if not measured:
+            return None
         self.skipped = not bool(torch.isfinite(total))
         factor = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0) * inverse_scale
         return None if factor == 1.0 else factor.cpu()
@@ -250,11 +232,11 @@ class VGPUAdamW(torch.optim.AdamW):
             if param in self._slots or param.grad is None or (only is not None and param not in only):
                 continue
             if updates_here(param):
-                update_resident(param, param.grad, self.state[param], self._hyper(group), factor)
-                continue
-            torchs.add(param)
-            if factor is not None:
-                param.grad.mul_(factor.to(param.grad.device))
+                resident.update_resident(param, param.grad, self.state[param], self._hyper(group), factor)
+            else:
+                torchs.add(param)
+                if factor is not None:
+                    param.grad.mul_(factor.to(param.grad.device))
         if torchs:
             with self._without(self._group_of.keys() - torchs):
                 _ADAMW_STEP(self)
@@ -262,16 +244,14 @@ class VGPUAdamW(torch.optim.AdamW):
     @contextmanager
     def _without(self, params: Collection[Tensor]) -> Iterator[None]:
         """Inside, torch's own methods do not meet ``params``."""
-        if not params:
-            yield
-            return
-        kept = [group["params"] for group in self.param_groups]
+        before = [(group, group["params"]) for group in self.param_groups]
         try:
-            for group in self.param_groups:
-                group["params"] = [param for param in group["params"] if param not in params]
+            if params:
+                for group, everything in before:
+                    group["params"] = [param for param in everything if param not in params]
             yield
         finally:
-            for group, everything in zip(self.param_groups, kept, strict=True):
+            for group, everything in before:
                 group["params"] = everything
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -281,14 +261,9 @@ class VGPUAdamW(torch.optim.AdamW):
             return super().zero_grad(set_to_none)
         with locked(self._engines):
             for engine in self._engines:
-                control, slots = engine.step_control, self._slots.values()
+                control = engine.step_control
                 control.begin_window()
-                held = [
-                    slot
-                    for slot in slots
-                    if engine_and_slot(slot.param) == (engine, slot) and engine.gradients.has(slot)
-                ]
-                if held:
+                if held := [slot for slot in self._slots_of(engine) if engine.gradients.has(slot)]:
                     (control.clear_gradients if set_to_none else control.zero_gradients)(held)
                 engine.worker.forgive()
         with self._without(self._slots.keys()):
@@ -302,7 +277,7 @@ class VGPUAdamW(torch.optim.AdamW):
         found = super().state_dict()
         index_of = {param: index for index, param in enumerate(self._group_of)}
         for param, state in self.state.items():
-            found["state"][index_of[param]] = plain_state(param, state)
+            found["state"][index_of[param]] = resident.plain_state(param, state)
         for engine in self._engines:
             engine.finish()
             engine.worker.check_whole()
@@ -314,19 +289,16 @@ class VGPUAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Accepts what `torch.optim.AdamW` or this class wrote for the same parameters, wherever they lived."""
         self._check_current()
-        slot_of = {index: self._slots[param] for index, param in enumerate(self._group_of) if param in self._slots}
-        # States that are updated here stay where they are, in their own types: torch would make moments as narrow as
-        # the weights.
-        held_of = {
-            index: (param, self.state[param]) for index, param in enumerate(self._group_of) if updates_here(param)
-        }
-        loaded: dict[int, dict[str, Tensor]] = state_dict["state"]
+        params, loaded = list(enumerate(self._group_of)), dict[int, dict[str, Tensor]](state_dict["state"])
+        slot_of = {index: self._slots[param] for index, param in params if param in self._slots}
+        # Of what is updated here, states stay in their own types: torch would make moments as narrow as the weights.
+        held_of = {index: (param, self.state[param]) for index, param in params if updates_here(param)}
         states = {slot_of[index]: state for index, state in loaded.items() if index in slot_of}
         plain = {index: state for index, state in loaded.items() if index not in slot_of and index not in held_of}
         super().load_state_dict({**state_dict, "state": plain})
         self._group_of = {param: group for group in self.param_groups for param in group["params"]}
         for index, (param, held) in held_of.items():
-            write_state(param, held, loaded.get(index))
+            resident.write_state(param, held, loaded.get(index))
             self.state[param] = held
         for engine in self._engines:
             engine.finish()
@@ -340,8 +312,12 @@ class VGPUAdamW(torch.optim.AdamW):
             for slot, state in read_slot_states(engine, group):
                 moments = {kind: state[kind].to(device) for kind in MOMENTS}
                 self.state[slot.param] = {"step": state["step"].to(device), **moments}
-        self._slots = {param: slot for param, slot in self._slots.items() if engine_and_slot(param) != (engine, slot)}
+        for slot in self._slots_of(engine):
+            del self._slots[slot.param]
         self._engines.remove(engine)
+
+    def _slots_of(self, engine: Offload) -> list[Slot]:
+        return [slot for param, slot in self._slots.items() if engine_and_slot(param) == (engine, slot)]
 
     @property
     def grad_norm(self) -> float | None:
@@ -362,9 +338,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     """Scale the gradients of ``model`` (or of some parameters) in place to a global 2-norm of at most ``max_norm``.
 
     Call it between backward and `step`, instead of `torch.nn.utils.clip_grad_norm_` and instead of ``max_grad_norm``.
-
-    Returns:
-        The norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
+    Returns the norm before clipping, an fp32 scalar. Not finite gradients are scaled as torch does; read the value.
     """
     params = list(dict.fromkeys(model.parameters() if isinstance(model, nn.Module) else model))
     engines = list(dict.fromkeys(found[0] for param in params if (found := engine_and_slot(param)) is not None))
@@ -375,8 +349,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     total, measured = _measured(params, engines)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     offloaded: dict[Offload, list[Slot]] = {}
-    for param, found in measured:
-        if found is not None:
+    for param, _ in measured:
+        if (found := engine_and_slot(param)) is not None:
             offloaded.setdefault(found[0], []).append(found[1])
         elif param.grad is not None:
             param.grad.mul_(factor.to(param.grad.device))
@@ -385,66 +359,47 @@ def clip_grad_norm_(model: nn.Module | Iterable[Tensor], max_norm: float) -> Ten
     return total
 
 
-def _measured(
-    params: Iterable[Tensor], engines: Sequence[Offload]
-) -> tuple[Tensor, list[tuple[Tensor, tuple[Offload, Slot] | None]]]:
-    """The global 2-norm of the gradients of ``params``, and those that have one, in order, with engine and slot."""
+def _measured(params: Iterable[Tensor], engines: Sequence[Offload]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The global 2-norm of the gradients of ``params``, and those that have one, in order, with its norm."""
     for engine in engines:
         engine.step_control.collect()
-    norms, measured = [], []
+    measured: list[tuple[Tensor, Tensor]] = []
     for param in params:
         found = engine_and_slot(param)
         if found is not None and found[0].gradients.has(found[1]):
-            norms.append(found[0].gradients.norm(found[1]))
+            measured.append((param, found[0].gradients.norm(found[1])))
         elif found is None and param.grad is not None:
-            norms.append(plain_norm(param))
-        else:
-            continue
-        measured.append((param, found))
+            measured.append((param, resident.plain_norm(param)))
+    norms = [norm for _, norm in measured]
     if not norms:
         return torch.zeros(()), measured
     return norm_of_norms(norms, engines[0].device if engines else norms[0].device), measured
 
 
 def select_top_k_gradients(model: nn.Module, fraction: float) -> list[Any]:
-    """The layer groups with the largest gradient norm per element, as `VGPUAdamW.step(only=...)` and `prefetch` take
-    them.
+    """The layer groups with the largest gradient norm per element, for `VGPUAdamW.step(only=...)` and `prefetch`: keys
+    such as ``'model/layers.3'`` of an offloaded model, parameters of a plain one, after a backward, largest first.
 
-    Args:
-        model: after a backward. Offloaded or plain.
-        fraction: share of the groups that have gradients, in (0, 1]; at least one is returned.
-
-    Returns:
-        Keys such as ``'model/layers.3'`` for an offloaded model, parameters for a plain one, largest first.
-
-    Raises:
-        ConfigurationError: ``fraction`` out of range, or there are no gradients, as with ``undo=False``.
+    ``fraction``: share of the groups that have gradients, in (0, 1]; at least one is returned. Raises
+    ConfigurationError: it is out of range, or there are no gradients, as with ``undo=False``.
     """
     if not 0 < fraction <= 1:
         raise ConfigurationError(f"fraction {fraction} must be in (0, 1], e.g. 0.1 for the top tenth of the groups")
-    found = [engine_and_slot(param) for param in model.parameters()]
-    engines = list(dict.fromkeys(pair[0] for pair in found if pair is not None))
+    params = list(model.parameters())
+    engines = list(dict.fromkeys(found[0] for param in params if (found := engine_and_slot(param)) is not None))
     sources = [engine.step_control.source for engine in engines]
     if any(source is not None and source.update_in_backward and not source.undo for source in sources):
         raise ConfigurationError("undo=False consumes gradients in backward, so none are left to rank: use undo=True")
-    for engine in engines:
-        engine.step_control.collect()
-    groups = [(engine, group) for engine in engines for group in engine.groups]
-    ranked: list[tuple[float, list[Any]]] = []
-    for engine, group in groups or [(None, group) for group in find_groups(model)[0]]:
-        if engine is not None:
-            slots = [slot for slot in group.slots if engine.gradients.has(slot)]
-            norms = [engine.gradients.norm(slot) for slot in slots]
-        else:
-            slots = [slot for slot in group.slots if slot.param.grad is not None]
-            gradients = [slot.param.grad for slot in slots if slot.param.grad is not None]
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norms, ranked = dict(_measured(params, engines)[1]), list[tuple[float, list[Any]]]()
+    offloaded = [(engine, group) for engine in engines for group in engine.groups]
+    for engine, group in offloaded or [(None, group) for group in find_groups(model)[0]]:
+        slots = [slot for slot in group.slots if slot.param in norms]
         if slots:  # ranked by the root mean square: groups of different sizes become comparable
-            norm = float(norm_of_norms(norms, norms[0].device if engine is None else engine.device))
+            held = [norms[slot.param] for slot in slots]
+            norm = float(norm_of_norms(held, held[0].device if engine is None else engine.device))
             keys = [slot.param for slot in slots] if engine is None else [engine.key_of(group)]
             ranked.append((norm / math.sqrt(sum(slot.num_elements for slot in slots)), keys))
     if not ranked:
         raise ConfigurationError("no parameter has a gradient: call backward() before selecting by gradient")
     ranked.sort(key=lambda item: -item[0])
-    chosen = ranked[: max(1, math.ceil(fraction * len(ranked)))]
-    return [key for _, keys in chosen for key in keys]
+    return [key for _, keys in ranked[: max(1, math.ceil(fraction * len(ranked)))] for key in keys]

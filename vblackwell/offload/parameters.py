@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch._functorch.eager_transforms as eager_transforms
 import torch._functorch.vmap as vmap
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vblackwell.errors import StaleTensor, Unsupported
 from vblackwell.offload.layout.groups import Group, Slot
 
 _T: Any = Tensor
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 (untyped)
-_GRAD_GET = _T.grad.__get__
-_GRAD_SET = _T.grad.__set__
-_DATA_GET = _T.data.__get__
-_DATA_SET = _T.data.__set__
+_DATA_GET, _DATA_SET = _T.data.__get__, _T.data.__set__
 
 
 def _of_tensor(names: str) -> frozenset[Any]:
@@ -64,27 +62,9 @@ def _is_mutating(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and name not in _NOT_MUTATING
 
 
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _flatten(item)
-    else:
-        yield value
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change`` of every tensor in its lists, tuples and dicts."""
-    if isinstance(value, (list, tuple)):
-        mapped = [_map_tensors(item, change) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    return change(value) if isinstance(value, Tensor) else value
-
-
 def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], object]) -> Any:
     """What ``func`` gave, with every tensor for which ``is_alias`` holds made read-only, and every array."""
-    if func in _TO_NUMPY:  # numpy would write through it, past everybody who could see it
+    if func in _TO_NUMPY:  # numpy would write through it, and nothing could see it
         result.flags.writeable = False
 
     def guard(tensor: Tensor) -> Tensor:
@@ -94,7 +74,7 @@ def _guarded(func: Any, result: Any, binding: Any, is_alias: Callable[[Tensor], 
         view._vb_binding = binding
         return view
 
-    return _map_tensors(result, guard)
+    return result if isinstance(result, torch.Size) else tree_map_only(Tensor, guard, result)  # it would be a tuple
 
 
 class ReadOnlyView(Tensor):
@@ -105,9 +85,9 @@ class ReadOnlyView(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        views = [item for item in _flatten((args, kwargs)) if isinstance(item, ReadOnlyView)]
+        views = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ReadOnlyView)]
         target = kwargs.get("out", args[0] if args else None)
-        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in _flatten(target)):
+        if _is_mutating(func, kwargs) and any(isinstance(item, ReadOnlyView) for item in tree_leaves(target)):
             raise StaleTensor(
                 f"{getattr(func, '__name__', func)} on a view of an offloaded parameter would be lost: change the "
                 "parameter itself (under torch.no_grad(), e.g. p.mul_(2)), or release(model) first"
@@ -131,12 +111,8 @@ class OffloadedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _GRAD_GET:
-            return _read_gradient(args[0])
-        if func == _GRAD_SET:
-            return _write_gradient(args[0], args[1])
-        if func == _DATA_SET:
-            return _write_data(args[0], args[1])
+        if func in _INSTEAD:
+            return _INSTEAD[func](*args)
         first = args[0] if args and type(args[0]) is OffloadedParameter else None
         if func is _T.detach and first is not None:
             exported = first._vb_binding.export(first._vb_slot)
@@ -144,7 +120,7 @@ class OffloadedParameter(nn.Parameter):
                 return exported
         if func is _T.copy_ and first is not None and first._vb_binding.overwrite(first._vb_slot, args[1]):
             return first
-        found = list(_flatten((args, kwargs)))
+        found = tree_leaves((args, kwargs))
         if any(isinstance(item, DepartedGradient) for item in found):
             return DepartedGradient.__torch_function__(func, types, args, kwargs)
         managed = [item for item in found if type(item) is OffloadedParameter]
@@ -159,7 +135,8 @@ class OffloadedParameter(nn.Parameter):
                 stack.enter_context(binding.reading(slots))
             if is_transformed() and not _is_mutating(func, kwargs):  # which saves what it is given: views keep bytes
                 ours = set(map(id, managed))
-                args, kwargs = _map_tensors((args, kwargs), lambda x: x.view_as(x) if id(x) in ours else x)
+                given = (args, kwargs)
+                args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if id(x) in ours else x, given)
             result = func(*args, **kwargs)  # in-place writes show in the version counters, when `reading` ends
             for binding in by_binding:
                 result = _guarded(func, result, binding, binding.weights.find)
@@ -170,17 +147,15 @@ class OffloadedParameter(nn.Parameter):
             return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_plain_copy(self), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(_plain_copy(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(_plain_copy(self), self.requires_grad).__reduce_ex__(protocol)
 
 
 class UsedParameter(nn.Parameter):
-    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count. What it
-    gives has a version counter of its own, and is kept until the use ends, which asks it.
+    """A parameter while its group is in use: plain, but for ``data``, whose writes autograd does not count. What that
+    gives has a separate version counter, and is kept until the use ends, which asks it.
     """
 
     @property
@@ -200,9 +175,7 @@ class UsedParameter(nn.Parameter):
         return repr(plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo[id(self)]
+        return nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
 
 
 @cache
@@ -220,12 +193,12 @@ def is_transformed() -> bool:
 
 def engine_and_slot(param: Tensor) -> tuple[Any, Slot] | None:
     """The engine that holds ``param``'s bytes and its slot there; None for a plain parameter."""
-    binding = param.__dict__.get("_vb_binding")
-    return None if binding is None else (binding, param.__dict__["_vb_slot"])
+    held = param.__dict__
+    return (held["_vb_binding"], held["_vb_slot"]) if "_vb_binding" in held else None
 
 
 def make_plain(param: Tensor, plain_class: type, data: Tensor) -> None:
-    """Make ``param`` a stranger to every engine, of its own class, with ``data``."""
+    """Take ``param`` from its engine: of its own class again, with ``data``."""
     for name in ("_vb_binding", "_vb_slot"):
         vars(param).pop(name, None)
     param.__class__ = plain_class
@@ -250,7 +223,7 @@ def _write_data(param: OffloadedParameter | UsedParameter, value: Tensor) -> Non
 
 
 class SiteHook:
-    """A module hook that a deep copy or a pickle of the module does not carry: that is a plain module."""
+    """A module hook that does nothing in a deep copy or a pickle of the module: those are plain modules."""
 
     ignores_output = True
 
@@ -278,9 +251,8 @@ def _unseen() -> Iterator[None]:
 
 
 class UsedParameters:
-    """Which parameters of one model are in use, and by how many.
-
-    ``engine``: the `Offload` that the others ask for their bytes, whose lock is held while what is loaded changes.
+    """Which parameters of one model are in use, and by how many. The lock of ``engine``, the `Offload` that the others
+    ask for their bytes, is held while what is loaded changes.
     """
 
     def __init__(self, engine: Any, take_gradient: Callable[[Tensor], None]) -> None:
@@ -293,9 +265,7 @@ class UsedParameters:
     @contextmanager
     def using(self, slots: Iterable[Slot]) -> Iterator[None]:
         """Inside, the slots' groups are loaded, their parameters plain, and saved tensors packed."""
-        engine = self._engine
-        taken: list[Slot] = []
-        groups: list[Group] = []
+        engine, taken, groups = self._engine, list[Slot](), list[Group]()
         autocast_cache = torch.is_autocast_cache_enabled()
         try:
             with engine.lock, _unseen():
@@ -335,21 +305,17 @@ class UsedParameters:
 
     def _was_written(self, slot: Slot) -> bool:
         """Whether the plain parameter, or what its ``data`` gave, was changed in place."""
-        if slot.param._version != self._seen_versions[slot]:
-            return True
-        return any(alias._version for alias in vars(slot.param).get("_vb_data", ()))
+        aliases = vars(slot.param).get("_vb_data", ())
+        return slot.param._version != self._seen_versions[slot] or any(alias._version for alias in aliases)
 
     def hide(self, slot: Slot) -> None:
-        placeholder = self._placeholders.get(slot.dtype)
-        if placeholder is None:
-            filling = float("nan") if slot.dtype.is_floating_point else 0
-            with torch.inference_mode(False):
-                placeholder = torch.full((), filling, dtype=slot.dtype, device=self._engine.device)
-            self._placeholders[slot.dtype] = placeholder
-        held = vars(slot.param)
+        dtype, held = slot.dtype, vars(slot.param)
         held.pop("_vb_data", None)
         with torch.inference_mode(False):
-            _DATA_SET(slot.param, placeholder.expand(slot.shape))
+            if dtype not in self._placeholders:
+                filling = float("nan") if dtype.is_floating_point else 0
+                self._placeholders[dtype] = torch.full((), filling, dtype=dtype, device=self._engine.device)
+            _DATA_SET(slot.param, self._placeholders[dtype].expand(slot.shape))
         slot.param.__class__ = OffloadedParameter
         held.update(_vb_binding=self._engine, _vb_slot=slot)
 
@@ -363,9 +329,8 @@ class UsedParameters:
 
 
 class DepartedGradient(Tensor):
-    """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values.
-
-    What `torch.nn.utils.clip_grad_norm_` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
+    """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values. What torch's
+    ``clip_grad_norm_`` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
     `vblackwell.clip_grad_norm_`. Anything else is refused: torch's own optimizers and scalers must not pass it by.
     """
 
@@ -401,10 +366,10 @@ class DepartedGradient(Tensor):
                     return first
                 if func is _T.cpu and not rest:
                     return control.read_gradient(slot)
-        known = next((item for item in _flatten((args, kwargs)) if isinstance(item, DepartedGradient)), None)
+        known = [item._vb_slot.name for item in tree_leaves((args, kwargs)) if isinstance(item, DepartedGradient)]
         raise Unsupported(
             f"{getattr(func, '__name__', func)} on the gradient of "
-            f"{'an offloaded parameter' if known is None else repr(known._vb_slot.name)}, which has left level 0 for "
+            f"{repr(known[0]) if known else 'an offloaded parameter'}, which has left level 0 for "
             "the optimizer: what is possible there is its global 2-norm (clip_grad_norm_ without norm_type and "
             "foreach), mul_ by a number, zero_, and cpu() for a copy of its values; to train use VGPUAdamW (its "
             "max_grad_norm, grad_norm and loss_scale), or release(model) first"
@@ -440,26 +405,20 @@ def _write_gradient(param: OffloadedParameter, value: Any) -> None:
         param._vb_binding.step_control.clear_gradients([param._vb_slot])
 
 
+_INSTEAD = {_T.grad.__get__: _read_gradient, _T.grad.__set__: _write_gradient, _DATA_SET: _write_data}
+
+
 # -- transforms of torch.func ------------------------------------------------------------------------------------------
 
 
 @cache
 def refuse_wrapping() -> None:
-    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`.
-
-    A transform wraps its inputs in C++, past ``__torch_function__``: of an offloaded parameter it would wrap the
-    placeholder, and compute with NaN. torch imports these by name; torch 2.11 to 2.13 have all three.
+    """From now on, transforms of functions of offloaded parameters themselves raise `Unsupported`: they wrap inputs in
+    C++, past ``__torch_function__``, and would compute with the placeholder's NaN. torch imports these by name; torch
+    2.11 to 2.13 have all three.
     """
-    grad = eager_transforms
-    for module, name in ((grad, "_wrap_for_grad"), (grad, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")):
-        wrap = getattr(module, name, None)
-        if wrap is not None:
-            setattr(module, name, _checked(wrap))
 
-
-def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(wrap)
-    def check(tensor: Any, *args: Any) -> Any:
+    def check(wrap: Callable[..., Any], tensor: Any, *args: Any) -> Any:
         if type(tensor) is OffloadedParameter:
             raise Unsupported(
                 f"torch.func cannot transform a function of the offloaded parameter {tensor._vb_slot.name!r} itself: "
@@ -467,15 +426,16 @@ def _checked(wrap: Callable[..., Any]) -> Callable[..., Any]:
             )
         return wrap(tensor, *args)
 
-    return check
+    grad = eager_transforms
+    for module, name in ((grad, "_wrap_for_grad"), (grad, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")):
+        if (wrap := getattr(module, name, None)) is not None:
+            setattr(module, name, partial(check, wrap))
 
 
 @contextmanager
 def computing_with_views(module: nn.Module, slots: Collection[Slot]) -> Iterator[None]:
-    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``.
-
-    A transform allows no `saved_tensors_hooks` and saves by reference: a parameter itself would be a placeholder by
-    then, while a view keeps the loaded bytes.
+    """Inside, the parameters of ``slots``, which are in use, are views of themselves in ``module``: a transform allows
+    no `saved_tensors_hooks` and saves by reference, and a view keeps the loaded bytes, not the parameter.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     wanted = set(slots)

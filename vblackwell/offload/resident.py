@@ -15,25 +15,17 @@ from torch import Tensor, nn
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.offload.layout.groups import MOMENTS, Formats, Slot, find_groups, formats_summary, moment_ranges
+from vblackwell.offload.layout.groups import MOMENTS, Slot, find_groups, formats_summary, moment_ranges
+from vblackwell.offload.layout.placement import StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 from vblackwell.offload.movement.gradients import gradient_norm
 from vblackwell.offload.movement.lane import update_part
 from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.movement.update_loop import update_master
 from vblackwell.offload.parameters import SiteHook
-from vblackwell.offload.storage.initialize import Source, move_buffers
-from vblackwell.offload.storage.masters import (
-    FORMS,
-    Opened,
-    in_memory_order,
-    moment_parts,
-    read_moments,
-    read_truth,
-    refuse_unprepared,
-    write_moments,
-    write_truth,
-)
+from vblackwell.offload.storage import masters
+from vblackwell.offload.storage.initialize import ModelSource, move_buffers
+from vblackwell.offload.storage.masters import Opened, in_memory_order
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
@@ -44,7 +36,6 @@ def uncached_forward(model: nn.Module) -> list[Any]:
     inside the context would not reach the next forward. torch.compile caches no casts. torch calls no hook after a
     KeyboardInterrupt: then the cache is on again when the autocast context has ended.
     """
-
     entered = threading.local()  # `cached`: whether the cache was on before each of the forwards that a thread is in
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -69,26 +60,24 @@ class Resident:
     placement = "resident"
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, compute_dtype: torch.dtype | None,
-        formats: Formats, source: Source,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: ModelSource
+    ) -> None:
         self.stack, self.name = stack, name
-        self.groups, _ = find_groups(model, compute_dtype, formats=formats)
+        self.groups, _ = find_groups(model, options.compute_dtype, formats=options.formats)
         self._states: dict[Slot, dict[str, Tensor]] = {}
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage = Storage(stack, name, StoragePlan.empty(spaces_of(stack), [0], self.groups))
-        wide = [
-            (group, "remainder" if all(slot.dtype == torch.bfloat16 for slot in group.slots) else "master")
-            for group in self.groups
-            if group.trainable() and group.needs_master
-        ]
-        self.storage.reserve([(group, "weight") for group in self.groups] + wide)
-        self._hooks: dict[Slot, Any] = {}
-        places: list[tuple[Slot, Opened]] = []
+        ranges = [(group, "weight") for group in self.groups]
         for group in self.groups:
-            kinds = [kind for kind in ("weight", *FORMS) if (group, kind) in self.storage]
-            opened = {kind: self.storage.range(group, kind).bytes for kind in kinds}
-            places += [(slot, opened) for slot in group.slots]
+            if group.trainable() and group.needs_master:
+                is_split = all(slot.dtype == torch.bfloat16 for slot in group.slots)
+                ranges.append((group, "remainder" if is_split else "master"))
+        self.storage.reserve(ranges)
+        self._hooks: dict[Slot, Any] = {}
+        opened = {group: dict[str, Tensor]() for group in self.groups}
+        for group, kind in ranges:
+            opened[group][kind] = self.storage.range(group, kind).bytes
+        places = [(slot, opened[group]) for group in self.groups for slot in group.slots]
         try:
             for place in places:
                 source.write(*place)
@@ -97,13 +86,13 @@ class Resident:
             source.give_back()
             self.storage.close()
             raise
-        for slot, ranges in places:
+        for place in places:
             # A separate storage: safetensors takes views of one storage for tied, and may keep one alone.
-            view = slot.view(ranges["weight"])
+            slot, view = place[0], place[0].view(place[1]["weight"])
             start, num_bytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
             storage = view.untyped_storage()[start : start + num_bytes]
             slot.param.data = view.new_empty(0).set_(storage, 0, view.shape, view.stride())
-            vars(slot.param).update(_vb_resident=self, _vb_place=(slot, ranges))
+            vars(slot.param).update(_vb_resident=self, _vb_place=place)
             self._round_gradients(slot)
         move_buffers(model, stack.level0_device)
         # Autocast caches the casts of fp32 parameters alone.
@@ -119,31 +108,29 @@ class Resident:
             dtype = slot.dtype
             self._hooks[slot] = slot.param.register_hook(lambda gradient: gradient.to(dtype).to(torch.float32))
 
+    # What these mean, see `Offload`.
+
     def optimizers(self) -> list[Any]:
-        """As `Offload.optimizers`."""
         return list(self._optimizers)
 
     def forget_optimizer(self) -> None:
-        """As `Offload.forget_optimizer`: `adopt_optimizer` begins anew."""
+        """Nothing to do: `adopt_optimizer` begins anew."""
 
     def adopt_optimizer(self, optimizer: Any, params: list[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-        """Fresh AdamW states for ``params`` inside level 0, as `torch.optim.AdamW` keeps them (8-bit: codes, scales);
-        Unsupported where parameters were frozen when the model was moved here.
-        """
+        """Fresh AdamW states of ``params`` on level 0, as torch has them or 8-bit; Unsupported if they were frozen."""
         wanted = set(params)
         slots = [slot for group in self.groups for slot in group.slots if slot.param in wanted]
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        refuse_unprepared(self.name, groups, self.storage, groups)
+        masters.refuse_unprepared(self.name, groups, self.storage, groups)
         self.storage.reserve(moment_ranges(groups))
         for slot in slots:
             self._round_gradients(slot)  # which may have been frozen when it was moved here
             opened = {kind: self.storage.range(slot.group, kind).bytes for kind in slot.group.formats.moments}
-            moments = {kind: part.zero_() for kind, part in moment_parts(slot, opened).items()}
+            moments = {kind: part.zero_() for kind, part in masters.moment_parts(slot, opened).items()}
             if not slot.group.formats.packed:
                 moments = {kind: slot.view_fp32(flat) for kind, flat in opened.items()}
-            step_device = "cpu" if updates_here(slot.param) else self.stack.level0_device
-            step = torch.zeros((), dtype=torch.float32, device=step_device)
-            self._states[slot] = {"step": step, **moments}
+            device = "cpu" if updates_here(slot.param) else self.stack.level0_device
+            self._states[slot] = {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
         self._optimizers.add(optimizer)
         return {slot.param: self._states[slot] for slot in slots}
 
@@ -151,7 +138,6 @@ class Resident:
         """Nothing runs in the background here."""
 
     def summary(self) -> dict[str, Any]:
-        """As `Offload.summary`."""
         return {
             "placement": self.placement,
             "groups": len(self.groups),
@@ -173,7 +159,7 @@ class Resident:
             slot, _ = vars(param).pop("_vb_place")
             if slot in self._states and slot.group.formats.packed:  # what torch's own AdamW goes on from
                 state = self._states[slot]
-                plain = {"step": state["step"], **read_moments(slot, state)}
+                plain = {"step": state["step"], **masters.read_moments(slot, state)}
                 state.clear()
                 state.update({key: value.to(device) for key, value in plain.items()})
             del vars(param)["_vb_resident"]
@@ -228,7 +214,7 @@ def plain_norm(param: Tensor) -> Tensor:
 def truth_of(param: Tensor) -> Tensor:
     """The fp32 truth of a resident parameter, ``param`` itself where there is none; may alias it."""
     place = _place_of(param)
-    return param.detach() if place is None else read_truth(*place)
+    return param.detach() if place is None else masters.read_truth(*place)
 
 
 def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,7 +222,7 @@ def plain_state(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     place = _place_of(param)
     if place is None or not place[0].group.formats.packed:
         return state
-    return {"step": state["step"], **read_moments(place[0], state)}
+    return {"step": state["step"], **masters.read_moments(place[0], state)}
 
 
 @torch.no_grad()
@@ -250,7 +236,7 @@ def write_state(param: Tensor, held: dict[str, Tensor], state: dict[str, Tensor]
     if place is not None and held and updates_here(param):
         held["step"].copy_(state["step"])
         if place[0].group.formats.packed:
-            write_moments(place[0], held, state)
+            masters.write_moments(place[0], held, state)
             return
     else:  # where torch's fused AdamW wants it
         held["step"] = state["step"].to(param.device, torch.float32, copy=True)
@@ -267,7 +253,7 @@ def write_param(param: Tensor, source: Tensor) -> None:
     if place is None:
         param.copy_(source)
     else:
-        write_truth(place[0], source, place[1])
+        masters.write_truth(place[0], source, place[1])
 
 
 def update_resident(
@@ -284,10 +270,8 @@ def update_resident(
     if "master" in opened and has_truth(param):
         if factor is not None:
             flat.mul_(factor)
-        update_master(
-            slot.flat_fp32(opened["master"]), slot.flat(opened["weight"]), moments["exp_avg"], moments["exp_avg_sq"],
-            flat, state["step"], hyper,
-        )  # fmt: skip
+        master, weight = slot.flat_fp32(opened["master"]), slot.flat(opened["weight"])
+        update_master(master, weight, moments["exp_avg"], moments["exp_avg_sq"], flat, state["step"], hyper)
         return
     part = {"weight": slot.flat(opened["weight"]), **moments}
     if "remainder" in opened:

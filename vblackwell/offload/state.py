@@ -16,15 +16,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.offload.engine import Offload, offload_of
 from vblackwell.offload.layout.groups import MOMENTS, Group, Slot
 from vblackwell.offload.resident import plain_state, truth_of, write_param, write_state
-from vblackwell.offload.storage.masters import (
-    moment_parts,
-    open_weights,
-    read_moments,
-    read_truth,
-    store_weights,
-    write_moments,
-    write_truth,
-)
+from vblackwell.offload.storage import masters
 
 ParameterState = dict[str, torch.Tensor]
 
@@ -44,17 +36,18 @@ def export_state(
         for group in engine.groups:
             slots = [slot for slot in group.slots if wanted(slot.name)]
             if slots:
-                states, opened = dict(read_slot_states(engine, group)), open_weights(engine.storage, group)
+                states, opened = dict(read_slot_states(engine, group)), masters.open_weights(engine.storage, group)
                 for slot in slots:
-                    weight = read_truth(slot, opened).clone(memory_format=torch.preserve_format)
+                    weight = masters.read_truth(slot, opened).clone(memory_format=torch.preserve_format)
                     yield slot.name, {"weight": weight, **states.pop(slot, {})}
         return
     for name, param in model.named_parameters():
         if wanted(name):
-            state: ParameterState = {"weight": truth_of(param).to("cpu", copy=True)}
-            held = plain_state(param, optimizer.state.get(param, {})) if optimizer is not None else {}
-            state.update({key: held[key].detach().to("cpu", copy=True) for key in (*MOMENTS, "step") if key in held})
-            yield name, state
+            held = {"weight": truth_of(param)}
+            if optimizer is not None:
+                held |= plain_state(param, optimizer.state.get(param, {}))
+            kept = [key for key in ("weight", *MOMENTS, "step") if key in held]
+            yield name, {key: held[key].detach().to("cpu", copy=True) for key in kept}
 
 
 def import_state(
@@ -79,10 +72,10 @@ def import_state(
             if slots:
                 engine.before_overwrite(group)
                 found = {slot: _checked(slot.name, slot.shape, read(slot.name)) for slot in slots}
-                opened = open_weights(engine.storage, group, load=len(slots) < len(group.slots))
+                opened = masters.open_weights(engine.storage, group, load=len(slots) < len(group.slots))
                 for slot, state in found.items():
-                    write_truth(slot, state["weight"], opened)
-                store_weights(engine.storage, group, opened)
+                    masters.write_truth(slot, state["weight"], opened)
+                masters.store_weights(engine.storage, group, opened)
                 if optimizer is not None:
                     write_slot_states(engine, group, {slot: state for slot, state in found.items() if "step" in state})
         return
@@ -101,7 +94,10 @@ def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, Para
         opened = {kind: engine.storage.open(group, kind) for kind in kinds}
         for slot in group.slots:
             if slot in steps:
-                yield slot, {**read_moments(slot, moment_parts(slot, opened)), "step": steps[slot].clone()}
+                yield (
+                    slot,
+                    {**masters.read_moments(slot, masters.moment_parts(slot, opened)), "step": steps[slot].clone()},
+                )
 
 
 def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:
@@ -111,7 +107,7 @@ def write_slot_states(engine: Offload, group: Group, states: dict[Slot, Paramete
         return
     opened = {kind: engine.storage.open(group, kind, load=False).zero_() for kind in kinds}
     for slot, state in states.items():
-        write_moments(slot, moment_parts(slot, opened), state)
+        masters.write_moments(slot, masters.moment_parts(slot, opened), state)
     for kind, flat in opened.items():
         engine.storage.store(group, kind, flat)
     for slot in group.slots:
@@ -125,7 +121,6 @@ def _checked(name: str, shape: torch.Size, state: ParameterState) -> ParameterSt
         raise ConfigurationError(f"the checkpoint has no weight for {name!r}: it was written by another model")
     for key, value in state.items():
         if key != "step" and value.shape != shape:
-            raise ConfigurationError(
-                f"{key} of {name!r} has shape {tuple(value.shape)} in the checkpoint, {tuple(shape)} here"
-            )
+            found, wanted = tuple(value.shape), tuple(shape)
+            raise ConfigurationError(f"{key} of {name!r} has shape {found} in the checkpoint, {wanted} here")
     return state

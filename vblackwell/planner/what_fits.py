@@ -27,7 +27,7 @@ from torch import nn
 from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.nn.convert.linears import store_linears
 from vblackwell.nn.convert.lora import Lora, add_adapters
-from vblackwell.offload.layout.generation import CacheShape, cache_shape, level0_budget, token_bytes, workspace_bytes
+from vblackwell.offload.layout.generation import CacheShape, cache_shape, divide_level0, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import EXACT, find_groups
 from vblackwell.planner.forecast import Forecast, Machine
 from vblackwell.planner.memory_estimate import Run
@@ -148,7 +148,7 @@ class WhatFits:
         if whole > bounds.host + bounds.disk or free < 2 * max(sizes):
             return None
         try:
-            budget = level0_budget(free, list(sizes), shape, per_token, workspace)
+            budget = divide_level0(free, list(sizes), shape, per_token, workspace)
         except InsufficientMemory:
             return None
         kept = min(whole, budget.weight_bytes)

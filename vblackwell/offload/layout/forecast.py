@@ -1,16 +1,17 @@
 """Bytes and seconds of a streamed step beforehand: the runtime's placement of a model, and a simulation of its lanes.
-
 Seconds of compute come from a trace of the resident model, by phase; groups get parts of them by the parameters that
 they multiply tokens with, and the last of those the head's and the loss's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from vblackwell.offload.layout import placement
 from vblackwell.offload.layout.groups import (
     GRADIENTS,
     KINDS,
@@ -21,24 +22,17 @@ from vblackwell.offload.layout.groups import (
     passing_bytes,
 )
 from vblackwell.offload.layout.lanes import GroupWork, LanePlan
-from vblackwell.offload.layout.placement import (
-    StreamedPlacement,
-    StreamingOptions,
-    place_streamed,
-    shadowed_groups,
-    spaces,
-)
+from vblackwell.offload.layout.placement import StreamedPlacement, StreamingOptions
 from vblackwell.offload.layout.storage_plan import StoragePlan
 
-# Groups whose weights stay on level 0 until their update is stored, in addition to the loaded ones: an H200 had three
-# of at most four.
-HELD = 3
+# Groups that an update holds on level 0 in addition to the loaded ones: an H200 had three of at most four.
+LOCKED = 3
 
 
 @dataclass(frozen=True)
 class StepForecast:
     """A streamed model before it is one: bytes by level of each kind of range and of 'staging', 'ring', 'loaded',
-    'leaving', 'lent' and 'undo', and what a step asks of the lanes.
+    'leaving', 'locked' and 'undo', and what a step asks of the lanes.
     """
 
     bytes_by_level: dict[str, list[int]]
@@ -69,19 +63,16 @@ def forecast_step(
     """Where the bytes of ``model``, which may be on meta, would be while it streams on a GPU, and the tasks of a step.
 
     Args:
-        capacities: bytes of level 0, of RAM and, if there is one, of the disk.
+        capacities: bytes of level 0, of RAM and, if there is one, of the disk. name: of level 0 in errors.
         options: with a stated ``update``; ``weight_bytes`` None means all that level 0 has, as without a GPU.
-        seconds: of each phase of one micro-batch of a resident step, as `vblackwell.trace.work.phase_seconds` gives
-            them.
+        seconds: of each phase of one micro-batch of a resident step (`vblackwell.trace.work.phase_seconds`).
         input_bytes: of the input of a checkpointed group that waits in host memory; 0: they stay on level 0.
-        name: of level 0 in errors.
         undo: updates after the backward can be rolled back, as far as host memory goes.
         host_norms: norms of gradients are taken on the host.
 
-    Raises:
-        As `place_streamed`; InsufficientMemory too where optimizer states find no room.
+    Raises as `place_streamed`; InsufficientMemory too where optimizer states find no room.
     """
-    found = place_streamed(model, spaces(capacities, name=name), options)
+    found = placement.place_streamed(model, placement.spaces(capacities, name=name), options)
     trainable = found.trainable
     late = set(found.slice_rows) | {group for group in trainable if group not in found.on_level0} | set(found.deferred)
     held = trainable if undo or micro_batches > 1 else [group for group in trainable if group in late]
@@ -94,7 +85,7 @@ def forecast_step(
         + moment_ranges(trainable)
     )
     early = [group for group in trainable if group not in found.deferred and group.all_trainable()]
-    shadowed = shadowed_groups(early, storage) if undo else early
+    shadowed = placement.shadowed_groups(early, storage) if undo else early
     deferred = [group for group in trainable if group not in shadowed]
     lanes = _plan(model, found, storage, deferred, seconds, input_bytes, micro_batches, host_norms)
     return StepForecast(_table(found, storage, shadowed if undo else ()), replace(lanes, stores_gradients=undo))
@@ -110,14 +101,12 @@ def _table(found: StreamedPlacement, storage: StoragePlan, shadowed: Sequence[Gr
     table["loaded"] = [min(found.budget_bytes, sum(group.num_bytes for group in found.groups)), *rest]
     # One gradient is made while the one before leaves: three decoders on an H200 took 3 % more, 2 % less and 7 % more.
     table["leaving"] = [2 * largest, *rest]
-    table["lent"] = [HELD * largest if found.on_level0 else 0, *rest]
+    table["locked"] = [LOCKED * largest if found.on_level0 else 0, *rest]
     if shadowed:
-        ranges = [
-            storage.range(group, kind) for group in shadowed for kind in PARAMETER_KINDS if (group, kind) in storage
-        ]
-        table["undo"] = [
-            sum(each.num_bytes for each in ranges if each.level == number) for number in range(len(levels))
-        ]
+        table["undo"] = [0] * len(levels)
+        for pair in itertools.product(shadowed, PARAMETER_KINDS):
+            if pair in storage:
+                table["undo"][storage.range(*pair).level] += storage.range(*pair).num_bytes
     return table
 
 
@@ -125,7 +114,6 @@ def gradient_traffic(
     gradients: int, sums: int, micro_batches: int, is_fp32: bool, norms: bool = False
 ) -> tuple[int, int]:
     """Bytes a step that are (read, written) for so many of gradients, and of their fp32 sums, that are on the disk.
-
     One in fp32 is itself the sum. Of narrower ones the first alone is read, and the sum is written with every later
     micro-batch and read after each. ``norms``: one more pass takes norms on the host.
     """

@@ -1,7 +1,5 @@
-"""Level 0 while a text is written: weights that stay, keys and values, and bytes to compute in.
-
-Every byte that does not stay crosses the link once a token, whichever it is: so keys and values live on level 0 if they
-fit next to the weights that pass through, and otherwise pass through as well.
+"""Level 0 while a text is written: weights that stay, keys and values, and bytes to compute in. What does not stay
+crosses the link once a token: so keys and values live there if they fit next to the weights that pass through.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def layers_on_level0(shape: CacheShape, free_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Level0Budget:
+class GenerationBudget:
     """What level 0's bytes are for."""
 
     weight_bytes: int  # loaded weights
@@ -85,29 +83,23 @@ class Level0Budget:
     chunk: int  # positions a row that one pass reads
 
 
-def level0_budget(
+def divide_level0(
     free_bytes: int, weights: list[int], shape: CacheShape, token_bytes: int, workspace: int, once: int = 0
-) -> Level0Budget:
-    """How one request divides level 0.
+) -> GenerationBudget:
+    """How one request divides level 0, of which ``free_bytes`` are free without the ``workspace`` for activations;
+    ``weights``: bytes of the groups that can be loaded. InsufficientMemory: as `layers_on_level0`.
 
     Args:
-        free_bytes: of level 0, without the workspace.
-        weights: bytes of the groups that can be loaded.
-        shape: of keys and values.
         token_bytes: of activations, a position of a row.
-        workspace: bytes for activations.
-        once: of these, what a pass takes whatever it reads: a weight that is unpacked before it is multiplied by.
-
-    Raises:
-        InsufficientMemory: as `layers_on_level0`.
+        once: bytes that a pass takes whatever it reads: a weight that is unpacked before it is multiplied by.
     """
     chunk = max(1, (workspace * 3 // 4 - once) // max(1, token_bytes * shape.rows))
     total, largest = sum(weights), max(weights, default=0)
     if shape.num_bytes <= free_bytes - min(total, WEIGHT_PLACES * largest):
-        return Level0Budget(free_bytes - shape.num_bytes, shape.layers, chunk)
+        return GenerationBudget(free_bytes - shape.num_bytes, shape.layers, chunk)
     # Weights first: what a cache holds is not full at once.
     kept = min(total, max(free_bytes - CACHE_PLACES * shape.layer_bytes, largest))
-    return Level0Budget(kept, layers_on_level0(shape, free_bytes - kept), chunk)
+    return GenerationBudget(kept, layers_on_level0(shape, free_bytes - kept), chunk)
 
 
 def workspace_bytes(capacity_bytes: int) -> int:

@@ -54,7 +54,7 @@ ROW_MULTIPLE = 16  # rows of a slice, so that every slice starts as aligned as t
 SLICES_AT_ONCE = 4  # two of weights, of which one loads ahead, and two of gradients
 
 NEVER = 1 << 60
-# Uses, after which a pass begins where nobody says that one does, as when a model's parts are called by themselves.
+# Uses, after which a pass begins by itself: a model's parts may be called without the whole.
 MAX_PASS = 1 << 16
 
 
@@ -72,11 +72,9 @@ class Formats:
     Attributes:
         states: of the moments: 'fp32', or '8bit': a code a moment and an fp32 scale for each 256 elements, which start
             with a parameter (`kernels.optimizer.adamw8`): 2.03 bytes instead of 8.
-        masters: 'exact', or 'stochastic': a bf16 weight is its own master, rounded at random.
-        seed: the user's, of what is rounded at random.
+        masters: 'exact', or 'stochastic': a bf16 weight is its own master, rounded at random, by the user's ``seed``.
 
-    Raises:
-        ConfigurationError: an unknown word, or 'stochastic' masters with fp32 states.
+    Raises ConfigurationError: an unknown word, or 'stochastic' masters with fp32 states.
     """
 
     states: str = "fp32"
@@ -108,11 +106,6 @@ class Formats:
         return PACKED_MOMENTS if self.packed else MOMENTS
 
     @property
-    def block(self) -> int:
-        """Parameters of a group start at multiples of so many elements."""
-        return SCALE_BLOCK if self.packed else 1
-
-    @property
     def cut(self) -> int:
         """Within a parameter, pieces start at multiples of so many elements."""
         return BLOCK if self.packed else CUT
@@ -138,12 +131,11 @@ def bytes_when_resident(model: nn.Module, compute_dtype: torch.dtype | None, for
     """Level-0 bytes of weights, and of what training adds: fp32 gradients and masters, both moments."""
     total = 0
     for param in model.parameters():
-        itemsize = compute_dtype_of(param, compute_dtype).itemsize
-        total += param.numel() * itemsize
+        itemsize, count = compute_dtype_of(param, compute_dtype).itemsize, param.numel()
+        total += count * itemsize
         if param.requires_grad:
             master = 4 if itemsize < 4 and not formats.stochastic else 0
-            total += param.numel() * (4 + master)
-            total += sum(range_bytes(kind, param.numel(), itemsize) for kind in formats.moments)
+            total += count * (4 + master) + sum(range_bytes(kind, count, itemsize) for kind in formats.moments)
     return total
 
 
@@ -157,8 +149,7 @@ def element_type(kind: str, compute_dtype: torch.dtype) -> torch.dtype:
 
 def supports(formats: Formats, dtypes: Iterable[torch.dtype]) -> bool:
     """Whether a group with compute weights of ``dtypes`` can be kept so."""
-    able = {torch.bfloat16} if formats.stochastic else {torch.bfloat16, torch.float32}
-    found = set(dtypes)
+    able, found = {torch.bfloat16} if formats.stochastic else {torch.bfloat16, torch.float32}, set(dtypes)
     return not formats.packed or (len(found) == 1 and found <= able)
 
 
@@ -210,10 +201,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states).
-
-    While all parameters have one compute type, element ``i`` of the one range is element ``i`` of the other
-    (`uniform`), so that any interval of elements can be cut out of all of them alike.
+    """Parameters that move as one flat range of ``num_bytes`` (``num_bytes_fp32`` for fp32 states). If all have one
+    compute type (`uniform`), element ``i`` of the one range is element ``i`` of the other: all are cut alike.
     """
 
     index: int
@@ -228,9 +217,10 @@ class Group:
         stride = tuple(torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride())
         slot = Slot(name, param, param.shape, stride, dtype, self.num_bytes, self.num_bytes_fp32, self, type(param))
         self.slots.append(slot)
-        alignment = max(ALIGNMENT, self.formats.block * dtype.itemsize)
-        self.num_bytes = align_up(slot.offset + slot.num_elements * dtype.itemsize, alignment)
-        self.num_bytes_fp32 = align_up(slot.offset_fp32 + slot.num_elements * 4, max(ALIGNMENT, self.formats.block * 4))
+        block = SCALE_BLOCK if self.formats.packed else 1  # parameters start at multiples of so many elements
+        stop, stop_fp32 = slot.offset + slot.num_elements * dtype.itemsize, slot.offset_fp32 + slot.num_elements * 4
+        self.num_bytes = align_up(stop, max(ALIGNMENT, block * dtype.itemsize))
+        self.num_bytes_fp32 = align_up(stop_fp32, max(ALIGNMENT, block * 4))
         if self.uniform:
             self.num_bytes_fp32 = max(self.num_bytes_fp32, self.num_bytes // dtype.itemsize * 4)
         return slot
@@ -310,22 +300,16 @@ def find_groups(
         given: names of modules that each form one group, instead of the children of outermost ModuleLists.
         formats: of what AdamW keeps; frozen groups that cannot be kept so stay exact.
 
-    Raises:
-        ConfigurationError: a given name is no module. Unsupported: a group that is to be trained cannot be kept so.
+    Raises ConfigurationError: a given name is no module; Unsupported: a group that is trained cannot be kept so.
     """
     modules = dict(model.named_modules())
     if unknown := [name for name in given or () if name not in modules]:
-        raise ConfigurationError(
-            f"no module named {unknown[0]!r} in {type(model).__name__}: give names as in named_modules()"
-        )
+        raise ConfigurationError(f"no module named {unknown[0]!r} in {type(model).__name__}: see named_modules()")
     whole = _list_children(model) if given is None else {modules[name] for name in given}
     # The readers that have none of these inside are read as a whole, too.
     readers = {module for module in model.modules() if isinstance(module, READERS)}
     whole |= {reader for reader in readers if whole.isdisjoint(reader.modules())}
-    groups: list[Group] = []
-    sites: list[Site] = []
-    owner: dict[nn.Parameter, Group] = {}
-    inside: set[nn.Module] = set()
+    groups, sites, owner, inside = list[Group](), list[Site](), dict[nn.Parameter, Group](), set[nn.Module]()
     for name, module in modules.items():
         if module in inside:
             continue
@@ -364,17 +348,15 @@ def _apart(params: list[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Pa
     """
     frozen = [(name, param) for name, param in params if not param.requires_grad]
     trained = [(name, param) for name, param in params if param.requires_grad]
-    bytes_apart = bool(trained) and any(not param.is_floating_point() for _, param in frozen)
-    small = bytes_apart or sum(param.numel() for _, param in trained) * MAX_TRAINED < sum(
-        param.numel() for _, param in frozen
-    )
-    return [part for part in ((frozen, trained) if small else (params,)) if part]
+    few, many = (sum(param.numel() for _, param in part) for part in (trained, frozen))
+    has_bytes = bool(trained) and any(not param.is_floating_point() for _, param in frozen)
+    apart = has_bytes or few * MAX_TRAINED < many
+    return [part for part in ((frozen, trained) if apart else (params,)) if part]
 
 
 def _list_children(model: nn.Module) -> set[nn.Module]:
     """Children of the outermost ModuleLists, where those children own parameters."""
-    children: set[nn.Module] = set()
-    nested: set[nn.Module] = set()
+    children, nested = set[nn.Module](), set[nn.Module]()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and module not in nested:
             children.update(child for child in module if any(True for _ in child.parameters()))
@@ -395,10 +377,9 @@ Part = tuple[Slot, int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges.
-
-    It starts at a parameter's start or a multiple of `Formats.cut` elements after it: there arithmetic rounds as on the
-    whole, and no block that shares a scale is divided. ``parts``: filled by `parts_of`.
+    """Elements ``start`` to ``stop`` of a uniform group, the same parameters in each of its ranges. It starts with a
+    parameter or a multiple of `Formats.cut` elements later: there arithmetic rounds as on the whole, and no block that
+    shares a scale is divided. ``parts``: filled by `parts_of`.
     """
 
     start: int
@@ -441,14 +422,13 @@ def pieces_of(group: Group, max_elements: int) -> list[Piece]:
     """A uniform ``group`` in as few pieces as possible of at most ``max_elements`` (at least two cuts)."""
     assert max_elements >= 2 * group.formats.cut, max_elements
     total = num_elements(group)
-    found: list[Piece] = []
-    start = 0
+    found, start = list[Piece](), 0
     while start < total:
         stop = min(start + max_elements, total)
         if stop < total:  # the last place before it where a cut is allowed
             slot = max((slot for slot in group.slots if first_element(slot) <= stop), key=first_element)
-            inside = min(stop - first_element(slot), slot.num_elements)
-            stop = first_element(slot) + inside // group.formats.cut * group.formats.cut
+            first, cut = first_element(slot), group.formats.cut
+            stop = first + min(stop - first, slot.num_elements) // cut * cut
         found.append(Piece(start, stop))
         start = stop
     return found
@@ -458,16 +438,16 @@ def parts_of(group: Group, piece: Piece) -> list[Part]:
     """``(slot, first, last)``: the parameters' shares of ``piece`` of ``group``, as element numbers in the group."""
     if not piece.parts:
         for slot in group.slots:
-            start = max(piece.start, first_element(slot))
-            stop = min(piece.stop, first_element(slot) + slot.num_elements)
+            first = first_element(slot)
+            start, stop = max(piece.start, first), min(piece.stop, first + slot.num_elements)
             if start < stop:
                 piece.parts.append((slot, start, stop))
     return piece.parts
 
 
 def rows_per_slice(group: Group, sites: Sequence[Site], free_bytes: int) -> int:
-    """Rows of which `SLICES_AT_ONCE` slices fit ``free_bytes``; 0 if not even the smallest slice does, or something
-    but plain embeddings, and linear layers without bias, needs ``group``, each nothing but it.
+    """Rows of which `SLICES_AT_ONCE` slices fit ``free_bytes``; 0 if not even the smallest does, or something needs
+    ``group`` but plain embeddings, and linear layers without bias, each nothing but it.
     """
 
     def reads_rows(module: nn.Module) -> bool:
@@ -487,10 +467,8 @@ def rows_per_slice(group: Group, sites: Sequence[Site], free_bytes: int) -> int:
 
 
 class AccessTrace:
-    """Records uses of group indices; the last pass, a forward with what follows it, predicts the next.
-
-    A deviation (a branch, a module called twice) only costs the prediction: the cursor moves to the next place where
-    the group occurs, and until there is one nothing is predicted.
+    """Records uses of group indices; the last pass, a forward with what follows it, predicts the next. A deviation (a
+    branch, a module called twice) only costs the prediction: the cursor moves to the next place of that group.
     """
 
     def __init__(self) -> None:
@@ -502,22 +480,20 @@ class AccessTrace:
     def begin_pass(self) -> None:
         """The next use opens a new pass; the recorded one becomes the prediction."""
         if self._current:
-            self.last_pass = self._current
-            self._positions = {}
+            self.last_pass, self._positions = self._current, {}
             for position, index in enumerate(self.last_pass):
                 self._positions.setdefault(index, []).append(position)
-        self._current = []
-        self._cursor = 0
+        self._current, self._cursor = [], 0
 
     def forget_pass(self) -> None:
         """What was used since `begin_pass` is no pass to predict by."""
         self._current = []
 
-    def use(self, index: int) -> None:
-        """Group ``index`` is used now. Repetitions in a row count once."""
-        if self._current and self._current[-1] == index:
+    def use(self, index: int, *, once: bool = False) -> None:
+        """Group ``index`` is used now. Repetitions in a row count once; ``once``: any repetition begins a pass."""
+        if self._current and self._current[-1] == index and not once:
             return
-        if len(self._current) == MAX_PASS:
+        if len(self._current) == MAX_PASS or (once and index in self._current):
             self.begin_pass()
         self._current.append(index)
         if self._cursor is None or self._cursor >= len(self.last_pass) or self.last_pass[self._cursor] != index:
@@ -548,8 +524,7 @@ class AccessTrace:
         """The next ``limit`` distinct groups of this pass, soonest first; with ``wrap`` also of the next pass."""
         if self._cursor is None:
             return []
-        found: dict[int, None] = {}
-        count = len(self.last_pass)
+        found, count = dict[int, None](), len(self.last_pass)
         for position in range(self._cursor, count + self._cursor if wrap else count):
             found.setdefault(self.last_pass[position % count])
             if len(found) == limit:

@@ -1,7 +1,5 @@
-"""Seconds of a streamed training step: a discrete-event simulation of the lanes that the offload runtime keeps busy.
-
-Lanes: *up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and
-*disk*.
+"""Seconds of a streamed training step: a discrete-event simulation of the lanes that the offload runtime keeps busy:
+*up* and *down*, the two directions of the GPU's link, *gpu*, *cpu*, which updates groups on the host, and *disk*.
 
 - A group's weights come up before its forward and its backward unless they are there; loaded weights have a budget, the
   group whose next use is farthest is dropped, and a load waits for the last use of what it displaces.
@@ -32,6 +30,7 @@ from vblackwell.machine.rates import Rates
 from vblackwell.units import MiB
 
 LANES: tuple[str, ...] = ("gpu", "up", "down", "cpu", "disk")
+STEPS = 5  # of a simulation
 PREFETCHED = 2  # inputs of checkpoints that come up before they are needed
 GPU_UPDATE_BYTES = 28.0  # a parameter that an update on the GPU reads and writes of its memory
 CPU_UPDATE_BYTES = 28.0  # a parameter that AdamW on the CPU reads and writes, with a gradient of 2
@@ -91,19 +90,12 @@ class LaneTimes:
     busy: dict[str, float]
     disk_bytes: float = 0.0
 
-    @property
-    def bottleneck(self) -> str:
-        return max(self.busy, key=lambda lane: self.busy[lane])
 
-
-def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
-    """Run ``steps`` steps, at least four, and count all but the first two and the last; ValueError for an empty one."""
-    if steps < 4 or not plan.groups or plan.micro_batches < 1:
-        raise ValueError(
-            f"{steps} steps of {plan.micro_batches} micro-batches and {len(plan.groups)} groups: at least 4 steps, a "
-            "micro-batch and a group are needed"
-        )
-    graph = Graph(plan, rates, steps)
+def simulate(plan: LanePlan, rates: Rates) -> LaneTimes:
+    """Run `STEPS` steps and count all but the first two and the last; ValueError for an empty one."""
+    if not plan.groups or plan.micro_batches < 1:
+        raise ValueError(f"a step of {plan.micro_batches} micro-batches and {len(plan.groups)} groups is empty")
+    graph, counted = Graph(plan, rates, STEPS), STEPS - 3
     clock = Clock(graph)
     clock.run()
     begin, end = clock.ends[graph.done[1]], clock.ends[graph.done[-2]]
@@ -112,25 +104,25 @@ def simulate(plan: LanePlan, rates: Rates, steps: int = 5) -> LaneTimes:
         inside = max(0.0, min(stop, end) - max(start, begin))
         if inside:
             shares[lane] += inside / (end - begin)
-            moved[lane] += num_bytes * inside / (stop - start) / (steps - 3)
-    return LaneTimes((end - begin) / (steps - 3), moved["up"], moved["down"], shares, moved["disk"])
+            moved[lane] += num_bytes * inside / (stop - start) / counted
+    return LaneTimes((end - begin) / counted, moved["up"], moved["down"], shares, moved["disk"])
 
 
 def disk_hidden_from(plan: LanePlan, rates: Rates, tokens: int) -> int | None:
     """The fewest tokens a step from which the disk costs next to nothing, to about 5 %; 0 without one, None if never.
-
     ``plan`` is of ``tokens`` a step; its seconds of compute grow with them, its bytes of states do not.
     """
     if not plan.uses_disk:
         return 0
     free = replace(rates, disk_read=math.inf, disk_write=math.inf)
 
-    def scaled(group: GroupWork, factor: float) -> GroupWork:
-        forward, backward = group.forward * factor, group.backward * factor
-        return replace(group, forward=forward, backward=backward, input_bytes=int(group.input_bytes * factor))
-
     def hidden(factor: float) -> bool:
-        larger = replace(plan, groups=tuple(scaled(group, factor) for group in plan.groups))
+        groups = []
+        for group in plan.groups:
+            forward, backward = group.forward * factor, group.backward * factor
+            inputs = int(group.input_bytes * factor)
+            groups.append(replace(group, forward=forward, backward=backward, input_bytes=inputs))
+        larger = replace(plan, groups=tuple(groups))
         return simulate(larger, rates).step_seconds <= HIDDEN * simulate(larger, free).step_seconds
 
     low, high = 0.0, 1.0
@@ -274,7 +266,7 @@ class Graph:
 
     def _pieces(
         self, index: int, more_up: float, before: Sequence[Task | None], after: Task | None
-    ) -> tuple[Task, Task]:  # fmt: skip
+    ) -> tuple[Task, Task]:
         """States in pieces; tasks that end when all are (stored, updated). An update is part of its backward."""
         plan, parameters = self.plan, self.plan.groups[index].parameters
         size = (plan.states_up + more_up) * parameters

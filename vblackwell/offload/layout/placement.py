@@ -16,7 +16,6 @@ rolled back, as they are by default: they write next to what they read.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +41,8 @@ from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
 
-PLACES = ("auto", "level0", "home")
+PLACES = ("auto", "device", "host")  # where AdamW runs
+OLD_PLACES: dict[str | float, str] = {"level0": "device", "home": "host"}  # older names, which are taken as well
 
 # On a GPU, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
@@ -50,8 +50,7 @@ CUDA_ACTIVATION_SHARE = 0.5
 CUDA_GROUPS = 6
 MAX_RESIDENT = 0.75  # of level 0: what groups that live there may take of it
 
-# The ring holds one group's states and half of the next: what comes in while a group computes, and what is on its way
-# out.
+# The ring holds one group's states and half of the next: what comes in while a group computes, and what goes out.
 RING_GROUPS = 1.5
 RING_SHARE = 0.25  # of level 0 at most
 # Of three or four kinds. Every piece costs the host 0.2 ms, and the last one nothing hides.
@@ -74,7 +73,9 @@ Measured = Callable[[], tuple[float, float]]  # link in bytes/s each way and CPU
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """What the user said about streaming; `enable_vgpu_stack_optimization` explains each."""
+    """What the user said about streaming; `enable_vgpu_stack_optimization` explains each. Raises ConfigurationError:
+    ``update`` is neither a place nor a share, or the formats exclude it.
+    """
 
     compute_dtype: torch.dtype | None = None
     groups: tuple[str, ...] | None = None
@@ -83,6 +84,21 @@ class StreamingOptions:
     weight_bytes: int | None = None
     activation_bytes: int = 0
     formats: Formats = EXACT
+
+    def __post_init__(self) -> None:
+        update = OLD_PLACES.get(self.update, self.update)
+        object.__setattr__(self, "update", update)
+        if isinstance(update, str) and update not in PLACES:
+            raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
+        if not isinstance(update, str) and not 0 <= update <= 1:
+            raise ConfigurationError(
+                f"update {update} is no share of the parameters to update on the host: give 0 to 1"
+            )
+        if self.formats.packed and update not in ("auto", "device", 0):
+            raise ConfigurationError(
+                f"update={update!r} would update on the host, and {self.formats.states} states are updated on level 0 "
+                "alone: use 'device' or 'auto'"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,26 +119,22 @@ class StreamedPlacement:
 
     @property
     def deferred(self) -> list[Group]:
-        """Groups whose updates on a GPU wait for the next forward."""
+        """See `deferred_groups`."""
         return deferred_groups(self.on_level0, self.storage)
 
 
 def place_streamed(
     model: nn.Module, levels: Sequence[LevelSpace], options: StreamingOptions, measured: Measured | None = None
 ) -> StreamedPlacement:
-    """Find the groups of ``model`` and place its weights and masters.
+    """Find the groups of ``model`` and place its weights and masters. ``measured``: rates for update='auto', asked if
+    they decide; None: everything is updated on the host then.
 
-    Args:
-        measured: rates for update='auto', asked where they decide; None: everything is updated on the host then.
-
-    Raises:
-        ConfigurationError, Unsupported: as `find_groups`; or there is one level, or nothing could live on level 0.
-        InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
+    Raises as `find_groups`; ConfigurationError: there is one level, or nothing could live on level 0;
+    InsufficientMemory: level 0 cannot hold the largest group, or the lower levels the model.
     """
     groups, sites = find_groups(model, options.compute_dtype, options.groups, options.formats)
     trainable = [group for group in groups if group.trainable()]
-    level, resident_bytes = levels[0], options.resident_bytes
-    free = level.free_bytes
+    level, resident_bytes, free = levels[0], options.resident_bytes, levels[0].free_bytes
     # What with its gradient does not fit level 0 is cut, if it can be.
     large = [group for group in groups if group.num_bytes * (2 if group.trainable() else 1) > free]
     slice_rows = {group: rows for group in large if (rows := rows_per_slice(group, sites, free // 2))}
@@ -134,10 +146,8 @@ def place_streamed(
     resident = groups_kept([group for group in on_level0 if group in whole], resident_bytes)
     kept_bytes = sum(state_bytes(group) for group in resident)
     if resident_bytes and not on_level0:
-        raise ConfigurationError(
-            f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use "
-            "update='level0'"
-        )
+        kept = f"resident_bytes={resident_bytes} keeps groups that are updated on level 0"
+        raise ConfigurationError(f"{kept}, and none is: use update='device'")
     if kept_bytes > free * MAX_RESIDENT:
         raise InsufficientMemory(
             f"resident_bytes would keep {format_bytes(kept_bytes)} on level 0 ({level.name}), more than "
@@ -156,8 +166,7 @@ def place_streamed(
     ).with_ranges(
         [(group, "weight") for group in ordered]
         + [(group, "remainder" if group in on_level0 else "master") for group in trainable if group.needs_master],
-        # With gradients that wait for an update on the host: whatever will spill passes through RAM that weights must
-        # leave.
+        # With gradients that wait for an update on the host: what spills passes through RAM that weights must leave.
         later=[(group, "gradient") for group in trainable if group not in on_level0] + moment_ranges(trainable),
     )
     refuse_slices_on_disk(slice_rows, storage)
@@ -202,40 +211,24 @@ def _weights_budget(groups: Sequence[Group], level: LevelSpace, options: Streami
 # -- where AdamW runs --------------------------------------------------------------------------------------------------
 
 
-def check_update(update: str | float, formats: Formats = EXACT) -> None:
-    """Raise ConfigurationError if it is neither a place nor a share, or the formats exclude it."""
-    if isinstance(update, str) and update not in PLACES:
-        raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
-    if not isinstance(update, str) and not 0 <= update <= 1:
-        raise ConfigurationError(f"update {update} is no share of the parameters to update at home: give 0 to 1")
-    if formats.packed and update not in ("auto", "level0", 0):
-        raise ConfigurationError(
-            f"update={update!r} would update at home, and {formats.states} states are updated on level 0 alone: use "
-            "'level0' or 'auto'"
-        )
-
-
 def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
-    """The groups of ``groups`` (in the order of the forward) that are updated on level 0, as ``options.update`` says:
-    for 'auto' the share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates. Unsupported: 'level0',
-    and a group that is to be trained cannot be updated there.
+    """Those of ``groups``, in the order of the forward, that are updated on level 0: as asked, for 'auto' so many that
+    link and CPU are busy alike by ``measured`` rates. Unsupported: 'device', and one cannot be updated there.
     """
-    update = options.update
-    trained = [group for group in groups if group.trainable()]
-    able = _able_on_level0(trained)
-    unable = next((group for group in trained if group not in able), None)
-    if update == "level0" and unable is not None:
+    update, able = options.update, _able_on_level0(groups)
+    unable = next((group for group in groups if group.trainable() and group not in able), None)
+    if update == "device" and unable is not None:
         raise Unsupported(
-            f"update='level0' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
+            f"update='device' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
             f"{unable.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
             "groups on the CPU"
         )
     if update == "auto" and any(group.formats.packed for group in groups):
-        update = "level0"
+        update = "device"
     if update == "auto" and measured is not None:
         update = share_of_all(groups, options, measured)
     if isinstance(update, str):
-        return able if update == "level0" else []
+        return able if update == "device" else []
     on_host = _on_host(able, update)
     return [group for group in able if group not in on_host]
 
@@ -277,8 +270,7 @@ def _on_host(groups: list[Group], share: float) -> list[Group]:
     """
     late = groups[int(len(groups) * FIRST_SHARE) :] if share < 1 - FIRST_SHARE else groups
     wanted, total = share * sum(map(num_elements, groups)), sum(map(num_elements, late)) or 1
-    found: list[Group] = []
-    taken = seen = 0
+    found, taken, seen = list[Group](), 0, 0
     for group in reversed(late):
         seen += num_elements(group)
         if taken + num_elements(group) / 2 <= wanted * seen / total:
@@ -308,13 +300,11 @@ def shadowed_groups(groups: Iterable[Group], storage: StoragePlan) -> list[Group
     """
     free, found = [level.free_bytes for level in storage.levels], []
     for group in groups:
-        ranges = [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
-        taken = Counter[int]()
+        left, ranges = free.copy(), [storage.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in storage]
         for each in ranges:
-            taken[each.level] += each.num_bytes
-        if ranges and not taken[0] and all(free[level] >= num_bytes for level, num_bytes in taken.items()):
-            for level, num_bytes in taken.items():
-                free[level] -= num_bytes
+            left[each.level] -= each.num_bytes
+        if ranges and all(each.level and left[each.level] >= 0 for each in ranges):
+            free = left
             found.append(group)
     return found
 
@@ -344,7 +334,7 @@ def ring_bytes(groups: Sequence[Group], free_bytes: int) -> int:
         raise InsufficientMemory(
             f"updates on level 0 pass through {format_bytes(least)} of it at least, a quarter of the "
             f"{format_bytes(free_bytes)} that are free is less: raise fast_memory (the capacity of level 0), or use "
-            "update='home' with states='fp32'",
+            "update='host' with states='fp32'",
             needed_bytes=int(least / RING_SHARE),
             available_bytes=free_bytes,
         )

@@ -8,6 +8,7 @@ worker waits for their bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -88,7 +89,7 @@ class StoragePlan:
         largest = {kind: max(group.size_of(kind) for group in groups) for kind in KINDS}
         return cls(tuple(levels), tuple(usable), kept, updated, largest, set_aside_bytes)
 
-    def __contains__(self, key: tuple[Group, str]) -> bool:
+    def __contains__(self, key: Pair) -> bool:
         return (key[0].index, key[1]) in self.ranges
 
     def range(self, group: Group, kind: str) -> PlacedRange:
@@ -116,8 +117,7 @@ class StoragePlan:
 
     def with_ranges(self, wanted: Iterable[Pair], later: Iterable[Pair] = ()) -> StoragePlan:
         """This plan with a range for each (group, kind) that has none, the most wanted first; InsufficientMemory if the
-        levels have no room. ``later``: what will be placed next: if that will spill, host memory to work on it is taken
-        now.
+        levels have no room. ``later``: what will be placed next; host memory to work on it, if it spills, is taken now.
         """
         missing = [pair for pair in wanted if pair not in self]
         if not missing:
@@ -125,7 +125,7 @@ class StoragePlan:
         below = self._spread(missing)
         staging = self._staging_for(below, self._spread(later))
         levels, ranges = self._levels_with(staging), dict(self.ranges)
-        positions = place(self._held_bytes(below), self._free(levels))
+        positions = self._place(below, self._free(levels))
         assert positions is not None, "the staging was chosen so that they fit"
         placed = [(pair, 0) for pair in missing if self._lives_on_level0(pair)]
         placed += [(pair, self.usable[position]) for pair, position in zip(below, positions, strict=True)]
@@ -160,6 +160,17 @@ class StoragePlan:
         alignment = max(self.levels[level].alignment for level in self.usable)
         return [align_up(group.size_of(kind), alignment) for group, kind in pairs]
 
+    def _place(self, pairs: Iterable[Pair], free: Sequence[int]) -> list[int] | None:
+        """A position in ``free`` for each of ``pairs``, the first with enough bytes; None where one finds none."""
+        left, chosen = list(free), []
+        for size in self._held_bytes(pairs):
+            position = next((index for index, free_bytes in enumerate(left) if free_bytes >= size), None)
+            if position is None:
+                return None
+            left[position] -= size
+            chosen.append(position)
+        return chosen
+
     def _levels_with(self, staging: Staging) -> list[LevelSpace]:
         levels, host = list(self.levels), self.staging_level
         if self.has_host_level:
@@ -176,8 +187,7 @@ class StoragePlan:
         return found
 
     def _staging_for(self, wanted: list[Pair], later: list[Pair]) -> Staging:
-        """Host memory through which ranges that are not in RAM are worked on, for ``wanted`` and, if it fits,
-        ``later``.
+        """Host memory to work on ranges that are not in RAM, for ``wanted`` and, if it fits, ``later``.
 
         It is taken first and only if something will spill. The more is taken, the more spills: this is repeated until
         it takes no more. InsufficientMemory: the levels cannot hold ``wanted``, or RAM has no room for one set.
@@ -185,22 +195,23 @@ class StoragePlan:
         held = self.staging if self.sets_fixed else Staging(self.staging.by_kind)  # unused sets may become others
         free = self._free(self._levels_with(held))
         in_ram = [self.levels[level].kind == "ram" for level in self.usable]
-        alone = place(sizes := self._held_bytes(wanted), free)
+        alone = self._place(wanted, free)
         if alone is None:
+            asked, left = sum(self._held_bytes(wanted)), sum(free)
             raise InsufficientMemory(
-                f"the model's bytes need {format_bytes(sum(sizes))} below level 0, and the lower levels have "
-                f"{format_bytes(sum(free))} free: raise host_memory or disk_memory (the capacities of the stack's "
-                "lower levels)",
-                needed_bytes=sum(sizes),
-                available_bytes=sum(free),
+                f"the model's bytes need {format_bytes(asked)} below level 0, and the lower levels have "
+                f"{format_bytes(left)} free: raise host_memory or disk_memory (the capacities of the stack's lower "
+                "levels)",
+                needed_bytes=asked,
+                available_bytes=left,
             )
         both = [*wanted, *later]
-        if place(self._held_bytes(both), free) is None:
+        if self._place(both, free) is None:
             both = wanted  # what comes later will be refused then
-        staged_already: dict[int, int] = {}
+        staged_already = Counter[int]()
         for (index, kind), placed in self.ranges.items():
             if index in self.on_level0 and kind in PARAMETER_KINDS and self.levels[placed.level].kind != "ram":
-                staged_already[index] = staged_already.get(index, 0) + align_up(placed.num_bytes, PAGE)
+                staged_already[index] += align_up(placed.num_bytes, PAGE)
         fits = both == wanted and all(in_ram[position] for position in alone)
         if not self.has_host_level or (fits and not staged_already):
             return held
@@ -208,28 +219,26 @@ class StoragePlan:
 
         def needed(pairs: list[Pair], positions: Sequence[int], least: Staging, max_sets: int) -> Staging:
             """``least``, and what ``positions`` ask for beyond it."""
-            by_kind, in_sets = dict(least.by_kind), dict(staged_already)
+            by_kind, in_sets = dict(least.by_kind), staged_already.copy()
             for (group, kind), position, size in zip(pairs, positions, self._held_bytes(pairs), strict=True):
                 if not in_ram[position]:
                     by_kind.setdefault(kind, align_up(self.largest[kind], PAGE))
                     if group.index in self.on_level0 and kind not in GRADIENTS:
-                        in_sets[group.index] = in_sets.get(group.index, 0) + align_up(size, PAGE)
+                        in_sets[group.index] += align_up(size, PAGE)
             set_bytes = max([least.set_bytes, *in_sets.values()])
             return Staging(by_kind, max(least.num_sets, max_sets) if set_bytes else 0, set_bytes)
 
         def enough(pairs: list[Pair], max_sets: int) -> Staging | None:
             """Staging that suffices for what spills when it has been taken; None if there is no room for it."""
-            staging = held
-            while True:
-                left = list(free)
+            staging, more = None, held
+            while more != staging:
+                staging, left = more, list(free)
                 left[host] -= staging.num_bytes - held.num_bytes
-                positions = place(self._held_bytes(pairs), left) if left[host] >= 0 else None
+                positions = self._place(pairs, left) if left[host] >= 0 else None
                 if positions is None:
                     return None
                 more = needed(pairs, positions, staging, max_sets)
-                if more == staging:
-                    return staging
-                staging = more
+            return staging
 
         host_bytes = self.levels[self.staging_level].capacity_bytes
         for pairs in (both, wanted):
@@ -244,15 +253,3 @@ class StoragePlan:
             needed_bytes=more,
             available_bytes=free[host],
         )
-
-
-def place(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """A position in ``free`` for each of ``sizes``, the first with enough bytes; None where one finds none."""
-    left, chosen = list(free), []
-    for size in sizes:
-        position = next((index for index, free_bytes in enumerate(left) if free_bytes >= size), None)
-        if position is None:
-            return None
-        left[position] -= size
-        chosen.append(position)
-    return chosen

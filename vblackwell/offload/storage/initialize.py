@@ -57,9 +57,8 @@ def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
             if name not in ("_parameters", "_modules", "_buffers"):
-                if isinstance(value, dict):
-                    value = list(value.values())
-                for item in value if isinstance(value, (list, tuple)) else [value]:
+                values = list(value.values()) if isinstance(value, dict) else value
+                for item in values if isinstance(values, (list, tuple)) else [values]:
                     if isinstance(item, Tensor):
                         yield f"{prefix}.{name}" if prefix else name, item
 
@@ -73,17 +72,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _meet(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors whose spans overlap have an element in common: halves of a matrix's rows have none."""
-    if one.element_size() != other.element_size():
+    width, spans = one.element_size(), [_span(one), _span(other)]
+    if width != other.element_size():
         return True
-    spans = [_span(one), _span(other)]
     first, last = min(start for start, _ in spans), max(end for _, end in spans)
-    taken = torch.zeros((last - first) // one.element_size(), dtype=torch.bool)
-    places = [
-        taken.as_strided(tensor.shape, tensor.stride(), (start - first) // one.element_size())
-        for tensor, (start, _) in zip((one, other), spans, strict=True)
-    ]
-    places[0].fill_(True)
-    return bool(places[1].any())
+    taken = torch.zeros((last - first) // width, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), (spans[0][0] - first) // width).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), (spans[1][0] - first) // width).any())
 
 
 Initialize = Callable[[str, Tensor], None]
@@ -91,17 +86,15 @@ Initialize = Callable[[str, Tensor], None]
 _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Source:
-    """The first values of one model's parameters and buffers, in place where that is possible: no machine need hold it
-    twice.
+class ModelSource:
+    """The first values of one model's parameters and buffers, in place if possible: no machine need hold it twice.
 
     ``initialize`` is called once for each parameter and buffer on the meta device, with the first of its names and a
     CPU tensor of its shape, strides and type, to be filled during the call: floats come as NaN, so that what is
     forgotten is loud, integers as zeros.
 
-    Raises:
-        ConfigurationError: something is on the meta device and nobody fills it, or the reverse; or a parameter there
-            has hooks or weak references, which would be lost.
+    Raises ConfigurationError: something is on the meta device without ``initialize``, or the reverse; or a parameter
+    there has hooks or weak references, which would be lost.
     """
 
     def __init__(self, model: nn.Module, initialize: Initialize | None) -> None:
@@ -127,13 +120,9 @@ class Source:
                     "after the model was put into its stack"
                 )
         self._model, self._initialize = model, initialize
-        self._meta_buffers = buffers
-        self._filled: dict[Tensor, Tensor] = {}
-        self._undo = ExitStack()  # of `take_over`
-
-    def fill_buffers(self) -> None:
-        """Let the caller fill the buffers; they take their places in `take_over`."""
-        for name, buffer in self._meta_buffers:
+        self._filled: dict[Tensor, Tensor] = {}  # buffers, which take their places in `take_over`
+        self._undo = ExitStack()  # of that
+        for name, buffer in buffers:
             self._filled[buffer] = real = torch.empty_like(buffer, device="cpu", requires_grad=False)
             self._fill(name, real)
 
@@ -192,10 +181,10 @@ class Source:
 
 def _swap_content(param: Tensor, other: Tensor) -> None:
     """Exchange the tensors' memory and requires_grad; classes and attributes stay where they are."""
-    classes, held = (param.__class__, other.__class__), (vars(param), vars(other))
+    before = [(tensor, tensor.__class__, vars(tensor)) for tensor in (param, other)]
     param.__class__ = other.__class__ = nn.Parameter
     torch.utils.swap_tensors(param, other)
-    for tensor, kind, values in zip((param, other), classes, held, strict=True):
+    for tensor, kind, values in before:
         setattr(tensor, "__dict__", values)  # noqa: B010 (typed as read-only)
         tensor.__class__ = kind
 

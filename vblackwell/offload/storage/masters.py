@@ -22,7 +22,7 @@ from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCA
 from vblackwell.offload.storage.storage import Storage
 
 FORMS = ("master", "remainder")
-SPLIT_CHUNK = 1 << 22  # elements that are split at a time: on a GPU each takes launches and a look for NaN
+SPLIT_CHUNK = 1 << 22  # elements that are split at a time: on a GPU each takes launches and a search for NaN
 Opened = dict[str, Tensor]
 
 
@@ -31,25 +31,21 @@ def refuse_unprepared(name: str, groups: Sequence[Group], storage: Storage, on_l
     prepared, when the model was offloaded. Those with packed moments must be ``on_level0``.
     """
     for group in groups:
+        lacks = ""
         for slot in group.trainable():
             refuse_untrainable(slot.name, slot.dtype)
         if group.needs_master and not any((group, form) in storage for form in FORMS):
-            raise Unsupported(
-                f"parameters of {name!r} that were frozen when it was offloaded have no fp32 master: release and "
-                "enable again"
-            )
-        if group.formats.packed and group not in on_level0:
-            raise Unsupported(
-                f"parameters of {name!r} that were frozen when it was offloaded have no place on level 0 for their "
-                f"{group.formats.states} states: release and enable again"
-            )
+            lacks = "no fp32 master"
+        elif group.formats.packed and group not in on_level0:
+            lacks = f"no place on level 0 for their {group.formats.states} states"
+        if lacks:
+            frozen = f"parameters of {name!r} that were frozen when it was offloaded"
+            raise Unsupported(f"{frozen} have {lacks}: release and enable again")
 
 
 def round_from_fp32(source: Tensor, out: Tensor) -> None:
     """``out`` = ``source`` rounded to nearest: ties away from zero for bf16, to even (torch's conversion) otherwise.
-
-    A carry of the bits moves into the exponent as it should; past the largest bf16 it gives infinity. Both are dense
-    and of one layout.
+    A carry moves into the exponent; past the largest bf16 it gives infinity. Both are dense and of one layout.
     """
     if out.dtype != torch.bfloat16:
         out.copy_(source)
@@ -99,9 +95,8 @@ def read_truth(slot: Slot, opened: Opened) -> Tensor:
     if slot.dtype.is_floating_point and "master" in opened:
         return slot.view_fp32(opened["master"])
     if slot.dtype == torch.bfloat16 and "remainder" in opened:
-        return join(slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16)).as_strided(
-            slot.shape, slot.stride
-        )
+        truth = join(slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16))
+        return truth.as_strided(slot.shape, slot.stride)
     weight = slot.view(opened["weight"])
     return weight.float() if slot.group.formats.stochastic else weight
 
@@ -112,26 +107,26 @@ def write_truth(slot: Slot, source: Tensor, opened: Opened) -> None:
     weight = opened["weight"]
     if slot.dtype.is_floating_point and "master" in opened:
         slot.view_fp32(opened["master"]).copy_(source)
-    split_too = slot.dtype == torch.bfloat16 and "remainder" in opened
+    remainder = None
+    if slot.dtype == torch.bfloat16 and "remainder" in opened:
+        remainder = slot.flat(opened["remainder"], torch.int16)
     if source.dtype == slot.dtype:
         slot.view(weight).copy_(source)
-        if split_too:
-            slot.flat(opened["remainder"], torch.int16).zero_()
+        if remainder is not None:
+            remainder.zero_()
         return
     wide = source
     if source.dtype != torch.float32 or source.stride() != slot.stride or source.device != weight.device:
         wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device).copy_(source)
     wide = in_memory_order(wide)
-    if split_too:
-        split(wide, slot.flat(weight), slot.flat(opened["remainder"], torch.int16))
+    if remainder is not None:
+        split(wide, slot.flat(weight), remainder)
     else:
         round_from_fp32(wide, slot.flat(weight))
 
 
 def write_parameters(storage: Storage, slots: Sequence[Slot], source: Tensor | None = None) -> None:
-    """Make the CPU tensor ``source``, or what is stored as their weights, the truth of one group's ``slots`` (worker
-    thread).
-    """
+    """Make a CPU tensor, or the stored weights, the truth of one group's ``slots`` (worker thread)."""
     group = slots[0].group
     opened = open_weights(storage, group)
     for slot in slots:
@@ -201,9 +196,7 @@ def _chunks(num_elements: int) -> Iterator[tuple[slice, slice]]:
 
 
 def quantised(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """uint8 codes (n,) and fp32 scales (ceil(n / 256),) of ``values`` (n,), fp32 on the CPU, finite, of ``kind``
-    exp_avg or, not negative, exp_avg_sq.
-    """
+    """uint8 codes (n,) and fp32 scales (ceil(n / 256),) of finite ``values`` (n,), fp32 on the CPU, of a moment."""
     n, table = len(values), _values(kind)
     padded = torch.zeros(-(-n // SCALE_BLOCK) * SCALE_BLOCK)
     padded[:n] = values.abs()

@@ -22,7 +22,7 @@ from vblackwell.memory.host import map_slab
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.memory.transfer import FutureTransfer
-from vblackwell.offload.layout.groups import Group
+from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
 from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 from vblackwell.units import align_up
@@ -87,11 +87,11 @@ class Stage:
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
-        self._writing: dict[object, Transfer | None] = {}  # oldest first
-        self._busy: set[int] = set()  # groups between `take` and the end of their write
+        self._writing: dict[Staged, Transfer | None] = {}  # oldest first
+        self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
-        self._next: dict[int, Group] = {}
-        self._last: Group | None = None
+        self._order = AccessTrace()
+        self._groups: dict[int, Group] = {}  # that have states on a disk
         self._caller_waits = False
         self._failure: BaseException | None = None
 
@@ -99,7 +99,6 @@ class Stage:
 
     def take(self, group: Group, reads: Ranges, writes: Ranges) -> Staged | None:
         """Host memory for an update of ``group``, with what ``reads`` hold; None if no range of both is on a disk.
-
         Blocks until the bytes are there; the memory is the caller's until `store` or `drop`. Raises DiskError or
         CorruptData, and takes nothing, if they cannot be read or an earlier write failed.
         """
@@ -123,10 +122,9 @@ class Stage:
                 read.wait()
                 self._storage.in_flight.discard(read)
         except BaseException:
+            self._taken = None
             if staged is not None:
                 self._give_up(staged)
-            with self._lock:
-                self._busy.discard(group.index)
             raise
         return staged
 
@@ -142,8 +140,7 @@ class Stage:
 
     def store(self, staged: Staged, writes: Ranges, copied: Transfer) -> Transfer:
         """End of `take`: write what is in ``staged`` after ``copied`` to its ranges; the transfer of all of that."""
-        storage, writes, token = self._storage, on_disk(writes), object()
-        started: list[Transfer] = []
+        storage, writes, started = self._storage, on_disk(writes), list[Transfer]()
 
         def start() -> list[Transfer]:
             for kind, reservation in writes.items():
@@ -159,28 +156,27 @@ class Stage:
                 storage.ledger.end(reservation, error)
             with self._lock:
                 self._failure = self._failure or error
-                del self._writing[token]
-                self._busy.discard(staged.group.index)
+                del self._writing[staged]
                 self._release(staged)
             self.read_ahead()
 
         with self._lock:
             self._written[staged.group.index] = writes
-            self._writing[token] = None
+            self._writing[staged] = None
         transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
             storage.ledger.begin(reservation, transfer)
         with self._lock:
-            if token in self._writing:
-                self._writing[token] = transfer
+            if staged in self._writing:
+                self._writing[staged] = transfer
+            self._taken = None
         self.read_ahead()
         return transfer
 
     def drop(self, staged: Staged) -> None:
         """End of `take` without a write; nothing that was queued uses the memory. Waits for what fills it."""
         self._give_up(staged)
-        with self._lock:
-            self._busy.discard(staged.group.index)
+        self._taken = None
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
@@ -193,10 +189,9 @@ class Stage:
         """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
         with self._lock:
             if self._states_on_disk(group):
-                if self._last is not None:
-                    self._next[self._last.index] = group
-                self._last = group
-            self._busy.add(group.index)
+                self._groups[group.index] = group
+                self._order.use(group.index, once=True)
+            self._taken = group
             found = self._ahead.pop(group.index, None)
             for other in self._ahead.values():
                 other.skipped += 1
@@ -255,9 +250,7 @@ class Stage:
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:
-        """Nobody needs what is in ``staged``; waits for what fills the memory. Pieces that are copied up from it belong
-        to a prediction that has just failed: the lane drops them.
-        """
+        """Free the memory when nothing fills it any more; the lane drops pieces that are copied up from it."""
         for read in staged.reads:
             failure_of(read)
             self._storage.in_flight.discard(read)
@@ -275,10 +268,11 @@ class Stage:
     def read_ahead(self) -> None:
         """Begin to read what comes next, as far as sets are free. Blocks only where a read cannot start; any thread."""
         with self._lock:
-            before = next(reversed(self._ahead.values())).group if self._ahead else self._last
-            while self._free and not self._caller_waits and before is not None:
-                group = self._next.get(before.index)
-                if group is None or not self._may_read(group):
+            for index in self._order.upcoming(MAX_SETS, wrap=True):
+                group = self._groups[index]
+                if index in self._ahead:
+                    continue
+                if not self._free or self._caller_waits or not self._may_read(group):
                     return
                 staged = self._staged(group, self._free.pop())
                 try:
@@ -287,18 +281,13 @@ class Stage:
                     self._give_up(staged)
                     return
                 self._ahead[group.index] = staged
-                before = group
 
     def _may_read(self, group: Group) -> bool:
         """Whether the group's states on the disk are what its next update will find, and fit a set."""
-        if group.index in self._ahead or group.index in self._busy:
-            return False
-        states, written = self._states_on_disk(group), self._written.get(group.index)
-        if not states or not all(self._storage.ledger.is_written(reservation) for reservation in states.values()):
-            return False
-        if written is not None and any(written.get(kind) is not reservation for kind, reservation in states.items()):
-            return False
-        return self._needed(group) <= (self._set_bytes or 0)
+        states, ledger = self._states_on_disk(group), self._storage.ledger
+        written = self._written.get(group.index, states)
+        is_true = all(written.get(kind) is each and ledger.is_written(each) for kind, each in states.items())
+        return bool(states) and is_true and group is not self._taken and self._needed(group) <= (self._set_bytes or 0)
 
     def _states_on_disk(self, group: Group) -> Ranges:
         states = on_disk(self._storage.own_ranges(group))

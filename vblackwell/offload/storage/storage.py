@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
@@ -31,10 +30,8 @@ def on_disk(ranges: Ranges) -> dict[str, Reservation]:
 
 
 class Ledger:
-    """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe.
-
-    A range is read, or written again, only when its last write is over; one whose write failed is lost for every reader
-    until it is written whole.
+    """How often the bytes of ranges changed, whether a write is under way, and whether one failed. Thread-safe. A range
+    is read, or written again, only when its last write is over; one whose write failed is lost until the next.
     """
 
     def __init__(self) -> None:
@@ -106,9 +103,8 @@ def spaces_of(stack: VGPUStack) -> list[LevelSpace]:
 
 
 class Storage:
-    """The ranges of one model in one stack; they are reserved at once, or none is.
-
-    It holds sizes and no groups: it may outlive the model and must not keep it alive.
+    """The ranges of one model in one stack; they are reserved at once, or none is. It holds sizes and no groups: it may
+    outlive the model and must not keep it alive.
 
     Attributes:
         sets: host memory for groups whose updates run on level 0 and whose ranges are on a disk (`Stage`).
@@ -245,7 +241,6 @@ class Storage:
 
     def open(self, group: Group, kind: str, *, load: bool = True) -> Tensor:
         """The range as a CPU uint8 tensor: the bytes themselves where they are in RAM, else staged (read if ``load``).
-
         Valid until the next of its kind is opened, by the worker thread or a caller that has waited for it.
         """
         return self.open_at(self.range(group, kind), kind, load=load)
@@ -279,16 +274,10 @@ class Storage:
         self.ledger.end(reservation, None)
 
     def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
-        """Write or read a range, and count it: `stack.read` could not tell staging from a level 0 in RAM."""
-        level, started = self.stack.levels[reservation.level], time.perf_counter()
-        (level.write if write else level.read)(reservation.extent, staged).wait()
-        seconds = time.perf_counter() - started
-        self.stack.count_link(*self._link(reservation, write), reservation.num_bytes, seconds)
-
-    def _link(self, reservation: Reservation, write: bool) -> tuple[int, int]:
-        """The levels between which bytes go from staging memory to the range, or come from there."""
-        staging = self.plan.staging_level
-        return (staging, reservation.level) if write else (reservation.level, staging)
+        transfer = self.start(reservation, staged, write=write)
+        assert transfer is not None, "bytes are moved before the storage is closed"
+        transfer.wait()
+        self.in_flight.discard(transfer)  # not where it was interrupted: it goes on
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
@@ -307,13 +296,15 @@ class Storage:
 
     def start(self, reservation: Reservation, memory: Tensor, *, write: bool) -> Transfer | None:
         """Begin to read the range, whose last write is over, into host memory, or to write it; None once closed."""
-        level = self.stack.levels[reservation.level]
+        level, at, staging = self.stack.levels[reservation.level], reservation.level, self.plan.staging_level
         with self._lock:
             if self._closed:
                 return None
             transfer = (level.write if write else level.read)(reservation.extent, memory)
             self.in_flight.add(transfer)
-        self.stack.count_transfer(*self._link(reservation, write), reservation.num_bytes, transfer)
+        # `stack.read` could not tell staging from a level 0 in RAM.
+        link = (staging, at) if write else (at, staging)
+        self.stack.count_transfer(*link, reservation.num_bytes, transfer)
         return transfer
 
     def close(self) -> None:
@@ -330,9 +321,8 @@ class Storage:
 
 
 class Shadows:
-    """Ranges that an update before its step writes instead of a group's own: a rollback without a copy.
-
-    They are of the same size on the same level. Where there is no room the update waits for its step.
+    """Ranges, of the same sizes on the same levels, that an update before its step writes instead of a group's own: a
+    rollback without a copy. If they do not fit the update waits for its step.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -342,9 +332,7 @@ class Shadows:
         self._num_bytes = self.peak_bytes = 0
 
     def take(self, group: Group, kinds: Iterable[str]) -> Ranges | None:
-        """A shadow of each kind of ``group``; None if there is no room for all, or it lives on level 0 (an update at
-        the step moves nothing there).
-        """
+        """A shadow of each kind of ``group``; None if not all fit, or it lives on level 0, where nothing moves."""
         found: Ranges = {}
         if self._storage.range(group, "weight").level == 0:
             return None
@@ -362,19 +350,15 @@ class Shadows:
         return found
 
     def swap(self, group: Group, shadows: Ranges) -> Ranges:
-        """What was written to ``shadows`` is what the group's ranges hold from now on; those it had, for
-        `give_back`.
-        """
+        """What was written to ``shadows`` is the group's from now on; returns what it had, for `give_back`."""
         return {kind: self._storage.swap(group, kind, shadow) for kind, shadow in shadows.items()}
 
     def free_spare(self) -> bool:
-        """Give unused shadows, which nothing reads or writes any more, back to their levels; False if there are
-        none.
-        """
-        spare = [shadow for each in self.spare.values() for shadow in each]
+        """`give_up` unused shadows; False if there are none."""
+        spare = [{"": shadow} for each in self.spare.values() for shadow in each]
         self.spare.clear()
         for shadow in spare:
-            self.give_up({"": shadow})
+            self.give_up(shadow)
         return bool(spare)
 
     def give_up(self, shadows: Ranges) -> None:
