@@ -57,13 +57,11 @@ class MetaAnswers(TorchDispatchMode):
             key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
         except TypeError:  # an argument that is not plain
             return func(*args, **kwargs)
-        known = self._known.get(key)
-        if known is None:
-            out = func(*args, **kwargs)
-            known = self._known[key] = Known(_recipe(func, args, kwargs, out))
-        else:
-            out = func(*args, **kwargs) if known.recipe is None else known.recipe(args)
-        self.known = known
+        known = self.known = self._known.get(key)
+        if known is not None:
+            return func(*args, **kwargs) if known.recipe is None else known.recipe(args)
+        out = func(*args, **kwargs)
+        self.known = self._known[key] = Known(_recipe(func, args, kwargs, out))
         return out
 
 
