@@ -21,8 +21,9 @@ class ConfigurationError(VBError, ValueError):
 
 
 class FolderMismatch(ConfigurationError):
-    """The tensors in a model's folder are not those of its config.json: ``missing`` are in no file, ``extra`` not in the
-    model, ``misshapen`` of another shape or kind of type; nothing was loaded."""
+    """The tensors in a model's folder are not those of its config.json: ``missing`` are in no file, ``extra`` not in
+    the model, ``misshapen`` of another shape or kind of type; nothing was loaded.
+    """
 
     def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
         super().__init__(message)
@@ -32,7 +33,7 @@ class FolderMismatch(ConfigurationError):
 class InsufficientMemory(VBError):
     """A level, or the stack as a whole, lacks room for ``needed_bytes``; nothing was moved or changed."""
 
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+    def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

@@ -36,7 +36,7 @@ from vblackwell.offload.storage.initialize import Initialize, Source, move_buffe
 from vblackwell.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("auto", "resident", "streamed")
-_UPDATES: dict[str | float, str] = {"device": "level0", "host": "home"}  # the names of both in a placement
+_UPDATES: dict[str | float, str] = {"level0": "device", "home": "host"}  # older names, which are taken as well
 
 _accelerated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `enable_vgpu_stack_optimization`
 # Of each stack the models by name, which are there while their finalizers are alive.

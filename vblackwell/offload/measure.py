@@ -195,7 +195,7 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
     with updating(update):
         busy = issue_seconds(device)
     samples.take()
-    groups = {place: group_seconds(device, place) for place in ("level0", "home")}
+    groups = {place: group_seconds(device, place) for place in ("device", "host")}
     samples.take()
     together.take()
     return found | {
@@ -205,8 +205,8 @@ def gpu_rates(device: torch.device) -> dict[str, float]:
         "issue_beside_updates_us": busy * 1e6,
         "issue_of_loop_us": samples.loop * 1e6,
         "read_us": samples.read * 1e6,
-        "streamed_group_us": groups["level0"] * 1e6,
-        "streamed_home_group_us": groups["home"] * 1e6,
+        "streamed_group_us": groups["device"] * 1e6,
+        "streamed_home_group_us": groups["host"] * 1e6,
     }
 
 
@@ -240,7 +240,7 @@ def _issuing_step(device: torch.device) -> Callable[[], None]:
     return step
 
 
-def group_seconds(device: torch.device, update: str = "level0") -> float:
+def group_seconds(device: torch.device, update: str = "device") -> float:
     """What the host takes for a layer group that streams, in addition to its operators: seconds of a forward, a
     backward and an update. The groups leave links and device nothing to do.
     """

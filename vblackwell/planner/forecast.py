@@ -23,7 +23,7 @@ from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step
 from vblackwell.offload.layout.groups import Formats, Group, find_groups, num_elements, range_bytes, supports
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
-from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of, peak_of
+from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
 from vblackwell.trace.trace import Trace
@@ -92,17 +92,16 @@ class Forecast:
         self.traces = {} if traces is None else traces
         self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(
-            lambda checkpointing, states: find_groups(self.model(checkpointing), None, None, Formats(states, masters))[
-                0
-            ]
-        )
+        self._groups = functools.cache(self._find_groups)
 
     def _model(self, checkpointing: bool) -> nn.Module:
         model = replace(self.run, checkpointing=checkpointing).model()
         if self._fused:
             fuse(model)
         return model
+
+    def _find_groups(self, checkpointing: bool, states: str) -> list[Group]:
+        return find_groups(self.model(checkpointing), None, None, Formats(states, self._masters))[0]
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
@@ -146,11 +145,8 @@ class Forecast:
         try:
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing).parameters()]):
                 return Lacking(f"is refused: {choice.states} states need bf16 or fp32 weights")
-            seconds = self._seconds_of(choice) if trace is None and choice.placement == "streamed" else {}
-            trace = trace or self.trace(choice.checkpointing, choice.batch_size)
-            if choice.placement == "resident":
-                return self._place_resident(choice, formats, trace)
-            return self._place_streamed(choice, formats, trace, seconds)
+            place = self._place_resident if choice.placement == "resident" else self._place_streamed
+            return place(choice, formats, trace)
         except InsufficientMemory as error:
             return Lacking("memory", max(1, error.needed_bytes - error.available_bytes), f"is refused: {error}")
         except Unsupported as error:
@@ -158,9 +154,8 @@ class Forecast:
 
     def plan(self, space: Space) -> Plan:
         """The fastest choice of ``space``. Raises InsufficientMemory where none fits, and Untraceable."""
-        plan = make_plan(
-            space.choices(), self.least_seconds, self.predict, self.machine.bounds, self.machine.rates.source
-        )
+        bounds, rates = self.machine.bounds, self.machine.rates
+        plan = make_plan(space.choices(), self.least_seconds, self.predict, bounds, rates.source)
         again = self.predict(plan.choice, in_full=True)
         assert not isinstance(again, Lacking), "it fitted a moment ago"
         return replace(plan, prediction=again[1])
@@ -188,7 +183,7 @@ class Forecast:
     def _tokens(self, choice: Choice) -> int:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
 
-    def _place_resident(self, choice: Choice, formats: Formats, trace: Trace) -> Placed | Lacking:
+    def _place_resident(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         machine, state, trained, widths = self.machine, 0, 0, [4]
         for param in self.model(choice.checkpointing).parameters():
             width, count = param.element_size(), param.numel()
@@ -202,6 +197,7 @@ class Forecast:
         gpu = p99 = asked  # without a GPU gradients are outside the arena, but asked for
         if machine.has_gpu:
             held = choice.accumulation_steps > 1
+            trace = trace or self.trace(choice.checkpointing, choice.batch_size)
             gpu = state + peak_with_gradients(trace, WIDE_GRADIENT / min(widths), held)
             p99 = int(gpu * RESIDENT_P99) + P99_BYTES
         if p99 > machine.bounds.gpu:
@@ -210,11 +206,11 @@ class Forecast:
 
     # -- streamed ----------------------------------------------------------------------------------------------------
 
-    def _place_streamed(
-        self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
-    ) -> Placed | Lacking:
+    def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
         machine, bounds = self.machine, self.machine.bounds
+        seconds = self._seconds_of(choice) if trace is None else {}
+        trace = trace or self.trace(choice.checkpointing, choice.batch_size)
         step = self.step_bytes(choice, trace) if machine.has_gpu else 0
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
         if free <= 0:
@@ -278,11 +274,11 @@ class Forecast:
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((layout.passing_bytes(group) for group in groups if group.trainable()), default=0)
-        ring = 0 if choice.update == "home" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
+        ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
         slack = min((GRADIENTS_LEAVING + layout.MAX_LOCKED) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
-        keeps = choice.update != "home" and not self.machine.undo
+        keeps = choice.update != "host" and not self.machine.undo
         few = min(whole, layout.CUDA_GROUPS * largest)
         turn = layout.groups_kept(groups[:TURN_GROUPS], min(left - few, for_residents)) if keeps else []
         resident = sum(layout.state_bytes(group) for group in turn)
@@ -368,9 +364,7 @@ def estimate_offload(
     machine = Machine(Bounds(room, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
-    space = Space(
-        ((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates is not None else (one.update,)
-    )
+    space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
     try:
         plan = forecast.plan(space)
     except InsufficientMemory:
@@ -398,8 +392,8 @@ def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForec
     reserved 7 % more to 7 % less than with this, 5 to 13 % more than without.
     """
     expandable = forecast.run.expandable
-    alone = replay(part_of(trace, NOT_STATE, outside="optimizer"), None, expandable)
-    holes = alone.peak_reserved - peak_of(trace, NOT_STATE, outside="optimizer")
+    alone = part_of(trace, NOT_STATE, outside="optimizer")
+    holes = replay(alone, None, expandable).peak_reserved - alone.peak(trace.sizes)
     sizes = sorted(group.num_bytes for group in forecast.groups(choice) if group.trainable())
     usual = sizes[len(sizes) // 2] if sizes else 1  # a block's weights
     if expandable or usual < MIN_LARGE:

@@ -57,24 +57,25 @@ class Run:
             if name not in known:
                 raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     def model(self) -> nn.Module:
         """The module on meta."""
-        return self.prepared(self.spec.build(torch.bfloat16 if self.precision == "bf16" else torch.float32))
+        return self.prepared(self.spec.build(self.dtype))
 
     def prepared(self, model: Any) -> nn.Module:
         """``model`` with its checkpointing switched on, if that is asked for."""
         is_ours = isinstance(model, Decoder)
         if self.precision == "autocast" and is_ours:
-            raise ConfigurationError(
-                "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
-            )
+            raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
         if self.checkpointing and is_ours:
             model.gradient_checkpointing = True
         elif self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ConfigurationError(
-                    f"{self.spec.name} has no switch for gradient checkpointing: leave the flag out"
-                )
+                raise ConfigurationError(f"{self.spec.name} cannot switch on gradient checkpointing: leave it out")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # renamed in newer versions of transformers
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -249,9 +250,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             if not 1 <= getattr(self, name) < 1 << 31:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}: give a number between 1 and {(1 << 31) - 1}"
-                )
+                raise ConfigurationError(f"{name} is {getattr(self, name)}: give a number of 1 to {(1 << 31) - 1}")
         check_batch(self.batch_size, self.seq_length)
 
     def decoder(self) -> DecoderConfig:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +42,7 @@ WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "r
 TASKS = tuple(WORDS)
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
-UPDATES: tuple[str | float, ...] = ("level0", 0.35)
+UPDATES: tuple[str | float, ...] = ("device", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
@@ -69,9 +69,7 @@ class Fit:
 class WhatFits:
     """Answers for any number of machines; ``models``: of `KNOWN_MODELS`; ``say``: told what is being tried."""
 
-    def __init__(
-        self, models: Sequence[str] = tuple(KNOWN_MODELS), say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, models: Iterable[str] = KNOWN_MODELS, say: Callable[[str], None] = lambda text: None) -> None:
         self._say, self._names = say, models
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in _causal_lm(name).parameters()))

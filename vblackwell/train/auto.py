@@ -155,9 +155,9 @@ def _space(config: TrainConfig, model: nn.Module, forecast: Forecast, has_gpu: b
     able = isinstance(model, Decoder) or getattr(model, "supports_gradient_checkpointing", False)
     free = able and has_gpu and not config.resume  # a resumed run computes as it began
     checkpointing = (False, True) if free and not config.gradient_checkpointing else (config.gradient_checkpointing,)
-    updates: tuple[str | float, ...] = SHARES if has_gpu else ("home", "level0")
+    updates: tuple[str | float, ...] = SHARES if has_gpu else ("host", "device")
     if config.update != "auto":
-        updates = (config.update_place,)
+        updates = ({"level0": "device", "home": "host"}.get(config.update) or config.update_place,)
     activations = ("level0", "host") if has_gpu else ("level0",)
     space = Space(
         batches=((config.batch_size, config.accumulation_steps),),
@@ -182,7 +182,7 @@ def batches_of(config: TrainConfig, space: Space, forecast: Forecast) -> tuple[t
     sizes: set[int] = set()
     refusals: list[Lacking] = []
     first = space.updates[0]
-    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, "level0")}:
+    for choice in {replace(each, update=first) for each in space.choices() if each.update in (first, "device")}:
         largest, refused = largest_forward(choice, forecast)
         sizes |= {largest, largest // 2, largest // 4} - {0}
         refusals += [refused] if refused is not None else []

@@ -222,7 +222,7 @@ class TrainConfig:
         return self.batch_size * self.accumulation_steps * self.seq_length
 
 
-PLACES = ("auto", "level0", "home")  # of updates
+PLACES = ("auto", "device", "host", "level0", "home")  # of updates; the last two are older names
 _COUNTS = {
     "vocab_size": 257, "max_steps": 1, "batch_size": 1, "accumulation_steps": 1, "seq_length": 2, "warmup_steps": 0,
     "max_skipped_steps": 1, "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0,

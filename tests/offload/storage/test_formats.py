@@ -361,7 +361,7 @@ def test_a_model_in_use_reads_what_is_kept(make_stack: MakeStack):
         ({"states": "4bit"}, ConfigurationError, "'4bit' is none of fp32, 8bit"),
         ({"masters": "none"}, ConfigurationError, "'none' is none of exact, stochastic"),
         ({"masters": "stochastic", "compute_dtype": BF16}, ConfigurationError, "goes with states='8bit' alone"),
-        ({"states": "8bit", "update": "home"}, ConfigurationError, "update='home'.*level 0 alone"),
+        ({"states": "8bit", "update": "home"}, ConfigurationError, "update='host'.*level 0 alone"),
         ({"states": "8bit", "update": 0.5}, ConfigurationError, "update=0.5.*level 0 alone"),
         ({"states": "8bit", "compute_dtype": torch.float16}, Unsupported, "bf16 or fp32.*has float16"),
         ({"states": "8bit", "masters": "stochastic"}, Unsupported,

@@ -42,7 +42,7 @@ from vblackwell.offload.layout.lanes import CPU_SHADOW_BYTES, CPU_UPDATE_BYTES
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import MiB, format_bytes
 
-PLACES = ("auto", "level0", "home")
+PLACES = ("auto", "device", "host")  # where AdamW runs
 
 # On a GPU, level 0's capacity is the whole process: this share is left to activations and workspaces...
 CUDA_ACTIVATION_SHARE = 0.5
@@ -136,7 +136,7 @@ def place_streamed(
     if resident_bytes and not on_level0:
         raise ConfigurationError(
             f"resident_bytes={resident_bytes} keeps groups that are updated on level 0, and none is: use "
-            "update='level0'"
+            "update='device'"
         )
     if kept_bytes > free * MAX_RESIDENT:
         raise InsufficientMemory(
@@ -207,35 +207,35 @@ def check_update(update: str | float, formats: Formats = EXACT) -> None:
     if isinstance(update, str) and update not in PLACES:
         raise ConfigurationError(f"update {update!r} is none of {', '.join(PLACES)}, nor a share between 0 and 1")
     if not isinstance(update, str) and not 0 <= update <= 1:
-        raise ConfigurationError(f"update {update} is no share of the parameters to update at home: give 0 to 1")
-    if formats.packed and update not in ("auto", "level0", 0):
+        raise ConfigurationError(f"update {update} is no share of the parameters to update on the host: give 0 to 1")
+    if formats.packed and update not in ("auto", "device", 0):
         raise ConfigurationError(
-            f"update={update!r} would update at home, and {formats.states} states are updated on level 0 alone: use "
-            "'level0' or 'auto'"
+            f"update={update!r} would update on the host, and {formats.states} states are updated on level 0 "
+            "alone: use 'device' or 'auto'"
         )
 
 
 def groups_on_level0(groups: Sequence[Group], options: StreamingOptions, measured: Measured | None) -> list[Group]:
     """The groups of ``groups`` (in the order of the forward) that are updated on level 0, as ``options.update`` says:
-    for 'auto' the share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates. Unsupported: 'level0',
+    for 'auto' the share that keeps a GPU's link and the CPU busy alike, by ``measured`` rates. Unsupported: 'device',
     and a group that is to be trained cannot be updated there.
     """
     update = options.update
     trained = [group for group in groups if group.trainable()]
     able = _able_on_level0(trained)
     unable = next((group for group in trained if group not in able), None)
-    if update == "level0" and unable is not None:
+    if update == "device" and unable is not None:
         raise Unsupported(
-            f"update='level0' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
+            f"update='device' is for groups that compute in bf16 or fp32 alone, and {unable.name!r} has "
             f"{unable.dtype_names}: give compute_dtype=torch.bfloat16, or use update='auto', which updates such "
             "groups on the CPU"
         )
     if update == "auto" and any(group.formats.packed for group in groups):
-        update = "level0"
+        update = "device"
     if update == "auto" and measured is not None:
         update = share_of_all(groups, options, measured)
     if isinstance(update, str):
-        return able if update == "level0" else []
+        return able if update == "device" else []
     on_host = _on_host(able, update)
     return [group for group in able if group not in on_host]
 
@@ -344,7 +344,7 @@ def ring_bytes(groups: Sequence[Group], free_bytes: int) -> int:
         raise InsufficientMemory(
             f"updates on level 0 pass through {format_bytes(least)} of it at least, a quarter of the "
             f"{format_bytes(free_bytes)} that are free is less: raise fast_memory (the capacity of level 0), or use "
-            "update='home' with states='fp32'",
+            "update='host' with states='fp32'",
             needed_bytes=int(least / RING_SHARE),
             available_bytes=free_bytes,
         )

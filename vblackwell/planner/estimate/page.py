@@ -70,9 +70,7 @@ def _list(lines: Iterable[object]) -> str:
 
 def _plan(estimated: Estimated) -> str:
     lines = estimated.plan_lines()
-    body = _list(
-        lines or ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
-    )
+    body = _list(lines or ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what a stack would hold"])
     if estimated.advice:
         body += "<h3>What would help</h3>" + _list(estimated.advice)
     return body
