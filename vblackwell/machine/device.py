@@ -110,9 +110,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> torch.dtype | None:
-    """The compute type that ``--precision`` and ``--mixed-precision`` mean on ``device``; None: the weights' own fp32.
-    In float16 small gradients vanish without loss scaling.
-    """
+    """The compute type that both flags mean on ``device``; None: the weights' own fp32; fp16 needs loss scaling."""
     if precision == "auto":
         precision = ("bf16" if has_bf16(device) else "fp16") if mixed_precision else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -154,9 +154,7 @@ def pci_of_cuda(device: torch.device) -> str:
 
 
 def list_gpus() -> list[GPUFacts]:
-    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them; without a
-    driver none. One that it cannot describe is left out with a warning.
-    """
+    """All NVIDIA GPUs that the driver shows, by PCI bus, usable or not; one that it cannot describe is warned of."""
     import pynvml as nvml
 
     try:

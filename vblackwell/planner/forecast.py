@@ -60,9 +60,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A choice with its sizes: bytes of the GPU, expected and to plan for; where a streamed step's are, and how many of
-    checkpoints wait in RAM.
-    """
+    """A choice with its sizes: bytes of the GPU, expected and to plan for; of a streamed one those of its step."""
 
     choice: Choice
     gpu: int
@@ -108,7 +106,7 @@ class Forecast:
         key = checkpointing, batch_size
         if key not in self.traces:
             model = self.model(checkpointing)
-            self.traces[key] = self.run.trace(batch_size, model, with_optimizer=False, steps=self._steps)
+            self.traces[key] = self.run.trace(batch_size, model, optimizes=False, steps=self._steps)
         return self.traces[key]
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
@@ -116,16 +114,12 @@ class Forecast:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
-    # -- one choice --------------------------------------------------------------------------------------------------
-
     def least_seconds(self, choice: Choice) -> float:
         """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
-        compute, tokens = self._compute_seconds(choice), self._tokens(choice)
-        if choice.placement == "resident":
-            return compute / tokens
-        # Whole groups are updated on the host: a little less than the share, maybe.
-        cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
-        return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
+        compute, cpu = self._compute_seconds(choice), 0.0
+        if choice.placement != "resident":  # whole groups are updated on the host: a little less than the share, maybe
+            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
+        return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / self._tokens(choice)
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
         """The choice with its sizes and what it takes, ``in_full`` also what only people ask for; or what it lacks."""
@@ -204,8 +198,6 @@ class Forecast:
             return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
         return Placed(replace(choice, level0_bytes=align_up(asked, MiB)), gpu, p99)
 
-    # -- streamed ----------------------------------------------------------------------------------------------------
-
     def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
         machine, bounds = self.machine, self.machine.bounds
@@ -218,16 +210,11 @@ class Forecast:
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
+        options = layout.StreamingOptions(update=choice.update, activation_bytes=waiting, formats=formats)
         found = forecast_step(
             self.model(choice.checkpointing),
             [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else []),
-            layout.StreamingOptions(
-                update=choice.update,
-                weight_bytes=choice.weight_bytes,
-                resident_bytes=choice.resident_bytes,
-                activation_bytes=waiting,
-                formats=formats,
-            ),
+            replace(options, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes),
             seconds,
             input_bytes=inputs,
             micro_batches=choice.accumulation_steps,
@@ -253,21 +240,12 @@ class Forecast:
             together = sum(busy.values())
             seconds, busy = together * seconds, {lane: share / together for lane, share in busy.items()}
         written = sum(group.disk_write for group in lanes.groups)
-        clips = in_full and machine.may_clip
-        return Prediction(
-            min(placed.gpu, bounds.gpu),  # what level 0 lets in ends at its capacity
-            min(placed.p99, bounds.gpu),
-            host,
-            found.bytes_of(2) - found.shadow_bytes(2),
-            seconds,
-            tokens,
-            busy,
-            simulate(replace(lanes, clips=True), rates).step_seconds if clips else None,
-            written,
-            disk_hidden_from(lanes, rates, tokens) if in_full and written else 0,
-            placed.waiting,
-            DISK_THREAD_BYTES if lanes.uses_disk else 0,
-        )
+        gpu, p99 = min(placed.gpu, bounds.gpu), min(placed.p99, bounds.gpu)  # what level 0 lets in ends at its capacity
+        clipped = simulate(replace(lanes, clips=True), rates).step_seconds if in_full and machine.may_clip else None
+        hidden = disk_hidden_from(lanes, rates, tokens) if in_full and written else 0
+        disk, threads = found.bytes_of(2) - found.shadow_bytes(2), DISK_THREAD_BYTES if lanes.uses_disk else 0
+        sizes = gpu, p99, host, disk
+        return Prediction(*sizes, seconds, tokens, busy, clipped, written, hidden, placed.waiting, threads)
 
     def _sized(self, choice: Choice, free: int) -> Choice:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
@@ -346,22 +324,14 @@ class OffloadEstimate:
 
 
 def estimate_offload(
-    run: Run,
-    trace: Trace,
-    batch_size: int,
-    gpu_bytes: int,
-    host_bytes: int,
-    disk_bytes: int,
-    rates: Rates | None = None,
+    run: Run, trace: Trace, batch_size: int, gpu_bytes: int, ram_bytes: int, disk_bytes: int, rates: Rates | None = None
 ) -> OffloadEstimate:
-    """What the fastest streamed plan for ``run`` takes of such a machine, whose step allocates what ``trace`` says; all
-    of AdamW is on the GPU where ``rates`` are not known.
-    """
+    """What the fastest streamed plan for ``run`` takes; without ``rates`` all of AdamW is on the GPU."""
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
-    room = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
-    host = max(host_bytes // 2, host_bytes - DISK_THREAD_BYTES) if disk_bytes else host_bytes
-    machine = Machine(Bounds(room, host, disk_bytes), rates or ANY_RATES)
+    free = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
+    host = max(ram_bytes // 2, ram_bytes - DISK_THREAD_BYTES) if disk_bytes else ram_bytes
+    machine = Machine(Bounds(free, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
     space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
@@ -407,19 +377,19 @@ def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
     forecast = Forecast(run, Machine(Bounds(0, PLENTY), ANY_RATES))
     context = context_bytes(run.capability) + RUNTIME_BYTES
     nothing, choice = Trace((), (), (), (), 0, 0), Choice("streamed", 1, 1, run.checkpointing)
-    room, lacking = gpu_bytes - context, None
+    level0, lacking = gpu_bytes - context, None
     while True:
-        forecast.machine = replace(forecast.machine, bounds=Bounds(room, PLENTY))
+        forecast.machine = replace(forecast.machine, bounds=Bounds(level0, PLENTY))
         found = forecast.place(choice, nothing)
         if not isinstance(found, Lacking) or not found.num_bytes:
             break
-        room, lacking = room + max(MiB, found.num_bytes), found
+        level0, lacking = level0 + max(MiB, found.num_bytes), found
     if lacking is None:
         return None
     # What a level lacks, without what is free at that moment and without the runtime's remedy.
     setting = str(lacking).partition(" free, and ")[2].partition(": raise ")[0] or str(lacking)
     return (
-        context + room,
+        context + level0,
         f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
-        f"{format_bytes(room)} of level 0: {setting.replace(' there (', ' next to what stays there (')}",
+        f"{format_bytes(level0)} of level 0: {setting.replace(' there (', ' next to what stays there (')}",
     )

@@ -1,6 +1,4 @@
-"""A model and how it is trained, its trace, and from that: peak bytes by category, whether they fit, the largest batch
-that does, and the levels of a stack that hold it.
-"""
+"""A run, its trace, and from that: peak bytes by category, whether they fit, the largest batch, a stack's levels."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ P99_PERCENT, P99_BYTES = 3, 64 * MiB
 PRECISIONS = ("fp32", "bf16", "autocast")
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adamw-for-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "sgd": lambda parameters: torch.optim.SGD(parameters),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw-for-loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
 }
 
 
@@ -81,16 +79,14 @@ class Run:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
-    def trace(
-        self, batch_size: int, model: nn.Module | None = None, with_optimizer: bool = True, steps: int = 2
-    ) -> Trace:
+    def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
         return trace_training(
             model or self.model(),
             batch,
             self.spec.loss,
-            OPTIMIZERS[self.optimizer] if with_optimizer else None,
+            OPTIMIZERS[self.optimizer] if optimizes else None,
             autocast=torch.bfloat16 if self.precision == "autocast" else None,
             capability=self.capability,
             num_sms=self.num_sms,
@@ -131,7 +127,6 @@ class MemoryEstimate:
     state_bytes: int
 
     def as_dict(self) -> dict[str, int]:
-        """The fields by name."""
         return asdict(self)
 
 
@@ -150,7 +145,7 @@ def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandabl
     found = replay(trace, None, expandable)
     split: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for event in trace.events[: found.peak_event + 1]:
-        index = event if event >= 0 else ~event
+        index = max(event, ~event)
         split[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
     context = context_bytes(capability)
     return MemoryEstimate(
@@ -254,14 +249,9 @@ class ModelConfig:
         check_batch(self.batch_size, self.seq_length)
 
     def decoder(self) -> DecoderConfig:
-        return DecoderConfig(
-            self.vocab_size,
-            self.hidden_size,
-            self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64,
-            self.num_layers,
-            self.num_heads,
-            max_position=self.seq_length,
-        )
+        width = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64
+        sizes = self.vocab_size, self.hidden_size, width, self.num_layers, self.num_heads
+        return DecoderConfig(*sizes, max_position=self.seq_length)
 
 
 class VGPUResourceEstimator:
@@ -279,9 +269,7 @@ class VGPUResourceEstimator:
     def recommend_batch_size(
         self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
     ) -> int:
-        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size``
-        is ignored.
-        """
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin, 0 for none; its own is ignored."""
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
@@ -310,7 +298,7 @@ class VGPUResourceEstimator:
         """
         if not gpus:
             raise ConfigurationError("gpus is empty: give the memory of each GPU in MiB, e.g. [8 * 1024]")
-        for size in (*gpus, *([] if host_memory_mb is None else [host_memory_mb])):
+        for size in (*gpus, 1.0 if host_memory_mb is None else host_memory_mb):
             if not (math.isfinite(size) and size > 0):
                 raise ConfigurationError(f"{size} MiB of memory: give a number above 0")
         if not 0 < target_hit_rate <= 1:
@@ -337,9 +325,7 @@ class VGPUResourceEstimator:
         if left > 0:
             below = math.ceil(left * ABOVE)
             host = below if host_memory_mb is None else min(below, int(host_memory_mb * MiB))
-            levels.append(("cpu", max(host, MiB)))
-            if below > host:
-                levels.append(("ssd", max(below - host, MiB)))
+            levels += [("cpu", max(host, MiB))] + ([("ssd", max(below - host, MiB))] if below > host else [])
         return {"levels": [{"capacity_mb": size / MiB, "device": device} for device, size in levels]}
 
     def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
@@ -348,9 +334,7 @@ class VGPUResourceEstimator:
 
 
 def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optimizer: str = "adamw") -> MemoryEstimate:
-    """Peak bytes of training a known model in fp32 with that batch. Raises ConfigurationError, with the nearest name,
-    where it is not known.
-    """
+    """Peak bytes of training a known model in fp32; ConfigurationError, with the nearest name, for another."""
     check_batch(batch_size, seq_length)
     run = Run(find_model(name, {}, seq_length), seq_length, optimizer)
     return estimate_trace(run.trace(batch_size), run.capability)

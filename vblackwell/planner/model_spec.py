@@ -135,9 +135,7 @@ def _of_factory(text: str) -> ModelSpec:
 
 
 def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | None]:
-    """What ``make`` gives, on meta, and why it was built for real before, if it was. What can neither be built nor
-    copied on meta is the real module: it cannot be traced, and can be measured.
-    """
+    """What ``make`` gives, on meta if it can be copied there, and why it was built for real before, if it was."""
     try:
         with torch.device("meta"):
             found = make()

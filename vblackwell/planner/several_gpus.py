@@ -80,9 +80,7 @@ def check_several(num_gpus: int, topology: str) -> None:
 def sharded_step(
     run: Run, trace: Trace, batch_size: int, card: KnownGPU, gpu_bytes: int, num_gpus: int, topology: str
 ) -> ShardedStep:
-    """For ``num_gpus`` such cards, joined by NVLink where the card has it, else by PCIe, at the share of the nominal
-    rate that an H200's PCIe link reaches both ways.
-    """
+    """For such cards, joined by NVLink or else PCIe, at the share of the nominal rate that an H200's link reaches."""
     kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
     rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)
     seconds = phase_seconds(trace.work, rates_of(card))

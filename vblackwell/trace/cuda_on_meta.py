@@ -60,9 +60,7 @@ _LOWER, _FP32 = (
 
 
 class CudaOnMeta(TorchFunctionMode):
-    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta;
-    ``autocast``: dtype of an autocast region around forward and loss.
-    """
+    """Tensors on meta say that they are on ``cuda:0``, and CUDA's are made there; ``autocast``: dtype of a region."""
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -168,9 +166,7 @@ class WideSoftmax(torch.autograd.Function):
 
 
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A softmax in fp32 (``dtype``) of half-precision values, as CUDA computes it, without a wide copy of them; None
-    for any other: autocast's own makes the copy.
-    """
+    """A softmax of half-precision values in fp32, as CUDA computes it, without a wide copy; None for any other."""
     values, dim = (args[at] if len(args) > at else kwargs.get(name) for at, name in enumerate(("input", "dim")))
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
     if not _is_half(values) or not isinstance(dim, int) or dtype != torch.float32:
@@ -200,9 +196,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def unfused_attention(
     qkv: Sequence[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), with CUDA's fused dropout:
-    half precision in fp32; autocast does not reach inside.
-    """
+    """As torch's C++ writes it out (`_scaled_dot_product_attention_math`), in fp32, which autocast does not reach."""
     with torch._C.DisableTorchFunction():
         narrow = qkv[0].dtype
         wide = [each.float() if _is_half(each) else each for each in qkv]

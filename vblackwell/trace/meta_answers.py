@@ -32,9 +32,7 @@ class Known:
 
 
 class MetaAnswers(TorchDispatchMode):
-    """Calls operators, and remembers. ``known``: of the last call, the same for all calls of equal operator, shapes,
-    strides, offsets, types and other arguments; None where these do not say everything.
-    """
+    """Calls operators, and remembers; ``known``: of the last call, None where its arguments do not say everything."""
 
     def __init__(self) -> None:
         super().__init__()

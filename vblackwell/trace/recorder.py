@@ -1,6 +1,4 @@
-"""What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd; workspaces, which no
-output shows, and what operators ask of a GPU come from `vblackwell.trace.workspace` and `work`.
-"""
+"""What operators on tensors without bytes would allocate on a GPU, and when, as seen below autograd."""
 
 from __future__ import annotations
 
@@ -228,9 +226,7 @@ class StorageLog:
 
 
 class StoragesWithBytes(TorchDispatchMode):
-    """Logs the storages of all operators inside, in RAM or on a GPU; raises InsufficientMemory with ``refusal`` out of
-    the operator that makes more than ``max_bytes`` together.
-    """
+    """Logs what operators make; raises InsufficientMemory with ``refusal`` where more than ``max_bytes`` live."""
 
     def __init__(self, max_bytes: int, refusal: str) -> None:
         super().__init__()

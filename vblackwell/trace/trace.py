@@ -33,7 +33,6 @@ MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[], Any]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Untraceable(Unsupported):
@@ -89,13 +88,11 @@ class Trace:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """``model`` if all of it is on meta, else a copy there, without bytes. Raises Untraceable where it refuses."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    if all(tensor.is_meta for tensor in (*parameters, *buffers)):
         return model
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device=META)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device=META) for each in (*parameters, *buffers)}
+    memo |= {id(each): nn.Parameter(memo[id(each)], each.requires_grad) for each in parameters}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
@@ -106,21 +103,19 @@ def on_meta(model: nn.Module) -> nn.Module:
 def refuse_frozen(model: nn.Module) -> None:
     """Raises ConfigurationError, with what to do, where no parameter has ``requires_grad``."""
     parameters = list(model.parameters())
-    if any(param.requires_grad for param in parameters):
-        return
-    frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
-    raise ConfigurationError(
-        f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-        "requires_grad_(True) on what is to learn, or train adapters over a frozen base (vb train --model FOLDER "
-        "--lora 16)"
-    )
+    if not any(param.requires_grad for param in parameters):
+        frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
+        raise ConfigurationError(
+            f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
+            "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
+        )
 
 
 def trace_training(
     model: nn.Module,
     make_batch: MakeBatch,
     loss: Loss,
-    make_optimizer: MakeOptimizer | None,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     *,
     autocast: torch.dtype | None = None,
     capability: tuple[int, int] = (8, 0),
@@ -143,7 +138,7 @@ def trace_training(
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
     try:
-        with cuda_on_meta(autocast, capability, recorder.called) as masquerade, plain_batches():
+        with cuda_on_meta(autocast, capability, recorder.called) as cuda, plain_batches():
             _see_weights(recorder, model)
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
             with recorder.answers:
@@ -153,7 +148,7 @@ def trace_training(
                 for recorder.step in range(steps):
                     recorder.counts_work = recorder.step == steps - 1
                     with recorder:
-                        _run_step(recorder, masquerade, model, make_batch, loss, optimizer)
+                        _run_step(recorder, cuda, model, make_batch, loss, optimizer)
                 recorder.enter_phase("setup")
                 model.zero_grad(set_to_none=True)
             del optimizer  # its states end here, where it is seen
@@ -175,9 +170,7 @@ def trace_training(
     )
 
 
-def trace_forward(
-    model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int] = (8, 0)
-) -> tuple[Work, ...]:
+def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]) -> tuple[Work, ...]:
     """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is
     issued as one, without the host's time between them: decoding replays most of it as a graph.
     """
@@ -213,15 +206,15 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
 
 
 def _run_step(
-    recorder: Recorder, masquerade: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
+    recorder: Recorder, cuda: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
 ) -> None:
     first = recorder.first
     first.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
-    masquerade.casts = {}
+    cuda.casts = {}
     value = loss(model, batch)
-    masquerade.casts = None
+    cuda.casts = None
     for index in recorder.log.alive():
         if index >= first["forward"]:
             kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
@@ -237,14 +230,11 @@ def _run_step(
         model.zero_grad(set_to_none=True)
         return
     # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
-    masquerade.item_read = recorder.read
+    cuda.item_read = recorder.read
     optimizer.step()
-    masquerade.item_read = None
+    cuda.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)
-
-
-# -- the head ----------------------------------------------------------------------------------------------------------
 
 
 def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextManager[Any]:

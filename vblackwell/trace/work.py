@@ -205,9 +205,6 @@ _OWN: dict[str, Callable[..., float]] = {
 }
 
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
-
-
 def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updates: float = 0.0) -> dict[str, float]:
     """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
 

@@ -30,9 +30,7 @@ CUBLASLT_BYTES = 1024 * 1024
 def workspace_bytes(
     name: str, args: tuple[Any, ...], outputs: Sequence[Tensor], num_sms: int = NUM_SMS
 ) -> tuple[int, tuple[int, ...]]:
-    """Bytes that operator ``name`` takes for its call on a GPU of so many multiprocessors, and those that it takes and
-    gives back after each of its ``outputs``.
-    """
+    """Bytes that operator ``name`` takes during its call, and for a moment after each of its ``outputs``."""
     if name == "convolution":
         return 0, _convolution(outputs[0].numel(), *args[:2], *args[3:5], args[6], args[8])
     if name == "convolution_backward":

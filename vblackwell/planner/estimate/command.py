@@ -1,6 +1,4 @@
-"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page. Nothing is run, and nothing
-else is written.
-"""
+"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ FUSED = "vb.accelerate_causal_lm(model)"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run: what to say to get it, bytes of the GPU, seconds of a token (None: not known) and its operations;
-    ``also``: what it costs in addition.
-    """
+    """A way to run: bytes of the GPU, seconds (None: not known) and operations of a token; ``also``: other costs."""
 
     change: str
     peak: int
@@ -235,9 +231,7 @@ class _Ways:
             yield from self._streamed(f"an offload stack, {RECOMPUTING} (vb train --vgpu-auto)", changed, recomputing)
 
     def _on_fused_operators(self, run: Run) -> Iterator[Way]:
-        """A model of transformers without the logits of a batch; where no stack holds it as it is, a stack under that,
-        recomputing only if it must.
-        """
+        """Without a batch's logits; under a stack where none holds it as it is, recomputing only if it must."""
         if run.spec.loss is not language_loss:
             return  # ours runs on them in any case
         run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))

@@ -50,12 +50,8 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     is_gpu, free = device.type == "cuda", memory_facts().available_bytes
     needed = sum(p.numel() for p in run.model().parameters()) * (4 if is_gpu else RAM_A_PARAMETER)
     if needed > free:
-        raise InsufficientMemory(
-            f"{name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
-            f"{format_bytes(free)} are free",
-            needed_bytes=needed,
-            available_bytes=free,
-        )
+        said = f"to measure it takes {format_bytes(needed)} of RAM where {format_bytes(free)} are free"
+        raise InsufficientMemory(f"{name} cannot be traced, and {said}", needed_bytes=needed, available_bytes=free)
     where = torch.cuda.get_device_name(device) if is_gpu else "this machine's CPU"
     try:
         with _recorded(device, free) as record:
@@ -116,9 +112,7 @@ def _categories(log: StorageLog, marks: list[tuple[int, int, str]]) -> tuple[str
 
 
 class _Record:
-    """Storages, and where phases begin among their events. ``on_cpu``: sees those in RAM; None: the GPU's allocator is
-    asked.
-    """
+    """Storages, and where phases begin among their events; ``on_cpu`` sees them, or the GPU's allocator is asked."""
 
     def __init__(self, device: torch.device, on_cpu: StoragesWithBytes | None) -> None:
         self.device, self._on_cpu = device, on_cpu
