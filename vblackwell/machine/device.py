@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
-from vblackwell.machine.facts import hides_gpus, list_gpus, settle_cpu_kernels, why_no_cuda
+from vblackwell.machine.facts import choose_cpu_kernels, hides_gpus, list_gpus, why_no_cuda
 from vblackwell.units import format_bytes
 
 
@@ -27,11 +27,9 @@ def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
 
 def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     """The device that ``--device wanted`` means on this machine; ``say`` is told which GPUs are left unused, and why.
-
-    Raises:
-        Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
+    Raises Unsupported, with the reason and the remedy, where torch cannot use a GPU that is there or was asked for.
     """
-    settle_cpu_kernels()
+    choose_cpu_kernels()
     if wanted == "cpu":
         return torch.device("cpu")
     gpus = list_gpus()
@@ -69,7 +67,6 @@ _before: dict[torch.device, float] = {}  # torch's share of the GPU while nobody
 
 def hold_cap(device: torch.device, num_bytes: int) -> Callable[[], None]:
     """Cap the process at ``num_bytes`` of ``device``, in addition to what others hold, until the result is called.
-
     Raises InsufficientMemory where torch holds more than that already.
     """
     total, caps, key = torch.cuda.get_device_properties(device).total_memory, _caps.setdefault(device, {}), object()

@@ -26,7 +26,7 @@ FILE_SYSTEMS = RAM_BACKED | {
 }  # fmt: skip
 
 
-def settle_cpu_kernels() -> None:
+def choose_cpu_kernels() -> None:
     """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
 
     MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the

@@ -22,10 +22,7 @@ class Locked(Exception):
 
 def lock_file(path: Path) -> int:
     """Lock the file ``path``, made if need be, and write this process's number into it; closing the descriptor unlocks.
-
-    Raises:
-        Locked: another process holds it.
-        OSError: it cannot be opened, locked or written.
+    Raises Locked where another process holds it, and OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -59,7 +56,7 @@ def make_work_folder(path: Path) -> int:
             continue
         except OSError as error:
             raise disk_error("creating", path, error) from error
-        # Whoever has locked it in between takes it for a leftover, and is about to remove it.
+        # A process that has locked it in between takes it for a leftover, and is about to remove it.
         descriptor = _lock(path, wait=True)
         if descriptor is not None:
             return descriptor

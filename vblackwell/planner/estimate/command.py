@@ -226,9 +226,9 @@ class _Ways:
             change = f"batches of {smaller}, gradients of {-(-self.batch_size // smaller)} added up"
             yield from self.plain(change, run, self._trace_of(run, smaller), batch_size=smaller)
         if stack is not None and not stack.refused:
-            yield self._stacked("an offload stack (vb train --vgpu-auto)", stack)
+            yield self._stacked("", stack)
         elif stack is not None:
-            yield from self._streamed(f"an offload stack, {RECOMPUTING} (vb train --vgpu-auto)", changed, recomputing)
+            yield from self._streamed(RECOMPUTING, changed, recomputing)
 
     def _on_fused_operators(self, run: Run) -> Iterator[Way]:
         """Without a batch's logits; under a stack where none holds it as it is, recomputing only if it must."""
@@ -239,10 +239,10 @@ class _Ways:
         yield from self.plain(FUSED, run, trace)
         if trace is None or stack is None or stack.refused is None:
             return
-        stacked = list(self._streamed(f"an offload stack, {FUSED} (vb train --vgpu-auto)", run, trace))
+        stacked = list(self._streamed(FUSED, run, trace))
         if not stacked and not run.checkpointing:
-            run, change = replace(run, checkpointing=True), f"an offload stack, {FUSED}, {RECOMPUTING}"
-            stacked = self._streamed(f"{change} (vb train --vgpu-auto)", run, self._trace_of(run))
+            run = replace(run, checkpointing=True)
+            stacked = self._streamed(f"{FUSED}, {RECOMPUTING}", run, self._trace_of(run))
         yield from stacked
 
     def _trace_of(self, run: Run, batch_size: int = 0) -> Trace | None:
@@ -260,18 +260,19 @@ class _Ways:
             yield Way(change, peak, seconds, _flops(trace) / tokens, also)
 
     def _streamed(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
-        """An offload stack for the step that ``trace`` is of, if it fits."""
+        """An offload stack with ``change`` for the step that ``trace`` is of, if it fits."""
         if trace is not None and self.estimated.gpu_bytes is not None:
             stack = estimate_offload(run, trace, self.batch_size, self.estimated.gpu_bytes, *self.below)
             if not stack.refused:
-                yield replace(self._stacked(change, stack), work=_flops(trace) / self.tokens)
+                yield replace(self._stacked(f", {change}", stack), work=_flops(trace) / self.tokens)
 
     def _stacked(self, change: str, stack: OffloadEstimate) -> Way:
         context = context_bytes(self.estimated.run.capability) + RUNTIME_BYTES
         disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
         seconds = None if stack.tokens_per_second is None else 1 / stack.tokens_per_second
         peak = context + stack.level0 + stack.step + stack.fragmentation
-        return Way(change, peak, seconds, also=f"{stack.host / GiB:.1f} GiB of RAM{disk}")
+        said, also = f"an offload stack{change} (vb train --vgpu-auto)", f"{stack.host / GiB:.1f} GiB of RAM{disk}"
+        return Way(said, peak, seconds, also=also)
 
 
 def _flops(trace: Trace) -> float:
