@@ -1,7 +1,6 @@
 """Virtual Blackwell: train and run transformer models several times larger than the GPU's memory.
 
-The public names. They are resolved on first use, so that importing the package costs nothing beyond torch and never
-touches a GPU.
+The public names, resolved on first use: importing the package costs nothing beyond torch and never touches a GPU.
 """
 
 from __future__ import annotations

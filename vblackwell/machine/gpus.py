@@ -29,9 +29,8 @@ class KnownGPU:
     nvlink_bytes: float
 
 
-# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation
-# less), GB/s of NVLink each way: so many links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50
-# (B200).
+# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8: one generation less),
+# GB/s of NVLink each way: links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50 (B200).
 _TABLE = """
 GTX 1080 Ti      11  6.1  28   11.3  11.3   484 3      0
 V100 16GB        16  7.0  80  112.0  14.0   900 3    150
@@ -102,8 +101,7 @@ def known_as(driver_name: str) -> KnownGPU | None:
     return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
-# What the offload runtime's kernels and streams add to a context: three streamed runs on an H200 had 828 MiB, plain ones
-# 742 to 762.
+# Of the offload runtime's kernels and streams: three streamed runs on an H200 had 828 MiB in all, plain ones 742 to 762.
 RUNTIME_BYTES = 70 * MiB
 
 

@@ -20,8 +20,7 @@ from vblackwell.machine.gpus import KnownGPU, known_as
 
 HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79
-# At the same time as copies, on a desktop's two channels of memory: 28 bytes a parameter of some 60 GB/s, shared. A
-# server's is twice that.
+# At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
 CPU_ADAMW = 1.0e9
 # What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of nine small
 # matrices on a CPU core, the thread's time less that of the resident model, by the difference of 15 and 7 groups.

@@ -1,5 +1,4 @@
-"""What each way of training a model takes of a machine: memory from traces and the engine's own placement, seconds from
-its lanes.
+"""What each way of training takes of a machine: memory by traces and the engine's placement, seconds by its lanes.
 
 On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is its capacity. Without
 one, level 0 is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one after

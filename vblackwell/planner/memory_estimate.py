@@ -22,8 +22,7 @@ from vblackwell.trace.causal_lm import language_batch
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import MiB, format_bytes
 
-# What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
-# (docs/journal/estimate.md).
+# For what is not modelled, as kernels' own workspaces and other orders of frees (docs/journal/estimate.md).
 P99_PERCENT, P99_BYTES = 3, 64 * MiB
 PRECISIONS = ("fp32", "bf16", "autocast")
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
@@ -229,9 +228,8 @@ ABOVE = 1.02  # of what lies below level 0: places are multiples of pages
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder and its batch, as `VGPUResourceEstimator` takes them. ``intermediate_size``: of the feed-forward; None:
-    8/3 of ``hidden_size``, rounded up to 64, as Llama's. Raises ConfigurationError for a size below 1, or a batch
-    beyond any GPU.
+    """A decoder and its batch. ``intermediate_size``: of the feed-forward; None: 8/3 of ``hidden_size``, rounded up to
+    64, as Llama's. Raises ConfigurationError for a size below 1, or a batch beyond any GPU.
     """
 
     vocab_size: int = 50257

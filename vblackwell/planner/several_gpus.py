@@ -47,9 +47,7 @@ class ShardedStep:
     communication_seconds: float  # in which a GPU's port works
     exposed_seconds: float  # of these, in which its compute waits
     sent_bytes: float  # by each GPU
-    # Tokens a second over those of as many GPUs that hold everything and send nothing; as each of those runs the whole
-    # optimizer, it can pass 1.
-    efficiency: float
+    efficiency: float  # of as many GPUs that hold all and send nothing: above 1 where dividing the optimizer saves more
     gpu_bytes: int  # most that one holds
 
     @property

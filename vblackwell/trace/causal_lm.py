@@ -1,9 +1,7 @@
-"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered
-for a plain one.
+"""transformers' causal language models from a configuration, without weights, and answers to what they ask of a batch.
 
 Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and
-which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes however the
-tokens are spread.
+which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes either way.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ _DROPOUT = (functional.dropout, torch.dropout)
 # Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
 
-# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA
-# Op-Specific Behavior").
+# What autocast computes in the lower precision and what in fp32 (torch's amp.html, "CUDA Op-Specific Behavior").
 _LOWER, _FP32 = (
     {getattr(owner, name) for owner, names in lists for name in names.split() if hasattr(owner, name)}
     for lists in ((
@@ -301,8 +300,7 @@ def cuda_on_meta(
     capability: tuple[int, int] = (8, 0),
     on_call: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Iterator[CudaOnMeta]:
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught
-    too. ``on_call`` is told of every module that is called.
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; ``on_call`` is told of every module that is called.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
     itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is

@@ -1,5 +1,4 @@
-"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run for two steps on tensors
-without bytes.
+"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run without bytes.
 
 Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what
 they cost. Two steps, because optimizers allocate states in the first and autograd keeps gradients of the first alive
@@ -46,8 +45,7 @@ class Trace:
     Attributes:
         sizes: bytes of each storage, as asked for (before any rounding); categories: of each, of `CATEGORIES`.
         events: ``i`` where storage i is allocated, ``~i`` where it is freed.
-        marks: (index into ``events``, step, phase) where a phase begins: 'setup', 'forward', 'loss', 'loss_backward',
-            'backward' or 'optimizer'.
+        marks: (event, step, phase) where 'setup', 'forward', 'loss', 'loss_backward', 'backward' or 'optimizer' begins.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
         work: what the operators of the last step ask of a GPU.
     """

@@ -4,8 +4,7 @@ On the GPU an operator takes the longer of its operations over the rate of the m
 the memory, and no less than a small kernel; on the host, time in Python, in torch's dispatcher and to launch, as do
 views and calls of modules. Neither waits for the other in training, so a step takes the longer of the two sums, unless
 the host reads numbers that the GPU makes, as Adafactor does (`reading_seconds`). Operations by
-`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known
-by name, as in `workspace`.
+`torch.utils.flop_counter`'s formulas, those of attention (causal: half) and of our operators, by name, by our own.
 """
 
 from __future__ import annotations

@@ -81,8 +81,7 @@ def _convolution_backward(
     copied = _channels_last(x, weight, dy.numel())
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
-    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
-    # PARTS.
+    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen.
     parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
     aligned = area * x.element_size() % 16 == 0
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
