@@ -50,10 +50,10 @@ class Space:
             one = Choice("resident", batch, count, checkpointing, states=states)
             if "resident" in self.placements:
                 yield one
-            if "streamed" in self.placements:
-                for activations, update in product(self.activations, self.updates):
-                    if (activations == "level0" or checkpointing) and (states == "fp32" or update == "device"):
-                        yield replace(one, placement="streamed", activations=activations, update=update)
+            streamed = product(self.activations, self.updates) if "streamed" in self.placements else ()
+            for activations, update in streamed:
+                if (activations == "level0" or checkpointing) and (states == "fp32" or update == "device"):
+                    yield replace(one, placement="streamed", activations=activations, update=update)
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,14 @@ class Choice:
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
-        streamed = self.placement == "streamed"
-        places = {"device": "AdamW on level 0", "host": "AdamW on the CPU"}
-        words = [
-            self.placement,
-            f"{self.batch_size}{forwards} sequences",
-            "checkpointing" if self.checkpointing else "",
-            f"{self.states} states" if self.states != "fp32" else "",
-            places.get(str(self.update), f"{self.update} of AdamW on the CPU") if streamed else "",
-            "checkpoints in RAM" if streamed and self.activations == "host" else "",
-            f"{format_bytes(self.resident_bytes)} kept there" if streamed and self.resident_bytes else "",
-        ]
-        return ", ".join(filter(None, words))
+        words = [self.placement, f"{self.batch_size}{forwards} sequences"]
+        words += ["checkpointing"] * self.checkpointing + [f"{self.states} states"] * (self.states != "fp32")
+        if self.placement == "streamed":
+            places = {"device": "AdamW on level 0", "host": "AdamW on the CPU"}
+            words.append(places.get(str(self.update), f"{self.update} of AdamW on the CPU"))
+            words += ["checkpoints in RAM"] * (self.activations == "host")
+            words += [f"{format_bytes(self.resident_bytes)} kept there"] * (self.resident_bytes > 0)
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -146,9 +142,7 @@ class Lacking:
     words: str = ""
 
     def __str__(self) -> str:
-        if self.words:
-            return self.words
-        return f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what
+        return self.words or (f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what)
 
 
 @dataclass(frozen=True)
@@ -218,12 +212,12 @@ def make_plan(
             found.append(result)
             best = min(best, result[1].token_seconds)
     if not found:
-        near = _nearest(rejected)[:1]
-        text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
+        near, lacking = next(iter(_nearest(rejected)), (None, None))
+        text = f"the nearest is {near}, which {lacking}" if near else "there is nothing to choose from"
         raise InsufficientMemory(
             f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
             "--host-memory, --disk-memory)",
-            needed_bytes=near[0][1].num_bytes if near else 0,
+            needed_bytes=lacking.num_bytes if lacking else 0,
         )
     found.sort(key=lambda each: each[1].token_seconds)
 

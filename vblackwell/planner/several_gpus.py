@@ -36,7 +36,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``room`` bytes."""
+    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``room`` free bytes."""
 
     num_gpus: int
     topology: str
@@ -58,7 +58,6 @@ class ShardedStep:
         return asdict(self) | {"fits": self.fits}
 
     def lines(self) -> list[str]:
-        """What it is, in two lines."""
         return [
             f"on {self.num_gpus} such GPUs that divide all states (FSDP; {self.topology}; {self.link}):",
             f"  {self.tokens / self.step_seconds:,.0f} tokens/s, {self.efficiency:.0%} of as many resident GPUs; "
