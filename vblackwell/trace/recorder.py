@@ -53,7 +53,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
-            name, found = func.__name__.partition(".")[0], _on_meta_among(out)
+            leaves = (out,) if type(out) is Tensor else tree_leaves(out)
+            found = [each for each in leaves if isinstance(each, Tensor) and each.is_meta]
+            name = func.__name__.partition(".")[0]
             workspace, after_outputs = 0, ()
             if found:
                 taking = partial(workspace_bytes, name, args, found, self.num_sms)
@@ -145,12 +147,6 @@ def summed_in_place(args: Any) -> Tensor | None:
     held = torch._C._storage_Use_Count(old.untyped_storage()._cdata), old._use_count()
     dense = old.untyped_storage().nbytes() == old.numel() * old.element_size()
     return old if held <= ENGINE_ALONE and dense and not old._is_view() else None
-
-
-def _on_meta_among(out: Any) -> list[Tensor]:
-    if type(out) is Tensor:
-        return [out] if out.is_meta else []
-    return [] if out is None else [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
 
 
 def _repeats(value: Any) -> bool:

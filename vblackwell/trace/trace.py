@@ -137,7 +137,8 @@ def trace_training(
     recorder = Recorder(capability, num_sms)
     try:
         with cuda_on_meta(autocast, capability, recorder.called) as cuda, plain_batches():
-            _see_weights(recorder, model)
+            recorder.enter_phase("setup")
+            _see(recorder, [*model.parameters(), *model.buffers()], "weights")
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
             with recorder.answers:
                 head = last_module_with_weights(model, make_batch, loss)
@@ -174,7 +175,7 @@ def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capabilit
     """
     model = on_meta(model)
     recorder = Recorder(capability, counts_work=True)
-    _see_weights(recorder, model)  # so that views of them are known
+    _see(recorder, [*model.parameters(), *model.buffers()], "weights")  # so that views of them are known
     recorder.enter_phase("forward")
     try:
         with cuda_on_meta(None, capability), plain_batches(), torch.no_grad(), recorder:
@@ -189,11 +190,6 @@ def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capabilit
 def brief(error: Exception) -> str:
     """Its class and the beginning of its words, in a line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _see_weights(recorder: Recorder, model: nn.Module) -> None:
-    recorder.enter_phase("setup")
-    _see(recorder, [*model.parameters(), *model.buffers()], "weights")
 
 
 def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:

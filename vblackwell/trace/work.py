@@ -90,7 +90,10 @@ def work_of(
     if name.startswith("convolution") and width == 4 and has_tf32:
         kind = "tf32"
     share = _share(name, args, out, num_sms) if width == 4 else 0.0
-    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
+    issues = OWN_KERNEL if name in _OWN else KERNEL
+    if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
+        issues = MANY + ONE_OF_MANY * len(args[0])
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, issues, share)
 
 
 # (rows, columns, of the full rate): a smaller tile reads its operands more often.
@@ -125,12 +128,6 @@ def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
         return 0.0
     inner = args[_PRODUCTS[name]].shape[-1]
     return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1, num_sms)
-
-
-def _issues(name: str, args: Any) -> float:
-    if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
-        return MANY + ONE_OF_MANY * len(args[0])
-    return OWN_KERNEL if name in _OWN else KERNEL
 
 
 _LOOK_UP = {"embedding", "index_select", "gather", "index"}  # a few rows of a table
