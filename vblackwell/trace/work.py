@@ -86,9 +86,8 @@ def work_of(
     num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
     # The first operand's: attention's backward reads sums in fp32 next to what it multiplies.
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
-    kind = "attention" if name.startswith("_scaled_dot_product") else ""
-    if name.startswith("convolution") and width == 4 and has_tf32:
-        kind = "tf32"
+    is_tf32 = name.startswith("convolution") and width == 4 and has_tf32
+    kind = "attention" if name.startswith("_scaled_dot_product") else "tf32" if is_tf32 else ""
     share = _share(name, args, out, num_sms) if width == 4 else 0.0
     issues = OWN_KERNEL if name in _OWN else KERNEL
     if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
@@ -156,9 +155,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    if formula is None:
-        return 0.0
-    return float(formula(*args, **(kwargs or {}), out_val=out))
+    return 0.0 if formula is None else float(formula(*args, **(kwargs or {}), out_val=out))
 
 
 def _attention(name: str, args: Any) -> float:
@@ -167,14 +164,8 @@ def _attention(name: str, args: Any) -> float:
     query, key, value = args[1:4] if backward else args[:3]
     scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]
     found = scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1])
-    causal = _CAUSAL.get(name)
-    return found / 2 if causal is not None and causal < len(args) and args[causal] is True else found
-
-
-_CAUSAL = {
-    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
-}  # fmt: skip
+    causal = 11 if backward else 4 if "flash" in name else 6  # its place among the arguments
+    return found / 2 if causal < len(args) and args[causal] is True else found
 
 
 def rows_of(x: Tensor) -> int:
@@ -208,12 +199,12 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
         updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where ``waits``.
     """
-    on_gpu: dict[str, float] = {}
-    on_host: dict[str, float] = {}
     work = list(work)
+    on_gpu = dict.fromkeys((each.phase for each in work), 0.0)
+    on_host = dict(on_gpu)
     for each in work:
-        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
-        on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
+        on_gpu[each.phase] += _gpu_seconds(each, rates, tiled=not waits)
+        on_host[each.phase] += host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     slower = slowed_by_updates(sum(on_host.values()), updates, rates.busy_issues)
@@ -227,8 +218,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
     """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the
-    GPU makes. Both begin a step with nothing to do, as after the last read of the one before; an operator runs when it
-    has been issued and those before it are done; a read ends when all of these are.
+    GPU makes. Both begin with nothing to do, as after a read; an operator runs when it has been issued and those before
+    it are done; a read ends when all of these are.
     """
     if not any(each.kind == "read" for each in work):
         return 0.0
