@@ -13,9 +13,8 @@ NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
 
 @dataclass(frozen=True)
 class KnownGPU:
-    """A card as its data sheet has it: nominal memory, CUDA capability, multiprocessors, dense FLOP/s of its matrix
-    units in bf16 (fp16 where there is none) summed in fp32, FLOP/s in fp32 outside them, bytes/s of memory, of its PCIe
-    link each way, and of all its NVLinks together each way (0 without).
+    """A card by its data sheet: memory, CUDA capability, multiprocessors, dense FLOP/s of its matrix units in bf16 (or
+    fp16) summed in fp32, FLOP/s in fp32 outside them, bytes/s of memory, and each way of PCIe and of all NVLinks.
     """
 
     name: str

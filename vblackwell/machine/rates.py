@@ -1,6 +1,5 @@
-"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a data sheet,
-which is reached in part: on an H200 bf16 products to 0.79, fp32 0.75, copies in memory 0.89, over the link 0.87 alone
-and 0.79 both ways at once (docs/journal/offload.md).
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a data sheet, of
+which an H200 reaches the shares below (docs/journal/offload.md).
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from vblackwell.machine.cache import cache_root, write_atomically
 from vblackwell.machine.facts import disk_facts
 from vblackwell.machine.gpus import KnownGPU, known_as
 
-HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
-LINK_SHARE, BOTH_SHARE = 0.87, 0.79
+HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89  # of products in bf16 and fp32, of copies in memory
+LINK_SHARE, BOTH_SHARE = 0.87, 0.79  # of copies over the link, alone and both ways at once
 # At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
 CPU_ADAMW = 1.0e9
 # What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of nine small
@@ -71,7 +70,7 @@ class Rates:
 
 
 def assumed_rates(gpu: KnownGPU) -> Rates:
-    """What a card's data sheet lets expect, with the shares that an H200 reaches of its own."""
+    """What a card's data sheet lets expect."""
     alone, both = LINK_SHARE * gpu.link_bytes, BOTH_SHARE * gpu.link_bytes
     computing = (HALF_SHARE * gpu.half_flops, FP32_SHARE * gpu.fp32_flops, MEMORY_SHARE * gpu.memory_bytes_per_second)
     return Rates(*computing, alone, alone, both, both, CPU_ADAMW, source=f"data sheet of {gpu.name}")

@@ -34,8 +34,7 @@ STREAMED_P99 = 1.08
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
 GRADIENTS_LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
-# The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides their
-# transfers, and the same bytes of loaded weights save less (docs/journal/offload.md).
+# The first groups finish backward last and are needed first: nothing else hides their transfers (journal/offload.md).
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 PLENTY = 1 << 50
@@ -308,8 +307,7 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
-    workspace (``step``), of what the allocator reserves beyond both, of RAM with the disk level's threads, of disk.
-    Speed and the lane that works most are None where the card's rates are not known.
+    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known.
     """
 
     level0: int = 0

@@ -177,9 +177,8 @@ def peak_of(trace: Trace, categories: Sequence[str], outside: str | None = None)
 
 
 class Batches:
-    """Traces of one model at any batch size, from as few real traces (``trace_at``) as possible. Where two neighbouring
-    batches have the same events, every size is taken to be affine in the batch. As some sizes stop growing (chunks) and
-    some operators change with the size, what `largest` finds is traced for real.
+    """Traces of one model at any batch size, from few real ones (``trace_at``): where two neighbouring batches have the
+    same events, sizes are taken to be affine in the batch; as not all are, what `largest` finds is traced for real.
     """
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:

@@ -58,8 +58,7 @@ class ModelSpec:
 
 def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> ModelSpec:
     """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``. Raises
-    CorruptData (no JSON object), ConfigurationError (nothing of the sort, or a factory that fails) and
-    InsufficientMemory (a factory that can only be built for real, without room for it).
+    CorruptData (no JSON object), ConfigurationError, and InsufficientMemory (a factory that needs bytes, and too many).
     """
     if text in decoders:
         return of_decoder(text, decoders[text])

@@ -100,11 +100,8 @@ class WhatFits:
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)
-        if only_resident:
-            fits = (parameters * MIN_RESIDENT if trains else self._packed(name)) <= bounds.gpu
-        else:
-            fits = state <= bounds.gpu + bounds.host + bounds.disk
-        if not fits:
+        least = (parameters * MIN_RESIDENT if trains else self._packed(name)) if only_resident else state
+        if least > bounds.gpu + (0 if only_resident else bounds.host + bounds.disk):
             return False
         if task == "run":
             passing = state - bounds.gpu

@@ -102,9 +102,8 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
-    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores: of the best
-    tile, one a multiprocessor at a time. Lost are the part of the last tiles that lies outside, and the multiprocessors
-    that idle in the last round; tensor cores lose by other things as well (`MATMUL_SHARE`).
+    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores, by the best tile:
+    lost are the part of the last tiles that lies outside, and the multiprocessors that idle in the last round.
     """
     best = 0.0
     for high, wide, of_full in TILES:
