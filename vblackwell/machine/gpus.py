@@ -100,7 +100,7 @@ def known_as(driver_name: str) -> KnownGPU | None:
     return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
-# Of the offload runtime's kernels and streams: three streamed runs on an H200 had 828 MiB in all, plain ones 742 to 762.
+# Of the offload runtime's kernels and streams: three streamed runs on an H200 had 828 MiB in all, plain ones 742-762.
 RUNTIME_BYTES = 70 * MiB
 
 

@@ -1,5 +1,5 @@
-"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a data sheet, of
-which an H200 reaches the shares below (docs/journal/offload.md).
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or by a data sheet, of which
+an H200 reaches the shares below (docs/journal/offload.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89  # of products in bf16 a
 LINK_SHARE, BOTH_SHARE = 0.87, 0.79  # of copies over the link, alone and both ways at once
 # At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
 CPU_ADAMW = 1.0e9
-# What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of nine small
+# What the offload runtime does on the host for a group's forward, backward and update, in operators: of nine small
 # matrices on a CPU core, the thread's time less that of the resident model, by the difference of 15 and 7 groups.
 GROUP_ISSUES = 190.0
 DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours

@@ -3,7 +3,7 @@
 Every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation of
 its lanes, from the largest that its states do not already rule out down to the first that fits.
 
-- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in as few forwards as fit.
+- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in few forwards.
 - *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
 - *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values
   once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.

@@ -102,7 +102,7 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
-    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores, by the best tile:
+    """Of full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores, by the best tile:
     lost are the part of the last tiles that lies outside, and the multiprocessors that idle in the last round.
     """
     best = 0.0
