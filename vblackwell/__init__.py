@@ -3,8 +3,6 @@
 The public names, resolved on first use: importing the package costs nothing beyond torch and never touches a GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Every command imports what it needs when it runs, so that ``vb --help`` and a mi
 one line on standard error and exit code 2; ``--debug`` shows where it came from.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

@@ -4,8 +4,6 @@ The commands print it as one line and exit with code 2; a traceback appears only
 own invariants, these classes are for everything that a user, a disk or a machine can cause.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

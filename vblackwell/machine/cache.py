@@ -4,8 +4,6 @@ An entry is a folder: built under a temporary name, synced, and renamed, so that
 processes that build the same entry both work and the first to finish wins: nobody waits for a process that may hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -5,8 +5,6 @@ surprise nobody wants. bf16 has fp32's range and needs no loss scaling, so it is
 it; fp16 with a scaler is for GPUs before Ampere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ They are read from /proc, /sys, the file system and NVML, which the driver bring
 and works where torch cannot use them, which is when a list with reasons is needed most.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

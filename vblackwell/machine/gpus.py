@@ -1,7 +1,5 @@
 """GPUs by name: what `--gpu` knows where there is none. Drivers report a little less than these nominal capacities."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A work folder is a ``.tmp`` folder that its writer holds locked, so that others 
 leftovers: the lock is on the folder itself. A process id in the name would lie after a reboot and inside containers.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

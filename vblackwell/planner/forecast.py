@@ -5,8 +5,6 @@ one, level 0 is an arena of a stated size, activations lie outside it, and all l
 another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says fits, the other accepts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A run, its trace, and from that: peak bytes by category, whether they fit, the largest batch, a stack's levels."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """What MODEL of ``vb estimate`` means: how to build it without bytes, its vocabulary, and how its loss is had."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -6,8 +6,6 @@ reduced and scattered after it; on one port. Compute is that of one GPU, collect
 says. Dividing layers themselves (tensor and pipeline parallelism) is for models whose states fit that way: torchtitan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -9,8 +9,6 @@ its lanes, from the largest that its states do not already rule out down to the 
   once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict

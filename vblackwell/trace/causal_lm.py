@@ -4,8 +4,6 @@ Two questions of transformers need values of tensors: whether positions restart 
 which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes either way.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ on a laptop and a GPU server. Not seen from here: calls that C++ makes by itself
 (`torch.nn.LSTM`), autocast regions that a model opens itself.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

@@ -6,8 +6,6 @@ new, dense tensors of their own, or the first argument changed in place; every o
 what touches tensors with bytes) runs as always.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

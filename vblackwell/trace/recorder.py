@@ -1,7 +1,5 @@
 """What operators on tensors without bytes would allocate on a GPU, and when, as seen below autograd."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -7,8 +7,6 @@ the host reads numbers that the GPU makes, as Adafactor does (`reading_seconds`)
 `torch.utils.flop_counter`'s formulas, those of attention (causal: half) and of our operators, by name, by our own.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

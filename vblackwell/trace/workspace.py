@@ -4,8 +4,6 @@ Formulas from the shapes, after torch's sources (ATen/native/cuda and native/tra
 operators, which are known by name, after vblackwell/kernels; operators that are not here are taken to need none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

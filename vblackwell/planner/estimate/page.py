@@ -2,8 +2,6 @@
 its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata

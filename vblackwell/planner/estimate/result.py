@@ -1,7 +1,5 @@
 """What ``vb estimate`` found out about one run, as a table for people and as JSON values."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
