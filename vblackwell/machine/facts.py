@@ -125,12 +125,9 @@ def is_wsl() -> bool:
 
 def numa_node_cpus(node: int, sys: Path = Path("/sys")) -> set[int]:
     """CPUs of a NUMA node; empty where the system does not tell."""
-    cpus: set[int] = set()
-    for part in (_text(sys / f"devices/system/node/node{node}/cpulist") or "").strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
+    parts = (_text(sys / f"devices/system/node/node{node}/cpulist") or "").strip().split(",")
+    ranges = (part.partition("-") for part in parts if part)
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def numa_node_count(sys: Path = Path("/sys")) -> int:

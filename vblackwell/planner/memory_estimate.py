@@ -278,18 +278,16 @@ class VGPUResourceEstimator:
     ) -> dict[str, list[dict[str, Any]]]:
         """The dict that `VGPUStack` takes, for the weights, gradients and optimizer states of ``estimate``.
 
-        Level 0 is the first GPU without the CUDA context, P99's margin and the step's activations, logits and
-        workspace: enough for all states if they fit there, else what holds ``target_hit_rate`` of the weights. Then
-        come the other GPUs, RAM, and a disk for the rest.
+        Level 0 is the first GPU without the CUDA context, P99's margin, activations, logits and workspace: enough for
+        all states or ``target_hit_rate`` of the weights. Then come the other GPUs, RAM, and a disk for the rest.
 
         Args:
             gpus: MiB of each GPU. host_memory_mb: MiB of RAM; None: as much as is needed.
             target_hit_rate: above 0, at most 1: share of the accesses to weights that level 0 serves, if they go forth
                 and back and the farthest next use is evicted (``policy='next_use'``).
 
-        Raises:
-            ConfigurationError: no GPU, a size or a rate out of range.
-            InsufficientMemory: the step alone is more than the first GPU.
+        Raises ConfigurationError for a size or a rate out of range; InsufficientMemory where the step alone is more
+        than the first GPU.
         """
         if not gpus:
             raise ConfigurationError("gpus is empty: give the memory of each GPU in MiB, e.g. [8 * 1024]")

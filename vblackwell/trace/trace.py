@@ -129,9 +129,8 @@ def trace_training(
         autocast: dtype of an autocast region around the loss.
         capability, num_sms: of the GPU: decide cuBLAS's workspace, and how sums are divided.
 
-    Raises:
-        Untraceable: something needs a tensor's values, or an operator has no shape rule, in torch's words.
-        ConfigurationError: nothing of the model is to be trained.
+    Raises Untraceable where something needs a tensor's values or an operator has no shape rule, in torch's words, and
+    ConfigurationError where nothing of the model is to be trained.
     """
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
@@ -274,7 +273,7 @@ def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss
     if not called:
         return None
     if remembered:
-        while len(_known_heads) >= MAX_KNOWN_HEADS:
-            del _known_heads[next(iter(_known_heads))]
+        if len(_known_heads) >= MAX_KNOWN_HEADS:
+            _known_heads.clear()
         _known_heads[key] = called[-1]
     return modules[called[-1]]

@@ -117,7 +117,7 @@ class Estimated:
             plan["speed"]["rates"] = self.rates
         if self.several is not None:
             plan["several_gpus"] = self.several.as_dict()
-        found = {"model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values}
+        found: dict[str, Any] = {"model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values}
         found |= {"gpu_bytes": self.gpu_bytes, "fits": self.fits, "tokens_per_second": self.tokens_per_second}
         found |= {"plan": plan, "advice": [asdict(each) for each in self.advice]}
         found["method"] = "traced" if self.measured is None else f"measured on {self.measured.where}"
