@@ -1,10 +1,7 @@
 """Virtual Blackwell: train and run transformer models several times larger than the GPU's memory.
 
-The public names. They are resolved on first use, so that importing the package costs nothing beyond torch and never
-touches a GPU.
+The public names, resolved on first use: importing the package costs nothing beyond torch and never touches a GPU.
 """
-
-from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -33,11 +30,7 @@ _NAMES = {
     "vblackwell.numerics.packed": ("PackedTensor",),
     "vblackwell.numerics.separation": ("separate",),
     "vblackwell.offload.api": (
-        "VGPUStackLinear",
-        "enable_vgpu_stack_optimization",
-        "model_plan",
-        "offload_of",
-        "release",
+        "VGPUStackLinear", "enable_vgpu_stack_optimization", "model_plan", "offload_of", "release",
     ),
     "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
     "vblackwell.offload.state": ("export_state", "import_state"),
@@ -67,13 +60,7 @@ if TYPE_CHECKING:
     from vblackwell.numerics.fp4 import FP4Codec, quantize
     from vblackwell.numerics.packed import PackedTensor
     from vblackwell.numerics.separation import separate
-    from vblackwell.offload.api import (
-        VGPUStackLinear,
-        enable_vgpu_stack_optimization,
-        model_plan,
-        offload_of,
-        release,
-    )
+    from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, model_plan, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
     from vblackwell.planner.collectives import communication_cost

@@ -4,8 +4,6 @@ Every command imports what it needs when it runs, so that ``vb --help`` and a mi
 one line on standard error and exit code 2; ``--debug`` shows where it came from.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc
@@ -315,23 +313,22 @@ def _estimate(given: dict[str, Any]) -> int:
     if "model" not in given:
         return _what_fits(given)
     given["as_json"] = given.pop("json", False)
-    gc.disable()  # what is imported stays, and looking for garbage among it takes a tenth of the time
+    # What is imported stays: looking for garbage among it takes a tenth of the time, and a second when Python ends.
+    gc.disable()
+    atexit.register(gc.freeze)
     try:
         from vblackwell.planner.estimate.command import estimate_command
+
+        return estimate_command(**given)
     finally:
         gc.enable()
-    # Else the interpreter looks through the libraries once more when it ends, for a second and more.
-    atexit.register(gc.freeze)
-    return estimate_command(**given)
 
 
 def _what_fits(given: dict[str, Any]) -> int:
     known = ("gpu", "host_memory", "disk_memory", "json")
-    for name in (name for name in given if name not in known):
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigurationError(
-            f"{flag} belongs to a MODEL: vb estimate MODEL ..., or without one --gpu, --ram and --disk"
-        )
+    if unknown := [name for name in given if name not in known]:
+        flag = f"--{unknown[0].replace('_', '-')}"
+        raise ConfigurationError(f"{flag} belongs to a MODEL: vb estimate MODEL ..., or only --gpu, --ram and --disk")
     from vblackwell.tools.what_fits import what_fits_command
 
     *values, as_json = map(given.get, known)

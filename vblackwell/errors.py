@@ -4,8 +4,6 @@ The commands print it as one line and exit with code 2; a traceback appears only
 own invariants, these classes are for everything that a user, a disk or a machine can cause.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 
@@ -21,8 +19,9 @@ class ConfigurationError(VBError, ValueError):
 
 
 class FolderMismatch(ConfigurationError):
-    """The tensors in a model's folder are not those of its config.json: ``missing`` are in no file, ``extra`` not in the
-    model, ``misshapen`` of another shape or kind of type; nothing was loaded."""
+    """The tensors in a model's folder are not those of its config.json: ``missing`` are in no file, ``extra`` not in
+    the model, ``misshapen`` of another shape or kind of type; nothing was loaded.
+    """
 
     def __init__(self, message: str, *, missing: Iterable[str], extra: Iterable[str], misshapen: Iterable[str]) -> None:
         super().__init__(message)
@@ -32,7 +31,7 @@ class FolderMismatch(ConfigurationError):
 class InsufficientMemory(VBError):
     """A level, or the stack as a whole, lacks room for ``needed_bytes``; nothing was moved or changed."""
 
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+    def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

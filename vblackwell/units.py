@@ -3,8 +3,6 @@
 Capacities are powers of 1024, also when written KB, MB, GB, TB; rates are decimal (GB/s), as vendors quote them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence

@@ -65,7 +65,7 @@ def test_a_placement_that_fails_in_a_step_leaves_the_stack_to_the_next(monkeypat
     monkeypatch.setattr(bench_plan.VGPUAdamW, "step", failing)
     rows = [row(None) for _ in range(2)]
     for each in rows:
-        each.choice = Choice("streamed", 2, 1, False, level0_bytes=1 << 20, update="home")
+        each.choice = Choice("streamed", 2, 1, False, level0_bytes=1 << 20, update="host")
     bench_plan.measure_all(bench, rows)  # the first call of all, which compiles, is the one that fails
     bench.stack.close()
     assert [each.error for each in rows] == ["", ""] and all(each.step_seconds for each in rows)
@@ -115,7 +115,7 @@ def test_placements_are_drawn_once_each_and_along_every_axis():
                 else {"level0_bytes": 9, "weight_bytes": 4, "resident_bytes": 2}
             )
             sized = replace(choice, **sizes)
-            return Lacking("RAM") if choice.update == "home" else (sized, Prediction(80, 100, 0, 0, 1.0, 1000))
+            return Lacking("RAM") if choice.update == "host" else (sized, Prediction(80, 100, 0, 0, 1.0, 1000))
 
     space = bench_plan.space_of(8, True)
     plan: Any = bench_plan.Row(kept, Prediction(80, 100, 0, 0, 1.0, 1000))

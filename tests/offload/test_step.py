@@ -467,7 +467,7 @@ def test_gradients_made_zero_right_after_the_step(make_stack: MakeStack, update:
 def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dtype | None):
     """All of what an update at home overwrites, the compute weight beside a master, too."""
     model, stack = build(MLP), make_stack(96 << 10)
-    wishes = StreamingOptions(dtype, update="home")
+    wishes = StreamingOptions(dtype, update="host")
     capacities = [level.capacity_bytes for level in stack.levels]
     seconds = {"forward": 1.0, "backward": 1.0}
     told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]

@@ -4,7 +4,6 @@ measured in two real steps, which must agree with a trace where there is one.
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.planner import model_spec as model_spec
-from vblackwell.planner.estimate import command as estimate
 from vblackwell.planner.estimate import measured as estimate_measured
 from vblackwell.planner.estimate.command import estimate_command
 from vblackwell.planner.estimate.measured import measure_run
@@ -174,15 +172,6 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(estimate_measured, "RAM_A_PARAMETER", 1 << 40)
     with pytest.raises(InsufficientMemory, match="of RAM where"):
         measure_run(bare, 4)
-
-
-def test_what_the_caller_froze_stays_frozen():
-    """As this suite does, so that its full collections take milliseconds."""
-    gc.freeze()
-    before = gc.get_freeze_count()
-    with estimate.frozen_objects():
-        pass
-    assert gc.get_freeze_count() > before // 2  # some of them died meanwhile
 
 
 MEASURED_ON_A_GPU = """

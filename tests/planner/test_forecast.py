@@ -73,13 +73,13 @@ def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
     assert without > with_it > in_ram
     inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
     assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
-    space = Space(((4, 1),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    space = Space(((4, 1),), checkpointing=(True,), updates=("device",), activations=("host",))
     plan = small.plan(space)
     assert auto.planned_sizes(plan)["activation_bytes"] == plan.prediction.waiting == 8 * inputs  # set aside in RAM
 
 
 def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(small):
-    for update in ("level0", 0.3, "home"):
+    for update in ("device", 0.3, "host"):
         found = small.predict(choice(update=update))
         assert not isinstance(found, Lacking)
         sized, prediction = found
@@ -125,7 +125,7 @@ def test_states_that_ram_cannot_hold_go_to_the_disk(small):
 @pytest.mark.parametrize(("precision", "micro_batches", "host"), [("fp32", 2, 8.0), ("bf16", 4, 9.0)])
 def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, micro_batches, host):
     """Where RAM, of so many bytes a parameter, is too short for gradients too:
-    norms, sums of several and updates at home need them.
+    norms, sums of several and updates on the host need them.
     """
     shape = DecoderConfig(512, 64, 192, 4, 4, max_position=16)
     model = Decoder(shape, seed=0, device="cpu").train()
@@ -134,14 +134,14 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
     run = Run(of_decoder("decoder", shape), 16, precision=precision)
     dtype = torch.bfloat16 if precision == "bf16" else None
     forecast = Forecast(run, Machine(Bounds(*capacities), H200, has_gpu=False))
-    found = forecast.predict(Choice("streamed", 2, micro_batches, False, level0_bytes=capacities[0], update="home"))
+    found = forecast.predict(Choice("streamed", 2, micro_batches, False, level0_bytes=capacities[0], update="host"))
     assert not isinstance(found, Lacking)
     placed = forecast.place(found[0])
     assert isinstance(placed, Placed) and placed.step is not None
     told = [sum(getattr(group, way) for group in placed.step.lanes.groups) for way in ("disk_read", "disk_write")]
 
     with create_vgpu_stack(*capacities, device="cpu", disk_path=str(tmp_path)) as stack:
-        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home", compute_dtype=dtype)
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host", compute_dtype=dtype)
         optimizer = VGPUAdamW(
             model.parameters(), update_in_backward=True, max_grad_norm=1e9, accumulation_steps=micro_batches
         )  # fmt: skip
@@ -175,11 +175,11 @@ def test_updates_on_the_cpu_slow_a_step_that_waits_for_the_host(small):
         assert not isinstance(found, Lacking)
         return found[1].step_seconds
 
-    assert seconds("level0", busy_issues=2.0) == seconds("level0")
+    assert seconds("device", busy_issues=2.0) == seconds("device")
     # The CPU updates all 33 M parameters in 66 ms at the rate below: for half of that the host stands still.
     slow = {"cpu_adamw": 5e8}
     parameters = sum(p.numel() for p in small.model(True).parameters())
-    more = seconds("home", busy_issues=2.0, **slow) - seconds("home", **slow)
+    more = seconds("host", busy_issues=2.0, **slow) - seconds("host", **slow)
     assert more == pytest.approx(0.5 * parameters / 5e8, rel=0.1)
 
 
@@ -190,7 +190,7 @@ def test_eight_bit_states_take_a_quarter(small):
 
 
 def test_the_plan_is_the_fastest_of_what_is_predicted(small):
-    space = Space(((4, 1),), updates=("level0", 0.2, "home"))
+    space = Space(((4, 1),), updates=("device", 0.2, "host"))
     plan = small.plan(space)
     every = [found for each in space.choices() if not isinstance(found := small.predict(each), Lacking)]
     assert plan.prediction.step_seconds <= 1.006 * min(prediction.step_seconds for _, prediction in every)
@@ -204,7 +204,7 @@ def test_the_plan_is_the_fastest_of_what_is_predicted(small):
 
 def test_batch_size_auto_keeps_the_sequences_of_a_step(small):
     config = TrainConfig(batch_size=3, accumulation_steps=4, seq_length=SEQ, auto_batch_size=True)
-    space = Space(((3, 4),), checkpointing=(True,), updates=("level0",), activations=("host",))
+    space = Space(((3, 4),), checkpointing=(True,), updates=("device",), activations=("host",))
     assert auto.batches_of(config, space, small) == ((12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12))
     one = replace(config, accumulation_steps=1)
     sizes = [size for size, _ in auto.batches_of(one, space, small)]
@@ -338,7 +338,7 @@ def test_the_disk_of_the_largest_model_as_it_was_measured():
     """
     config = DecoderConfig(32000, 8192, 28672, 22, 64, 8)
     options = StreamingOptions(
-        compute_dtype=torch.bfloat16, update="level0", resident_bytes=95_552_303_923, activation_bytes=3_623_878_656,
+        compute_dtype=torch.bfloat16, update="device", resident_bytes=95_552_303_923, activation_bytes=3_623_878_656,
         weight_bytes=12 * 855_654_400,
     )  # fmt: skip
     capacities = [int(0.95 * 143_771 * MiB), 108 * GiB, int(52e9)]
@@ -356,7 +356,7 @@ def test_a_choice_with_a_disk_goes_by_the_measured_disk(small):
 
     def predicted(gbps: float):
         short = on(small, bounds=Bounds(320 * MiB, 224 * MiB, 8 * GiB), disk=lambda: (gbps * 1e9, gbps * 1e9))
-        found = short.predict(choice(update="level0"), in_full=True)
+        found = short.predict(choice(update="device"), in_full=True)
         assert not isinstance(found, Lacking), found
         return found[1]
 
@@ -366,4 +366,4 @@ def test_a_choice_with_a_disk_goes_by_the_measured_disk(small):
     assert slow.disk_hidden_from > fast.disk_hidden_from
     assert slow.threads == fast.threads == DISK_THREAD_BYTES > 0
     roomy = on(small, bounds=Bounds(320 * MiB, 8 * GiB, 8 * GiB), disk=lambda: pytest.fail("no disk is used"))
-    assert not isinstance(roomy.predict(choice(update="level0")), Lacking)
+    assert not isinstance(roomy.predict(choice(update="device")), Lacking)

@@ -20,7 +20,7 @@ def test_only_combinations_that_mean_something():
     assert len(choices) == len(set(choices))
     assert {(each.batch_size, each.accumulation_steps) for each in choices} == {(8, 1), (4, 2)}
     assert all(each.checkpointing for each in choices if each.activations == "host")
-    assert {each.update for each in choices if each.states == "8bit"} == {"level0"}
+    assert {each.update for each in choices if each.states == "8bit"} == {"device"}
     plain = list(Space(((8, 1),)).choices())
     assert all(each.states == "fp32" for each in plain)  # what changes numbers is not tried by itself
     assert {each.placement for each in plain} == {"resident", "streamed"}
@@ -28,8 +28,8 @@ def test_only_combinations_that_mean_something():
 
 
 def test_the_fastest_that_fits_and_what_the_others_lack():
-    space = Space(((8, 1),), updates=("level0", 0.3, "home"), activations=("level0",))
-    seconds = {"level0": 2.0, 0.3: 1.5, "home": 3.0}
+    space = Space(((8, 1),), updates=("device", 0.3, "host"), activations=("level0",))
+    seconds = {"device": 2.0, 0.3: 1.5, "host": 3.0}
 
     def predict(choice: Choice):
         if choice.placement == "resident":
@@ -58,7 +58,7 @@ def test_what_cannot_be_the_fastest_is_not_predicted():
         asked.append(choice)
         return choice, predicted(2.0 if choice.checkpointing else 1.0)
 
-    space = Space(((8, 1),), updates=("level0", "home"), activations=("level0",))
+    space = Space(((8, 1),), updates=("device", "host"), activations=("level0",))
     plan = make_plan(space.choices(), lambda each: (2.0 if each.checkpointing else 0.5) / 1000, predict, BOUNDS)
     assert plan.pruned == 3 and not any(each.checkpointing for each in asked)
     assert "3 more were left out" in plan.lines()[-1]

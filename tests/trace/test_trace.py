@@ -474,7 +474,7 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
         assert sum(each.flops for each in found.work) == sum(each.flops for each in truth.work) == 4 * count * 256 * 512
         assert found.sizes.count(written_out) == outs
     packed = sum(p.numel() for p in stored.parameters())
-    work = trace_forward(stored, lambda: make(1), lambda m, b: m(b))
+    work = trace_forward(stored, lambda: make(1), lambda m, b: m(b), (8, 0))
     made, product = work  # the batch is made in the trace
     assert made.num_bytes == 2 * 256 and product.flops == 2 * 256 * 512
     assert product.num_bytes == packed + 2 * (256 + 512) and packed < written_out * 0.3

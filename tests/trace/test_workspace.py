@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vblackwell.trace.workspace import bytes_after_each_output, reduction_bytes
+from vblackwell.trace.workspace import reduction_bytes, workspace_bytes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -18,8 +18,10 @@ def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _convolution(x, weight, stride, padding, dtype):
     args = _meta(*x, dtype=dtype), _meta(*weight, dtype=dtype), None, [stride] * 2, [padding] * 2, [1, 1]
-    num_out = torch.ops.aten.convolution(*args, False, [0, 0], 1).numel()
-    return bytes_after_each_output("convolution", (*args, False, [0, 0], 1), num_out)
+    out = torch.ops.aten.convolution(*args, False, [0, 0], 1)
+    before, after = workspace_bytes("convolution", (*args, False, [0, 0], 1), [out])
+    assert before == 0
+    return after
 
 
 @pytest.mark.parametrize(
@@ -44,11 +46,10 @@ def test_a_product_in_disguise_takes_nothing_forward():
 
 def _backward(dy, x, weight, stride, padding, dtype, wanted=(True, True, False)):
     made = (_meta(*each, dtype=dtype) for each in (dy, x, weight))
-    return bytes_after_each_output(
-        "convolution_backward",
-        (*made, [0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)),
-        0,
-    )
+    options = [0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
+    before, after = workspace_bytes("convolution_backward", (*made, *options), [])
+    assert before == 0
+    return after
 
 
 @pytest.mark.parametrize(
@@ -79,15 +80,15 @@ def test_a_gradient_that_nobody_wants_takes_nothing():
 def test_grouped_and_channels_last_convolutions_are_left_out():
     x, weight = _meta(8, 64, 28, 28, dtype=BF16), _meta(64, 1, 3, 3, dtype=BF16)
     rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0])
-    assert bytes_after_each_output("convolution", (x, weight, *rest, 64), 0) == ()
+    assert workspace_bytes("convolution", (x, weight, *rest, 64), [x]) == (0, ())
     last = x.to(memory_format=torch.channels_last)
     weight = _meta(64, 64, 3, 3, dtype=BF16).to(memory_format=torch.channels_last)
-    assert bytes_after_each_output("convolution", (last, weight, *rest, 1), 0) == ()
+    assert workspace_bytes("convolution", (last, weight, *rest, 1), [x]) == (0, ())
 
 
 def test_tensors_without_elements_take_nothing():
     x, weight = torch.empty(1, 3, 8, 8, device="meta"), torch.empty(0, 3, 3, 3, device="meta")
     options = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
     dy = torch.empty(1, 0, 6, 6, device="meta")
-    assert bytes_after_each_output("convolution_backward", (dy, x, weight, *options), 0) == (4 * x.numel(),)
+    assert workspace_bytes("convolution_backward", (dy, x, weight, *options), []) == (0, (4 * x.numel(),))
     assert reduction_bytes(100_000, 0, 132) == reduction_bytes(0, 100_000, 132) == 0

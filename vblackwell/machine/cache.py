@@ -4,8 +4,6 @@ An entry is a folder: built under a temporary name, synced, and renamed, so that
 processes that build the same entry both work and the first to finish wins: nobody waits for a process that may hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -49,9 +47,8 @@ def cached_folder(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     try:
         descriptor = make_work_folder(work)
         try:
-            for leftover in parent.glob(f"*{SUFFIX}"):
-                if leftover != work:
-                    remove_if_abandoned(leftover)
+            for leftover in set(parent.glob(f"*{SUFFIX}")) - {work}:
+                remove_if_abandoned(leftover)
             build(work)
             for path in (*work.iterdir(), work):
                 opened = os.open(path, os.O_RDONLY)

@@ -5,15 +5,13 @@ surprise nobody wants. bf16 has fp32's range and needs no loss scaling, so it is
 it; fp16 with a scaler is for GPUs before Ampere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 
 import torch
 
 from vblackwell.errors import InsufficientMemory, Unsupported
-from vblackwell.machine.facts import hides_gpus, list_gpus, settle_cpu_kernels, why_no_cuda
+from vblackwell.machine.facts import choose_cpu_kernels, hides_gpus, list_gpus, why_no_cuda
 from vblackwell.units import format_bytes
 
 
@@ -27,11 +25,9 @@ def refuse_distributed(environment: Mapping[str, str] = os.environ) -> None:
 
 def choose_device(wanted: str, say: Callable[[str], None]) -> torch.device:
     """The device that ``--device wanted`` means on this machine; ``say`` is told which GPUs are left unused, and why.
-
-    Raises:
-        Unsupported: a GPU was asked for, or is there, and torch cannot use it; with the reason and the remedy.
+    Raises Unsupported, with the reason and the remedy, where torch cannot use a GPU that is there or was asked for.
     """
-    settle_cpu_kernels()
+    choose_cpu_kernels()
     if wanted == "cpu":
         return torch.device("cpu")
     gpus = list_gpus()
@@ -69,7 +65,6 @@ _before: dict[torch.device, float] = {}  # torch's share of the GPU while nobody
 
 def hold_cap(device: torch.device, num_bytes: int) -> Callable[[], None]:
     """Cap the process at ``num_bytes`` of ``device``, in addition to what others hold, until the result is called.
-
     Raises InsufficientMemory where torch holds more than that already.
     """
     total, caps, key = torch.cuda.get_device_properties(device).total_memory, _caps.setdefault(device, {}), object()
@@ -110,9 +105,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def choose_precision(precision: str, mixed_precision: bool, device: torch.device) -> torch.dtype | None:
-    """The compute type that ``--precision`` and ``--mixed-precision`` mean on ``device``; None: the weights' own fp32.
-    In float16 small gradients vanish without loss scaling.
-    """
+    """The compute type that both flags mean on ``device``; None: the weights' own fp32; fp16 needs loss scaling."""
     if precision == "auto":
         precision = ("bf16" if has_bf16(device) else "fp16") if mixed_precision else "fp32"
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -4,8 +4,6 @@ They are read from /proc, /sys, the file system and NVML, which the driver bring
 and works where torch cannot use them, which is when a list with reasons is needed most.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -26,7 +24,7 @@ FILE_SYSTEMS = RAM_BACKED | {
 }  # fmt: skip
 
 
-def settle_cpu_kernels() -> None:
+def choose_cpu_kernels() -> None:
     """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
 
     MKL (2024.2, in torch 2.11 to 2.13) stores the type of an Intel CPU twice at its first call of exp, cos and the
@@ -127,12 +125,9 @@ def is_wsl() -> bool:
 
 def numa_node_cpus(node: int, sys: Path = Path("/sys")) -> set[int]:
     """CPUs of a NUMA node; empty where the system does not tell."""
-    cpus: set[int] = set()
-    for part in (_text(sys / f"devices/system/node/node{node}/cpulist") or "").strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
+    parts = (_text(sys / f"devices/system/node/node{node}/cpulist") or "").strip().split(",")
+    ranges = (part.partition("-") for part in parts if part)
+    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def numa_node_count(sys: Path = Path("/sys")) -> int:
@@ -154,9 +149,7 @@ def pci_of_cuda(device: torch.device) -> str:
 
 
 def list_gpus() -> list[GPUFacts]:
-    """All NVIDIA GPUs that the driver shows, in its order (by PCI bus), whether or not torch can use them; without a
-    driver none. One that it cannot describe is left out with a warning.
-    """
+    """All NVIDIA GPUs that the driver shows, by PCI bus, usable or not; one that it cannot describe is warned of."""
     import pynvml as nvml
 
     try:

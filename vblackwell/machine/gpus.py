@@ -1,7 +1,5 @@
 """GPUs by name: what `--gpu` knows where there is none. Drivers report a little less than these nominal capacities."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -13,9 +11,8 @@ NUM_SMS = 132  # multiprocessors of an H100 or H200, where no card is named
 
 @dataclass(frozen=True)
 class KnownGPU:
-    """A card as its data sheet has it: nominal memory, CUDA capability, multiprocessors, dense FLOP/s of its matrix
-    units in bf16 (fp16 where there is none) summed in fp32, FLOP/s in fp32 outside them, bytes/s of memory, of its PCIe
-    link each way, and of all its NVLinks together each way (0 without).
+    """A card by its data sheet: memory, CUDA capability, multiprocessors, dense FLOP/s of its matrix units in bf16 (or
+    fp16) summed in fp32, FLOP/s in fp32 outside them, bytes/s of memory, and each way of PCIe and of all NVLinks.
     """
 
     name: str
@@ -29,9 +26,8 @@ class KnownGPU:
     nvlink_bytes: float
 
 
-# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8 counts as one generation
-# less), GB/s of NVLink each way: so many links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50
-# (B200).
+# Memory, capability, multiprocessors, TFLOP/s in bf16 and fp32, GB/s, PCIe generation (x16; x8: one generation less),
+# GB/s of NVLink each way: links of 25 GB/s (V100, A100, H100, H200), 14.06 (RTX 3090, A40, A6000) or 50 (B200).
 _TABLE = """
 GTX 1080 Ti      11  6.1  28   11.3  11.3   484 3      0
 V100 16GB        16  7.0  80  112.0  14.0   900 3    150
@@ -102,10 +98,8 @@ def known_as(driver_name: str) -> KnownGPU | None:
     return max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
 
 
+# Of the offload runtime's kernels and streams: three streamed runs on an H200 had 828 MiB in all, plain ones 742-762.
 RUNTIME_BYTES = 70 * MiB
-"""What the offload runtime's kernels and streams add to a context: three streamed runs on an H200 had 828 MiB, plain
-ones 742 to 762.
-"""
 
 
 def context_bytes(capability: tuple[int, int]) -> int:

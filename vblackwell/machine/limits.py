@@ -1,7 +1,5 @@
 """What a run may take of a machine where nobody says it: shares of what is free, and where a disk level's file goes."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

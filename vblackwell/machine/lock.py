@@ -4,8 +4,6 @@ A work folder is a ``.tmp`` folder that its writer holds locked, so that others 
 leftovers: the lock is on the folder itself. A process id in the name would lie after a reboot and inside containers.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -22,10 +20,7 @@ class Locked(Exception):
 
 def lock_file(path: Path) -> int:
     """Lock the file ``path``, made if need be, and write this process's number into it; closing the descriptor unlocks.
-
-    Raises:
-        Locked: another process holds it.
-        OSError: it cannot be opened, locked or written.
+    Raises Locked where another process holds it, and OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -59,7 +54,7 @@ def make_work_folder(path: Path) -> int:
             continue
         except OSError as error:
             raise disk_error("creating", path, error) from error
-        # Whoever has locked it in between takes it for a leftover, and is about to remove it.
+        # A process that has locked it in between takes it for a leftover, and is about to remove it.
         descriptor = _lock(path, wait=True)
         if descriptor is not None:
             return descriptor

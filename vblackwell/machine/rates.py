@@ -1,6 +1,5 @@
-"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or taken from a data sheet,
-which is reached in part: on an H200 bf16 products to 0.79, fp32 0.75, copies in memory 0.89, over the link 0.87 alone
-and 0.79 both ways at once (docs/journal/offload.md).
+"""How fast a machine is, as the simulation of a step needs it: measured by ``vb doctor``, or by a data sheet, of which
+an H200 reaches the shares below (docs/journal/offload.md).
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from vblackwell.machine.cache import cache_root, write_atomically
 from vblackwell.machine.facts import disk_facts
 from vblackwell.machine.gpus import KnownGPU, known_as
 
-HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89
-LINK_SHARE, BOTH_SHARE = 0.87, 0.79
-# Beside copies, on a desktop's memory of two channels: 28 bytes a parameter of some 60 GB/s, shared. A server's is
-# twice that.
+HALF_SHARE, FP32_SHARE, MEMORY_SHARE = 0.79, 0.75, 0.89  # of products in bf16 and fp32, of copies in memory
+LINK_SHARE, BOTH_SHARE = 0.87, 0.79  # of copies over the link, alone and both ways at once
+# At the same time as copies, on a desktop: 28 bytes a parameter of some 60 GB/s, shared; a server has twice that.
 CPU_ADAMW = 1.0e9
-# What the offload runtime does on the host for a layer group's forward, backward and update, in operators: of small
-# groups of nine matrices on a CPU core, the thread's own time less that of the same model where it lives, by the
-# difference of 15 and 7 groups.
+# What the offload runtime does on the host for a group's forward, backward and update, in operators: of nine small
+# matrices on a CPU core, the thread's time less that of the resident model, by the difference of 15 and 7 groups.
 GROUP_ISSUES = 190.0
 DISK_BYTES_PER_SECOND = 1.75e9  # each way, a virtual NVMe disk with O_DIRECT; a desktop's is seldom slower over hours
 
@@ -46,8 +43,7 @@ class Rates:
     source: str = "measured"  # where the numbers are from, for people
     disk_read: float = DISK_BYTES_PER_SECOND  # bytes/s of the disk level's disk
     disk_write: float = DISK_BYTES_PER_SECOND
-    # What the host does for a streamed layer group's forward, backward and update, in operators; where the group is
-    # updated on level 0, and on the host.
+    # `GROUP_ISSUES`, where the group is updated on level 0, and on the host.
     group_issues: float = GROUP_ISSUES
     home_group_issues: float = GROUP_ISSUES
     # How many times `issue_seconds` one operator takes while the CPU updates, one in an optimizer's loop over its
@@ -55,8 +51,7 @@ class Rates:
     busy_issues: float = 1.0
     loop_issues: float = 1.0
     read_issues: float = 1.0
-    # Parameters whose gradients the CPU adds up while it would update one: of 2.0 ns for AdamW and 1.0 for a sum on one
-    # core, 1.07 and 0.55 on two.
+    # Parameters whose gradients the CPU sums in the time of one parameter's AdamW: 1.0 and 2.0 ns on one core.
     adds_per_update: float = 2.0
 
     def streaming_issues(self, num_groups: int, on_host: float) -> float:
@@ -75,7 +70,7 @@ class Rates:
 
 
 def assumed_rates(gpu: KnownGPU) -> Rates:
-    """What a card's data sheet lets expect, with the shares that an H200 reaches of its own."""
+    """What a card's data sheet lets expect."""
     alone, both = LINK_SHARE * gpu.link_bytes, BOTH_SHARE * gpu.link_bytes
     computing = (HALF_SHARE * gpu.half_flops, FP32_SHARE * gpu.fp32_flops, MEMORY_SHARE * gpu.memory_bytes_per_second)
     return Rates(*computing, alone, alone, both, both, CPU_ADAMW, source=f"data sheet of {gpu.name}")

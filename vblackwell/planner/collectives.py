@@ -93,9 +93,6 @@ def communication_cost(
     Args:
         topology: 'ring', 'mesh' (rings along rows, then along columns) or 'all_to_all' (every GPU reaches every other).
         operation: 'all_reduce', 'all_gather', 'reduce_scatter' or 'all_to_all'.
-        link: of each GPU; None: `Link`'s defaults.
-
-    Raises:
-        ConfigurationError: as `cost_of`.
+        link: of each GPU; None: `Link`'s defaults. Errors are those of `cost_of`.
     """
     return cost_of(operation, num_bytes, num_gpus, topology).seconds(link or Link())

@@ -1,12 +1,9 @@
-"""What each way of training a model takes of a machine: memory from traces and the engine's own placement, seconds from
-its lanes.
+"""What each way of training takes of a machine: memory by traces and the engine's placement, seconds by its lanes.
 
 On a GPU level 0 shares the process's memory with activations: what they leave, with a margin, is its capacity. Without
 one, level 0 is an arena of a stated size, activations lie outside it, and all lanes are the same cores, one after
 another. `vb estimate` and `vb train --vgpu-auto` both ask here: what one says fits, the other accepts.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,7 +20,7 @@ from vblackwell.offload.layout import placement as layout
 from vblackwell.offload.layout.forecast import StepForecast, forecast_step
 from vblackwell.offload.layout.groups import Formats, Group, find_groups, num_elements, range_bytes, supports
 from vblackwell.offload.layout.lanes import disk_hidden_from, simulate
-from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of, peak_of
+from vblackwell.planner.memory_estimate import NOT_STATE, P99_BYTES, Run, part_of
 from vblackwell.planner.placement import SHARES, Bounds, Choice, Lacking, Plan, Prediction, Space, make_plan
 from vblackwell.trace.allocator import MIN_LARGE, replay, round_size, segment_size
 from vblackwell.trace.trace import Trace
@@ -35,8 +32,7 @@ STREAMED_P99 = 1.08
 RESIDENT_P99 = 1.03
 ADAMW_BYTES = 34  # a parameter, that AdamW on a GPU reads and writes, with the norm of its gradient
 GRADIENTS_LEAVING = 2  # gradients of the largest group on level 0: one is made while the one before leaves
-# The first groups, which finish backward last and are needed first: with their states on level 0 nothing hides their
-# transfers, and the same bytes of loaded weights save less (docs/journal/offload.md).
+# The first groups finish backward last and are needed first: nothing else hides their transfers (journal/offload.md).
 TURN_GROUPS = 3
 WIDE_GRADIENT = 4  # bytes of a resident parameter's gradient
 PLENTY = 1 << 50
@@ -60,9 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A choice with its sizes: bytes of the GPU, expected and to plan for; where a streamed step's are, and how many of
-    checkpoints wait in RAM.
-    """
+    """A choice with its sizes: bytes of the GPU, expected and to plan for; of a streamed one those of its step."""
 
     choice: Choice
     gpu: int
@@ -92,11 +86,7 @@ class Forecast:
         self.traces = {} if traces is None else traces
         self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(
-            lambda checkpointing, states: find_groups(self.model(checkpointing), None, None, Formats(states, masters))[
-                0
-            ]
-        )
+        self._groups = functools.cache(self._find_groups)
 
     def _model(self, checkpointing: bool) -> nn.Module:
         model = replace(self.run, checkpointing=checkpointing).model()
@@ -104,12 +94,15 @@ class Forecast:
             fuse(model)
         return model
 
+    def _find_groups(self, checkpointing: bool, states: str) -> list[Group]:
+        return find_groups(self.model(checkpointing), None, None, Formats(states, self._masters))[0]
+
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
         key = checkpointing, batch_size
         if key not in self.traces:
             model = self.model(checkpointing)
-            self.traces[key] = self.run.trace(batch_size, model, with_optimizer=False, steps=self._steps)
+            self.traces[key] = self.run.trace(batch_size, model, optimizes=False, steps=self._steps)
         return self.traces[key]
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
@@ -117,16 +110,12 @@ class Forecast:
         work = (*self.trace(*choice).work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 
-    # -- one choice --------------------------------------------------------------------------------------------------
-
     def least_seconds(self, choice: Choice) -> float:
         """A token's share of compute alone, or of the CPU's updates alone: the longer, or their sum on one CPU."""
-        compute, tokens = self._compute_seconds(choice), self._tokens(choice)
-        if choice.placement == "resident":
-            return compute / tokens
-        # Whole groups are updated on the host: a little less than the share, maybe.
-        cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
-        return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / tokens
+        compute, cpu = self._compute_seconds(choice), 0.0
+        if choice.placement != "resident":  # whole groups are updated on the host: a little less than the share, maybe
+            cpu = max(0.0, choice.host_share - 0.1) * self._trained(choice) / self.machine.rates.cpu_adamw
+        return (max(compute, cpu) if self.machine.has_gpu else compute + cpu) / self._tokens(choice)
 
     def predict(self, choice: Choice, in_full: bool = False) -> tuple[Choice, Prediction] | Lacking:
         """The choice with its sizes and what it takes, ``in_full`` also what only people ask for; or what it lacks."""
@@ -146,11 +135,8 @@ class Forecast:
         try:
             if not supports(formats, [p.dtype for p in self.model(choice.checkpointing).parameters()]):
                 return Lacking(f"is refused: {choice.states} states need bf16 or fp32 weights")
-            seconds = self._seconds_of(choice) if trace is None and choice.placement == "streamed" else {}
-            trace = trace or self.trace(choice.checkpointing, choice.batch_size)
-            if choice.placement == "resident":
-                return self._place_resident(choice, formats, trace)
-            return self._place_streamed(choice, formats, trace, seconds)
+            place = self._place_resident if choice.placement == "resident" else self._place_streamed
+            return place(choice, formats, trace)
         except InsufficientMemory as error:
             return Lacking("memory", max(1, error.needed_bytes - error.available_bytes), f"is refused: {error}")
         except Unsupported as error:
@@ -158,9 +144,8 @@ class Forecast:
 
     def plan(self, space: Space) -> Plan:
         """The fastest choice of ``space``. Raises InsufficientMemory where none fits, and Untraceable."""
-        plan = make_plan(
-            space.choices(), self.least_seconds, self.predict, self.machine.bounds, self.machine.rates.source
-        )
+        bounds, rates = self.machine.bounds, self.machine.rates
+        plan = make_plan(space.choices(), self.least_seconds, self.predict, bounds, rates.source)
         again = self.predict(plan.choice, in_full=True)
         assert not isinstance(again, Lacking), "it fitted a moment ago"
         return replace(plan, prediction=again[1])
@@ -188,7 +173,7 @@ class Forecast:
     def _tokens(self, choice: Choice) -> int:
         return choice.batch_size * choice.accumulation_steps * self.run.seq_length
 
-    def _place_resident(self, choice: Choice, formats: Formats, trace: Trace) -> Placed | Lacking:
+    def _place_resident(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         machine, state, trained, widths = self.machine, 0, 0, [4]
         for param in self.model(choice.checkpointing).parameters():
             width, count = param.element_size(), param.numel()
@@ -202,19 +187,18 @@ class Forecast:
         gpu = p99 = asked  # without a GPU gradients are outside the arena, but asked for
         if machine.has_gpu:
             held = choice.accumulation_steps > 1
+            trace = trace or self.trace(choice.checkpointing, choice.batch_size)
             gpu = state + peak_with_gradients(trace, WIDE_GRADIENT / min(widths), held)
             p99 = int(gpu * RESIDENT_P99) + P99_BYTES
         if p99 > machine.bounds.gpu:
             return Lacking("GPU memory" if machine.has_gpu else "level 0", p99 - machine.bounds.gpu)
         return Placed(replace(choice, level0_bytes=align_up(asked, MiB)), gpu, p99)
 
-    # -- streamed ----------------------------------------------------------------------------------------------------
-
-    def _place_streamed(
-        self, choice: Choice, formats: Formats, trace: Trace, seconds: Mapping[str, float]
-    ) -> Placed | Lacking:
+    def _place_streamed(self, choice: Choice, formats: Formats, trace: Trace | None) -> Placed | Lacking:
         """With the sizes of ``choice``, if it has some. Raises InsufficientMemory where a level is too small."""
         machine, bounds = self.machine, self.machine.bounds
+        seconds = self._seconds_of(choice) if trace is None else {}
+        trace = trace or self.trace(choice.checkpointing, choice.batch_size)
         step = self.step_bytes(choice, trace) if machine.has_gpu else 0
         free = bounds.gpu if not machine.has_gpu else int((bounds.gpu - P99_BYTES) / STREAMED_P99) - step
         if free <= 0:
@@ -222,16 +206,11 @@ class Forecast:
         choice = choice if choice.level0_bytes else self._sized(choice, free)
         inputs = self._input_bytes(choice) if choice.activations == "host" else 0
         waiting = inputs * self._num_blocks(choice)
+        options = layout.StreamingOptions(update=choice.update, activation_bytes=waiting, formats=formats)
         found = forecast_step(
             self.model(choice.checkpointing),
             [choice.level0_bytes, bounds.host] + ([bounds.disk] if bounds.disk else []),
-            layout.StreamingOptions(
-                update=choice.update,
-                weight_bytes=choice.weight_bytes,
-                resident_bytes=choice.resident_bytes,
-                activation_bytes=waiting,
-                formats=formats,
-            ),
+            replace(options, weight_bytes=choice.weight_bytes, resident_bytes=choice.resident_bytes),
             seconds,
             input_bytes=inputs,
             micro_batches=choice.accumulation_steps,
@@ -257,32 +236,23 @@ class Forecast:
             together = sum(busy.values())
             seconds, busy = together * seconds, {lane: share / together for lane, share in busy.items()}
         written = sum(group.disk_write for group in lanes.groups)
-        clips = in_full and machine.may_clip
-        return Prediction(
-            min(placed.gpu, bounds.gpu),  # what level 0 lets in ends at its capacity
-            min(placed.p99, bounds.gpu),
-            host,
-            found.bytes_of(2) - found.shadow_bytes(2),
-            seconds,
-            tokens,
-            busy,
-            simulate(replace(lanes, clips=True), rates).step_seconds if clips else None,
-            written,
-            disk_hidden_from(lanes, rates, tokens) if in_full and written else 0,
-            placed.waiting,
-            DISK_THREAD_BYTES if lanes.uses_disk else 0,
-        )
+        gpu, p99 = min(placed.gpu, bounds.gpu), min(placed.p99, bounds.gpu)  # what level 0 lets in ends at its capacity
+        clipped = simulate(replace(lanes, clips=True), rates).step_seconds if in_full and machine.may_clip else None
+        hidden = disk_hidden_from(lanes, rates, tokens) if in_full and written else 0
+        disk, threads = found.bytes_of(2) - found.shadow_bytes(2), DISK_THREAD_BYTES if lanes.uses_disk else 0
+        sizes = gpu, p99, host, disk
+        return Prediction(*sizes, seconds, tokens, busy, clipped, written, hidden, placed.waiting, threads)
 
     def _sized(self, choice: Choice, free: int) -> Choice:
         """How ``free`` bytes of level 0 are divided: ring, gradients leaving, a few weights, the turn, more."""
         groups = self.groups(choice)
         largest = max((group.num_bytes for group in groups), default=1)
         passing = max((layout.passing_bytes(group) for group in groups if group.trainable()), default=0)
-        ring = 0 if choice.update == "home" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
+        ring = 0 if choice.update == "host" else min(int(layout.RING_GROUPS * passing), int(free * layout.RING_SHARE))
         slack = min((GRADIENTS_LEAVING + layout.MAX_LOCKED) * largest, free // 3)
         whole = sum(group.num_bytes for group in groups)
         left, for_residents = free - ring - slack, int(layout.MAX_RESIDENT * free) - ring
-        keeps = choice.update != "home" and not self.machine.undo
+        keeps = choice.update != "host" and not self.machine.undo
         few = min(whole, layout.CUDA_GROUPS * largest)
         turn = layout.groups_kept(groups[:TURN_GROUPS], min(left - few, for_residents)) if keeps else []
         resident = sum(layout.state_bytes(group) for group in turn)
@@ -335,8 +305,7 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
-    workspace (``step``), of what the allocator reserves beyond both, of RAM with the disk level's threads, of disk.
-    Speed and the lane that works most are None where the card's rates are not known.
+    workspace (``step``), of what is reserved beyond both, of RAM, of disk; its speed, where the card's is known.
     """
 
     level0: int = 0
@@ -350,27 +319,17 @@ class OffloadEstimate:
 
 
 def estimate_offload(
-    run: Run,
-    trace: Trace,
-    batch_size: int,
-    gpu_bytes: int,
-    host_bytes: int,
-    disk_bytes: int,
-    rates: Rates | None = None,
+    run: Run, trace: Trace, batch_size: int, gpu_bytes: int, ram_bytes: int, disk_bytes: int, rates: Rates | None = None
 ) -> OffloadEstimate:
-    """What the fastest streamed plan for ``run`` takes of such a machine, whose step allocates what ``trace`` says; all
-    of AdamW is on the GPU where ``rates`` are not known.
-    """
+    """What the fastest streamed plan for ``run`` takes; without ``rates`` all of AdamW is on the GPU."""
     own = trace.without(trace.born_in("optimizer"))  # the engine's AdamW takes the place of torch's
     own = replace(own, work=tuple(each for each in trace.work if each.phase != "optimizer"))
-    room = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
-    host = max(host_bytes // 2, host_bytes - DISK_THREAD_BYTES) if disk_bytes else host_bytes
-    machine = Machine(Bounds(room, host, disk_bytes), rates or ANY_RATES)
+    free = gpu_bytes - context_bytes(run.capability) - RUNTIME_BYTES
+    host = max(ram_bytes // 2, ram_bytes - DISK_THREAD_BYTES) if disk_bytes else ram_bytes
+    machine = Machine(Bounds(free, host, disk_bytes), rates or ANY_RATES)
     forecast = Forecast(run, machine, traces={(run.checkpointing, batch_size): own})
     one = Choice("streamed", batch_size, 1, run.checkpointing)
-    space = Space(
-        ((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates is not None else (one.update,)
-    )
+    space = Space(((batch_size, 1),), (run.checkpointing,), (one.placement,), SHARES if rates else (one.update,))
     try:
         plan = forecast.plan(space)
     except InsufficientMemory:
@@ -398,8 +357,8 @@ def _fragments(forecast: Forecast, choice: Choice, trace: Trace, step: StepForec
     reserved 7 % more to 7 % less than with this, 5 to 13 % more than without.
     """
     expandable = forecast.run.expandable
-    alone = replay(part_of(trace, NOT_STATE, outside="optimizer"), None, expandable)
-    holes = alone.peak_reserved - peak_of(trace, NOT_STATE, outside="optimizer")
+    alone = part_of(trace, NOT_STATE, outside="optimizer")
+    holes = replay(alone, None, expandable).peak_reserved - alone.peak(trace.sizes)
     sizes = sorted(group.num_bytes for group in forecast.groups(choice) if group.trainable())
     usual = sizes[len(sizes) // 2] if sizes else 1  # a block's weights
     if expandable or usual < MIN_LARGE:
@@ -413,19 +372,19 @@ def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
     forecast = Forecast(run, Machine(Bounds(0, PLENTY), ANY_RATES))
     context = context_bytes(run.capability) + RUNTIME_BYTES
     nothing, choice = Trace((), (), (), (), 0, 0), Choice("streamed", 1, 1, run.checkpointing)
-    room, lacking = gpu_bytes - context, None
+    level0, lacking = gpu_bytes - context, None
     while True:
-        forecast.machine = replace(forecast.machine, bounds=Bounds(room, PLENTY))
+        forecast.machine = replace(forecast.machine, bounds=Bounds(level0, PLENTY))
         found = forecast.place(choice, nothing)
         if not isinstance(found, Lacking) or not found.num_bytes:
             break
-        room, lacking = room + max(MiB, found.num_bytes), found
+        level0, lacking = level0 + max(MiB, found.num_bytes), found
     if lacking is None:
         return None
     # What a level lacks, without what is free at that moment and without the runtime's remedy.
     setting = str(lacking).partition(" free, and ")[2].partition(": raise ")[0] or str(lacking)
     return (
-        context + room,
+        context + level0,
         f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
-        f"{format_bytes(room)} of level 0: {setting.replace(' there (', ' next to what stays there (')}",
+        f"{format_bytes(level0)} of level 0: {setting.replace(' there (', ' next to what stays there (')}",
     )

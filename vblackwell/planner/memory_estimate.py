@@ -1,8 +1,4 @@
-"""A model and how it is trained, its trace, and from that: peak bytes by category, whether they fit, the largest batch
-that does, and the levels of a stack that hold it.
-"""
-
-from __future__ import annotations
+"""A run, its trace, and from that: peak bytes by category, whether they fit, the largest batch, a stack's levels."""
 
 import functools
 import math
@@ -24,18 +20,17 @@ from vblackwell.trace.causal_lm import language_batch
 from vblackwell.trace.trace import CATEGORIES, Trace, trace_training
 from vblackwell.units import MiB, format_bytes
 
-# What P99 adds to the reserved bytes for what is not modelled: kernels' own workspaces, other orders of frees
-# (docs/journal/estimate.md).
+# For what is not modelled, as kernels' own workspaces and other orders of frees (docs/journal/estimate.md).
 P99_PERCENT, P99_BYTES = 3, 64 * MiB
 PRECISIONS = ("fp32", "bf16", "autocast")
 NOT_STATE = ("activations", "logits_and_loss", "workspace")
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters),
-    "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adamw-for-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "sgd": lambda parameters: torch.optim.SGD(parameters),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw-for-loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
 }
 
 
@@ -57,39 +52,38 @@ class Run:
             if name not in known:
                 raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     def model(self) -> nn.Module:
         """The module on meta."""
-        return self.prepared(self.spec.build(torch.bfloat16 if self.precision == "bf16" else torch.float32))
+        return self.prepared(self.spec.build(self.dtype))
 
     def prepared(self, model: Any) -> nn.Module:
         """``model`` with its checkpointing switched on, if that is asked for."""
         is_ours = isinstance(model, Decoder)
         if self.precision == "autocast" and is_ours:
-            raise ConfigurationError(
-                "presets compute in bf16 from bf16 weights with fp32 masters, not under autocast: use --precision bf16"
-            )
+            raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
         if self.checkpointing and is_ours:
             model.gradient_checkpointing = True
         elif self.checkpointing:
             if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ConfigurationError(
-                    f"{self.spec.name} has no switch for gradient checkpointing: leave the flag out"
-                )
+                raise ConfigurationError(f"{self.spec.name} cannot switch on gradient checkpointing: leave it out")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # renamed in newer versions of transformers
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
-    def trace(
-        self, batch_size: int, model: nn.Module | None = None, with_optimizer: bool = True, steps: int = 2
-    ) -> Trace:
+    def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
         return trace_training(
             model or self.model(),
             batch,
             self.spec.loss,
-            OPTIMIZERS[self.optimizer] if with_optimizer else None,
+            OPTIMIZERS[self.optimizer] if optimizes else None,
             autocast=torch.bfloat16 if self.precision == "autocast" else None,
             capability=self.capability,
             num_sms=self.num_sms,
@@ -130,7 +124,6 @@ class MemoryEstimate:
     state_bytes: int
 
     def as_dict(self) -> dict[str, int]:
-        """The fields by name."""
         return asdict(self)
 
 
@@ -149,7 +142,7 @@ def estimate_trace(trace: Trace, capability: tuple[int, int] = (8, 0), expandabl
     found = replay(trace, None, expandable)
     split: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for event in trace.events[: found.peak_event + 1]:
-        index = event if event >= 0 else ~event
+        index = max(event, ~event)
         split[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
     context = context_bytes(capability)
     return MemoryEstimate(
@@ -182,9 +175,8 @@ def peak_of(trace: Trace, categories: Sequence[str], outside: str | None = None)
 
 
 class Batches:
-    """Traces of one model at any batch size, from as few real traces (``trace_at``) as possible. Where two neighbouring
-    batches have the same events, every size is taken to be affine in the batch. As some sizes stop growing (chunks) and
-    some operators change with the size, what `largest` finds is traced for real.
+    """Traces of one model at any batch size, from few real ones (``trace_at``): where two neighbouring batches have the
+    same events, sizes are taken to be affine in the batch; as not all are, what `largest` finds is traced for real.
     """
 
     def __init__(self, trace_at: Callable[[int], Trace]) -> None:
@@ -233,9 +225,8 @@ ABOVE = 1.02  # of what lies below level 0: places are multiples of pages
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder and its batch, as `VGPUResourceEstimator` takes them. ``intermediate_size``: of the feed-forward; None:
-    8/3 of ``hidden_size``, rounded up to 64, as Llama's. Raises ConfigurationError for a size below 1, or a batch
-    beyond any GPU.
+    """A decoder and its batch. ``intermediate_size``: of the feed-forward; None: 8/3 of ``hidden_size``, rounded up to
+    64, as Llama's. Raises ConfigurationError for a size below 1, or a batch beyond any GPU.
     """
 
     vocab_size: int = 50257
@@ -249,20 +240,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             if not 1 <= getattr(self, name) < 1 << 31:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}: give a number between 1 and {(1 << 31) - 1}"
-                )
+                raise ConfigurationError(f"{name} is {getattr(self, name)}: give a number of 1 to {(1 << 31) - 1}")
         check_batch(self.batch_size, self.seq_length)
 
     def decoder(self) -> DecoderConfig:
-        return DecoderConfig(
-            self.vocab_size,
-            self.hidden_size,
-            self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64,
-            self.num_layers,
-            self.num_heads,
-            max_position=self.seq_length,
-        )
+        width = self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64
+        sizes = self.vocab_size, self.hidden_size, width, self.num_layers, self.num_heads
+        return DecoderConfig(*sizes, max_position=self.seq_length)
 
 
 class VGPUResourceEstimator:
@@ -280,9 +264,7 @@ class VGPUResourceEstimator:
     def recommend_batch_size(
         self, config: ModelConfig, gpu_memory_mb: float, optimizer: str = "adamw", precision: str = "fp32"
     ) -> int:
-        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin; 0 where none does. ``config.batch_size``
-        is ignored.
-        """
+        """The largest batch that fits ``gpu_memory_mb`` MiB with P99's margin, 0 for none; its own is ignored."""
         if gpu_memory_mb <= 0:
             raise ConfigurationError(f"gpu_memory_mb is {gpu_memory_mb}: give the card's memory in MiB")
         return self._run(config, optimizer, precision).largest_batch(int(gpu_memory_mb * MiB))
@@ -296,22 +278,20 @@ class VGPUResourceEstimator:
     ) -> dict[str, list[dict[str, Any]]]:
         """The dict that `VGPUStack` takes, for the weights, gradients and optimizer states of ``estimate``.
 
-        Level 0 is the first GPU without the CUDA context, P99's margin and the step's activations, logits and
-        workspace: enough for all states if they fit there, else what holds ``target_hit_rate`` of the weights. Then
-        come the other GPUs, RAM, and a disk for the rest.
+        Level 0 is the first GPU without the CUDA context, P99's margin, activations, logits and workspace: enough for
+        all states or ``target_hit_rate`` of the weights. Then come the other GPUs, RAM, and a disk for the rest.
 
         Args:
             gpus: MiB of each GPU. host_memory_mb: MiB of RAM; None: as much as is needed.
             target_hit_rate: above 0, at most 1: share of the accesses to weights that level 0 serves, if they go forth
                 and back and the farthest next use is evicted (``policy='next_use'``).
 
-        Raises:
-            ConfigurationError: no GPU, a size or a rate out of range.
-            InsufficientMemory: the step alone is more than the first GPU.
+        Raises ConfigurationError for a size or a rate out of range; InsufficientMemory where the step alone is more
+        than the first GPU.
         """
         if not gpus:
             raise ConfigurationError("gpus is empty: give the memory of each GPU in MiB, e.g. [8 * 1024]")
-        for size in (*gpus, *([] if host_memory_mb is None else [host_memory_mb])):
+        for size in (*gpus, 1.0 if host_memory_mb is None else host_memory_mb):
             if not (math.isfinite(size) and size > 0):
                 raise ConfigurationError(f"{size} MiB of memory: give a number above 0")
         if not 0 < target_hit_rate <= 1:
@@ -338,9 +318,7 @@ class VGPUResourceEstimator:
         if left > 0:
             below = math.ceil(left * ABOVE)
             host = below if host_memory_mb is None else min(below, int(host_memory_mb * MiB))
-            levels.append(("cpu", max(host, MiB)))
-            if below > host:
-                levels.append(("ssd", max(below - host, MiB)))
+            levels += [("cpu", max(host, MiB))] + ([("ssd", max(below - host, MiB))] if below > host else [])
         return {"levels": [{"capacity_mb": size / MiB, "device": device} for device, size in levels]}
 
     def _run(self, config: ModelConfig, optimizer: str, precision: str) -> Run:
@@ -349,9 +327,7 @@ class VGPUResourceEstimator:
 
 
 def quick_estimate(name: str, batch_size: int = 8, seq_length: int = 1024, optimizer: str = "adamw") -> MemoryEstimate:
-    """Peak bytes of training a known model in fp32 with that batch. Raises ConfigurationError, with the nearest name,
-    where it is not known.
-    """
+    """Peak bytes of training a known model in fp32; ConfigurationError, with the nearest name, for another."""
     check_batch(batch_size, seq_length)
     run = Run(find_model(name, {}, seq_length), seq_length, optimizer)
     return estimate_trace(run.trace(batch_size), run.capability)

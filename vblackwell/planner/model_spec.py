@@ -1,7 +1,5 @@
 """What MODEL of ``vb estimate`` means: how to build it without bytes, its vocabulary, and how its loss is had."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -58,8 +56,7 @@ class ModelSpec:
 
 def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -> ModelSpec:
     """A preset of ``decoders``, a known name, a folder, a config.json, a hub id, or ``package.module:factory``. Raises
-    CorruptData (no JSON object), ConfigurationError (nothing of the sort, or a factory that fails) and
-    InsufficientMemory (a factory that can only be built for real, without room for it).
+    CorruptData (no JSON object), ConfigurationError, and InsufficientMemory (a factory that needs bytes, and too many).
     """
     if text in decoders:
         return of_decoder(text, decoders[text])
@@ -115,13 +112,15 @@ def _of_factory(text: str) -> ModelSpec:
         where = "modules are looked for in the working folder, then where Python finds them"
         raise ConfigurationError(f"{text} cannot be imported: {brief(error)} ({where})") from error
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise ConfigurationError(
-            f"{text} is {type(factory).__name__}: give a function or class that makes a torch.nn.Module"
-        )
-    make: Callable[[], Any] = factory
+        raise ConfigurationError(f"{text} is {type(factory).__name__}: give a function or class that makes a Module")
+
+    def make() -> nn.Module:
+        made: Any = factory()
+        if not isinstance(made, nn.Module):
+            raise ConfigurationError(f"{text} gives {type(made).__name__}, not a torch.nn.Module")
+        return made
+
     model, note = _built(text, make)
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{text} gives {type(model).__name__}, not a torch.nn.Module")
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     if not sizes:
         raise ConfigurationError(
@@ -132,18 +131,12 @@ def _of_factory(text: str) -> ModelSpec:
     return ModelSpec(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
 
 
-def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What ``factory`` gives, on meta, and why it was built for real before, if it was. What can neither be built nor
-    copied on meta is the real module: it cannot be traced, and can be measured.
-    """
-
-    def without_bytes(found: Any) -> Any:
-        return on_meta(found) if isinstance(found, nn.Module) else found
-
+def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | None]:
+    """What ``make`` gives, on meta if it can be copied there, and why it was built for real before, if it was."""
     try:
         with torch.device("meta"):
-            found = factory()
-        return without_bytes(found), None
+            found = make()
+        return on_meta(found), None
     except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
         why = brief(error)
     free = memory_facts().available_bytes
@@ -153,7 +146,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
     )
     try:
         with StoragesWithBytes(free, refusal):
-            found = factory()
+            found = make()
     except VBError:
         raise
     except Exception as error:
@@ -161,7 +154,7 @@ def _built(text: str, factory: Callable[[], Any]) -> tuple[Any, str | None]:
         raise ConfigurationError(f"{text} cannot be built: {brief(error)}{alike}") from error
     note = f"{text} cannot be built on device 'meta' ({why}): it was built for real in this machine's RAM"
     try:
-        return without_bytes(found), note
+        return on_meta(found), note
     except Untraceable:
         return found, note
 

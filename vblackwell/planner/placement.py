@@ -15,7 +15,7 @@ from typing import Any
 from vblackwell.errors import InsufficientMemory
 from vblackwell.units import format_bytes, format_seconds
 
-SHARES: tuple[str | float, ...] = ("level0", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, "home")
+SHARES: tuple[str | float, ...] = ("device", 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, "host")
 ALIKE = 1.005  # predictions this close are told apart by what they take, not by their speed
 MAX_SHOWN = 4
 
@@ -50,10 +50,10 @@ class Space:
             one = Choice("resident", batch, count, checkpointing, states=states)
             if "resident" in self.placements:
                 yield one
-            if "streamed" in self.placements:
-                for activations, update in product(self.activations, self.updates):
-                    if (activations == "level0" or checkpointing) and (states == "fp32" or update == "level0"):
-                        yield replace(one, placement="streamed", activations=activations, update=update)
+            streamed = product(self.activations, self.updates) if "streamed" in self.placements else ()
+            for activations, update in streamed:
+                if (activations == "level0" or checkpointing) and (states == "fp32" or update == "device"):
+                    yield replace(one, placement="streamed", activations=activations, update=update)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Choice:
 
     Attributes:
         checkpointing: blocks are computed again in backward. states: format of AdamW's moments.
-        update: where AdamW runs when streaming: 'level0', 'home', or the share of the parameters that is updated on the
+        update: where AdamW runs when streaming: 'device', 'host', or the share of the parameters that is updated on the
             host. activations: where checkpoints' inputs wait: 'level0' or 'host'.
         level0_bytes, weight_bytes, resident_bytes: capacity of level 0, and what loaded weights and groups that live
             there may take of it; decided when the choice is predicted.
@@ -72,7 +72,7 @@ class Choice:
     batch_size: int
     accumulation_steps: int
     checkpointing: bool
-    update: str | float = "level0"
+    update: str | float = "device"
     activations: str = "level0"
     states: str = "fp32"
     level0_bytes: int = 0
@@ -82,22 +82,18 @@ class Choice:
     @property
     def host_share(self) -> float:
         """Of the updates."""
-        return 0.0 if self.update == "level0" else 1.0 if self.update == "home" else float(self.update)
+        return 0.0 if self.update == "device" else 1.0 if self.update == "host" else float(self.update)
 
     def __str__(self) -> str:
         forwards = "" if self.accumulation_steps == 1 else f" x {self.accumulation_steps}"
-        streamed = self.placement == "streamed"
-        home = {"level0": "AdamW on level 0", "home": "AdamW on the CPU"}
-        words = [
-            self.placement,
-            f"{self.batch_size}{forwards} sequences",
-            "checkpointing" if self.checkpointing else "",
-            f"{self.states} states" if self.states != "fp32" else "",
-            home.get(str(self.update), f"{self.update} of AdamW on the CPU") if streamed else "",
-            "checkpoints in RAM" if streamed and self.activations == "host" else "",
-            f"{format_bytes(self.resident_bytes)} kept there" if streamed and self.resident_bytes else "",
-        ]
-        return ", ".join(filter(None, words))
+        words = [self.placement, f"{self.batch_size}{forwards} sequences"]
+        words += ["checkpointing"] * self.checkpointing + [f"{self.states} states"] * (self.states != "fp32")
+        if self.placement == "streamed":
+            places = {"device": "AdamW on level 0", "host": "AdamW on the CPU"}
+            words.append(places.get(str(self.update), f"{self.update} of AdamW on the CPU"))
+            words += ["checkpoints in RAM"] * (self.activations == "host")
+            words += [f"{format_bytes(self.resident_bytes)} kept there"] * (self.resident_bytes > 0)
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -146,9 +142,7 @@ class Lacking:
     words: str = ""
 
     def __str__(self) -> str:
-        if self.words:
-            return self.words
-        return f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what
+        return self.words or (f"lacks {format_bytes(self.num_bytes)} of {self.what}" if self.num_bytes else self.what)
 
 
 @dataclass(frozen=True)
@@ -186,13 +180,11 @@ class Plan:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "choice": asdict(self.choice), "predicted": asdict(self.prediction), "bounds": asdict(self.bounds),
-            "rates": self.rates,
-            "others": [{"choice": asdict(choice), "predicted": asdict(each)} for choice, each in self.others],
-            "rejected": [{"choice": asdict(choice), "lacked": asdict(each)} for choice, each in self.rejected],
-            "pruned": self.pruned,
-        }  # fmt: skip
+        found: dict[str, Any] = {"choice": asdict(self.choice), "predicted": asdict(self.prediction)}
+        found |= {"bounds": asdict(self.bounds), "rates": self.rates}
+        found["others"] = [{"choice": asdict(choice), "predicted": asdict(each)} for choice, each in self.others]
+        found["rejected"] = [{"choice": asdict(choice), "lacked": asdict(each)} for choice, each in self.rejected]
+        return found | {"pruned": self.pruned}
 
 
 def make_plan(
@@ -220,13 +212,12 @@ def make_plan(
             found.append(result)
             best = min(best, result[1].token_seconds)
     if not found:
-        near = _nearest(rejected)[:1]
-        text = f"the nearest is {near[0][0]}, which {near[0][1]}" if near else "there is nothing to choose from"
+        near, lacking = next(iter(_nearest(rejected)), (None, None))
+        text = f"the nearest is {near}, which {lacking}" if near else "there is nothing to choose from"
         raise InsufficientMemory(
             f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
             "--host-memory, --disk-memory)",
-            needed_bytes=near[0][1].num_bytes if near else 0,
-            available_bytes=0,
+            needed_bytes=lacking.num_bytes if lacking else 0,
         )
     found.sort(key=lambda each: each[1].token_seconds)
 

@@ -6,8 +6,6 @@ reduced and scattered after it; on one port. Compute is that of one GPU, collect
 says. Dividing layers themselves (tensor and pipeline parallelism) is for models whose states fit that way: torchtitan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,7 +34,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``room`` bytes."""
+    """A step of ``tokens`` on ``num_gpus`` cards, joined in ``topology`` by ``link``, each with ``room`` free bytes."""
 
     num_gpus: int
     topology: str
@@ -47,9 +45,7 @@ class ShardedStep:
     communication_seconds: float  # in which a GPU's port works
     exposed_seconds: float  # of these, in which its compute waits
     sent_bytes: float  # by each GPU
-    # Tokens a second over those of as many GPUs that hold everything and send nothing; as each of those runs the whole
-    # optimizer, it can pass 1.
-    efficiency: float
+    efficiency: float  # of as many GPUs that hold all and send nothing: above 1 where dividing the optimizer saves more
     gpu_bytes: int  # most that one holds
 
     @property
@@ -60,7 +56,6 @@ class ShardedStep:
         return asdict(self) | {"fits": self.fits}
 
     def lines(self) -> list[str]:
-        """What it is, in two lines."""
         return [
             f"on {self.num_gpus} such GPUs that divide all states (FSDP; {self.topology}; {self.link}):",
             f"  {self.tokens / self.step_seconds:,.0f} tokens/s, {self.efficiency:.0%} of as many resident GPUs; "
@@ -80,9 +75,7 @@ def check_several(num_gpus: int, topology: str) -> None:
 def sharded_step(
     run: Run, trace: Trace, batch_size: int, card: KnownGPU, gpu_bytes: int, num_gpus: int, topology: str
 ) -> ShardedStep:
-    """For ``num_gpus`` such cards, joined by NVLink where the card has it, else by PCIe, at the share of the nominal
-    rate that an H200's PCIe link reaches both ways.
-    """
+    """For such cards, joined by NVLink or else PCIe, at the share of the nominal rate that an H200's link reaches."""
     kind = "NVLink" if card.nvlink_bytes else "PCIe, through the host"
     rate = BOTH_SHARE * (card.nvlink_bytes or card.link_bytes)
     seconds = phase_seconds(trace.work, rates_of(card))

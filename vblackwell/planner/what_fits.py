@@ -1,22 +1,18 @@
-"""``vb estimate`` without a model: the largest known model that a machine trains, adapts and runs, each with its tokens
-a second.
+"""``vb estimate`` without a model: the largest known models that a machine trains, adapts and runs, and how fast.
 
 Every candidate is built without bytes, traced, placed by the offload runtime's own code and timed by the simulation of
 its lanes, from the largest that its states do not already rule out down to the first that fits.
 
-- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 sequences of 1,024 tokens a step, in as few
-  forwards as fit.
+- *train*: all weights, AdamW, bf16 with fp32 masters, checkpointing; 16 x 1,024 tokens a step, in few forwards.
 - *adapters*: LoRA of rank 16 on every linear over a frozen base packed to nvfp4; the same batch.
 - *run*: one text of at most 2,048 tokens, linears packed to nvfp4. A token reads all weights and its keys and values
   once; what does not stay on the GPU crosses the link, or comes from the disk, meanwhile.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +38,7 @@ WORDS = {"train": "train all weights", "adapters": "train adapters over FP4", "r
 TASKS = tuple(WORDS)
 SEQ_LENGTH, SEQUENCES, POSITIONS, RANK = 1024, 16, 2048, 16
 BATCHES = ((16, 1), (4, 4), (1, 16))  # sequences in a forward, forwards in a step
-UPDATES: tuple[str | float, ...] = ("level0", 0.35)
+UPDATES: tuple[str | float, ...] = ("device", 0.35)
 MIN_SPEED = {"train": 50.0, "adapters": 50.0, "run": 1.0}  # tokens a second: 1.8 million in ten hours, a slow reader
 # Bytes a parameter, at the least: weight, remainder of the master and moments; gradients as well; of a packed weight.
 MIN_STATE, MIN_RESIDENT, MIN_PACKED = 12.0, 18.0, 0.5
@@ -69,9 +65,7 @@ class Fit:
 class WhatFits:
     """Answers for any number of machines; ``models``: of `KNOWN_MODELS`; ``say``: told what is being tried."""
 
-    def __init__(
-        self, models: Sequence[str] = tuple(KNOWN_MODELS), say: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, models: Iterable[str] = KNOWN_MODELS, say: Callable[[str], None] = lambda text: None) -> None:
         self._say, self._names = say, models
         self._traces = defaultdict[str, dict[tuple[bool, int], Trace]](dict)
         self.parameters = functools.cache(lambda name: sum(p.numel() for p in _causal_lm(name).parameters()))
@@ -104,11 +98,8 @@ class WhatFits:
         parameters, rates, bounds = self.parameters(name), place.rates, place.bounds
         trains = task == "train"
         state = parameters * (MIN_STATE if trains else MIN_PACKED)
-        if only_resident:
-            fits = (parameters * MIN_RESIDENT if trains else self._packed(name)) <= bounds.gpu
-        else:
-            fits = state <= bounds.gpu + bounds.host + bounds.disk
-        if not fits:
+        least = (parameters * MIN_RESIDENT if trains else self._packed(name)) if only_resident else state
+        if least > bounds.gpu + (0 if only_resident else bounds.host + bounds.disk):
             return False
         if task == "run":
             passing = state - bounds.gpu

@@ -42,6 +42,10 @@ class Block:
     def is_free(self) -> bool:
         return self.mapped and not self.allocated
 
+    @property
+    def could_become(self) -> int:
+        return self.size + (self.next.size if self.next and not self.next.mapped else 0)
+
 
 def round_size(num_bytes: int) -> int:
     """What a request of ``num_bytes`` > 0 is counted as."""
@@ -56,9 +60,7 @@ def segment_size(size: int) -> int:
 
 
 class CachingAllocator:
-    """Blocks without bytes; at most ``cap_bytes`` are reserved (None: no limit), free segments being given back for
-    that. ``expandable``: as with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
-    """
+    """Blocks without bytes, at most ``cap_bytes`` (None: no limit); ``expandable``: expandable_segments:True."""
 
     def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
         self.cap_bytes, self.expandable = cap_bytes, expandable
@@ -68,7 +70,7 @@ class CachingAllocator:
         self._ranges = {small: Block(_SPAN * (2 - small), _SPAN, small, mapped=False) for small in (True, False)}
 
     def malloc(self, num_bytes: int) -> Block | None:
-        """A block for ``num_bytes``; None for 0. Raises InsufficientMemory where even a flush does not make room."""
+        """A block for ``num_bytes``; None for 0. Raises InsufficientMemory where even a flush does not help."""
         if num_bytes == 0:
             return None
         size = round_size(num_bytes)
@@ -100,13 +102,11 @@ class CachingAllocator:
         self.allocated -= block.size
         self._put(self._join(block))
 
-    # -- free blocks ---------------------------------------------------------------------------------------------------
-
     def _best_fit(self, size: int, small: bool) -> Block | None:
         free = self._free[small]
         index = bisect_left(free, (size,))
         if self.expandable:  # leave the block that could still grow to those who need more than there is
-            while index + 1 < len(free) and _could_become(free[index + 1][2]) < _could_become(free[index][2]):
+            while index + 1 < len(free) and free[index + 1][2].could_become < free[index][2].could_become:
                 index += 1
         return free.pop(index)[2] if index < len(free) else None
 
@@ -144,8 +144,6 @@ class CachingAllocator:
             right.next.previous = left
         return left
 
-    # -- the driver's memory -------------------------------------------------------------------------------------------
-
     def _reserve(self, num_bytes: int) -> bool:
         if self.cap_bytes is not None and self.reserved + num_bytes > self.cap_bytes:
             return False
@@ -165,7 +163,7 @@ class CachingAllocator:
     def _map(self, size: int, small: bool) -> Block | None:
         """The lowest run of free and unmapped blocks that has room, its unmapped parts mapped by whole pages."""
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        start = self._room(size, small)
+        start = self._lowest_run(size, small)
         while True:
             hole = start if not start.mapped else start.next
             assert hole is not None and not hole.mapped
@@ -180,7 +178,8 @@ class CachingAllocator:
                 return start
             self._put(start)
 
-    def _room(self, size: int, small: bool) -> Block:
+    def _lowest_run(self, size: int, small: bool) -> Block:
+        """Its first block, which is free, or not mapped where none before it is free."""
         block: Block | None = self._ranges[small]
         while block:
             if not block.mapped:
@@ -191,7 +190,7 @@ class CachingAllocator:
                 if run >= size:
                     return first
             block = block.next
-        raise AssertionError("an expandable segment has room for everything")
+        raise AssertionError("an expandable segment holds everything")
 
     def _flush(self) -> None:
         self.flushes += 1
@@ -214,8 +213,7 @@ class CachingAllocator:
             self._put(block)
             return
         if first > block.address:
-            left = block
-            block = self._cut(left, first - left.address)
+            left, block = block, self._cut(block, first - block.address)
             self._put(left)
         if block.address + block.size > last:
             self._put(self._cut(block, last - block.address))
@@ -226,18 +224,10 @@ class CachingAllocator:
                 self._absorb(before, after)
 
 
-def _could_become(block: Block) -> int:
-    return block.size + (block.next.size if block.next and not block.next.mapped else 0)
-
-
-# -- replay ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Replay:
-    """What a sequence of allocations makes the allocator hold: peaks as `torch.cuda.max_memory_allocated` and
-    `max_memory_reserved` count; ``peak_event``: index of the event at which most was allocated; ``fits``: every
-    allocation succeeded; if not, the rest describes what came before.
+    """What a trace makes the allocator hold: peaks as `torch.cuda.max_memory_allocated` and `max_memory_reserved`
+    count, the first at event ``peak_event``; ``fits``: every allocation succeeded, else the rest is of those before.
     """
 
     fits: bool
@@ -251,16 +241,15 @@ def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -
     allocator = CachingAllocator(cap_bytes, expandable)
     blocks: dict[int, Block | None] = {}
     peak_event, fits = 0, True
-    for position, event in enumerate(trace.events):
-        if event < 0:
-            allocator.free(blocks.pop(~event))
-            continue
-        before = allocator.peak_allocated
-        try:
+    try:
+        for position, event in enumerate(trace.events):
+            if event < 0:
+                allocator.free(blocks.pop(~event))
+                continue
+            before = allocator.peak_allocated
             blocks[event] = allocator.malloc(trace.sizes[event])
-        except InsufficientMemory:
-            fits = False
-            break
-        if allocator.peak_allocated > before:
-            peak_event = position
+            if allocator.peak_allocated > before:
+                peak_event = position
+    except InsufficientMemory:
+        fits = False
     return Replay(fits, allocator.peak_allocated, allocator.peak_reserved, peak_event)

@@ -1,14 +1,9 @@
-"""transformers' causal language models from a configuration, without weights, and what they ask about a batch answered
-for a plain one.
+"""transformers' causal language models from a configuration, without weights, and answers to what they ask of a batch.
 
 Two questions of transformers need values of tensors: whether positions restart inside a row (packed sequences), and
-which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes however the
-tokens are spread.
+which experts get which tokens. An ordinary batch is not packed, and grouped products take the same bytes either way.
 """
 
-from __future__ import annotations
-
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +27,9 @@ MAX_SIZE = 1 << 31
 
 def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of ``fields`` (a config.json), in training mode, on meta. Raises ConfigurationError."""
-    was_on = gc.isenabled()
-    gc.disable()  # ten thousand objects of transformers stay: looking for garbage among them is a tenth of its import
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    finally:
-        if was_on:
-            gc.enable()
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     kind = fields.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ConfigurationError(
@@ -47,7 +37,10 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         )
     check_fields(fields, source)
     rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
-    _check_sizes(rest, source)
+    for name, value in rest.items():
+        is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_size and not 0 < value < MAX_SIZE:
+            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MAX_SIZE - 1}")
     moe = {"experts_implementation": "grouped_mm"} if any("expert" in name for name in rest) else {}
     try:
         config = CONFIG_MAPPING[fields["model_type"]](**rest)
@@ -76,13 +69,6 @@ def check_fields(fields: dict[str, Any], source: str, required: Sequence[Sequenc
             )
 
 
-def _check_sizes(fields: dict[str, Any], source: str) -> None:
-    for name, value in fields.items():
-        is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_size and not 0 < value < MAX_SIZE:
-            raise ConfigurationError(f"{source}: {name} is {value}: give a number between 1 and {MAX_SIZE - 1}")
-
-
 class GroupedOnMeta(torch.autograd.Function):
     """The bytes of a grouped product of (S, K) rows and (E, K, N) weights in fp32: torch's shape rule takes bf16 alone,
     and the way round it in transformers reads how many rows each expert has.
@@ -99,20 +85,6 @@ class GroupedOnMeta(torch.autograd.Function):
         return torch.empty_like(rows), torch.empty_like(weights)
 
 
-def _grouped(experts: Any) -> Any:
-    plain: Any = getattr(experts, "_grouped_mm", None)
-
-    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        if input.dtype == torch.bfloat16:
-            return plain(input, weight, offs)
-        rows = input.to(weight.dtype)
-        # Checkpointing compares devices of what is saved: meta, as within operators.
-        with torch._C.DisableTorchFunction():
-            return GroupedOnMeta.apply(rows, weight)  # pyright: ignore[reportReturnType]
-
-    return grouped
-
-
 def _refuse_flex(*args: Any, **options: Any) -> Any:
     raise Unsupported(
         "flex_attention is compiled, and cannot be traced: make the model with attn_implementation='sdpa'"
@@ -126,11 +98,21 @@ def plain_batches() -> Iterator[None]:
         sys.modules.get(f"transformers.{name}")
         for name in ("masking_utils", "integrations.moe", "integrations.flex_attention")
     )
+    plain: Any = getattr(experts, "_grouped_mm", None)
+
+    def grouped(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if input.dtype == torch.bfloat16:
+            return plain(input, weight, offs)
+        rows = input.to(weight.dtype)
+        # Checkpointing compares devices of what is saved: meta, as within operators.
+        with torch._C.DisableTorchFunction():
+            return GroupedOnMeta.apply(rows, weight)  # pyright: ignore[reportReturnType]
+
     answers: list[tuple[Any, str, Any]] = [
         (masks, "create_block_mask", _refuse_flex),
         (attention, "compile_friendly_flex_attention", _refuse_flex),
         (masks, "find_packed_sequence_indices", lambda position_ids: None),
-        (experts, "_grouped_mm", _grouped(experts)),
+        (experts, "_grouped_mm", grouped),
     ]
     with ExitStack() as stack:
         for owner, name, answer in answers:
@@ -148,10 +130,9 @@ def language_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def language_batch(vocab_size: int, batch_size: int, seq_length: int) -> Callable[[], dict[str, torch.Tensor]]:
     """Makes token numbers (B, S) on 'cuda' that are their own targets."""
-    if min(vocab_size, batch_size, seq_length) < 1:
-        raise ValueError(
-            f"vocab_size={vocab_size}, batch_size={batch_size}, seq_length={seq_length}: all must be at least 1"
-        )
+    sizes = vocab_size, batch_size, seq_length
+    if min(sizes) < 1:
+        raise ValueError(f"(vocabulary, batch, sequence) is {sizes}: each must be at least 1")
 
     def make() -> dict[str, torch.Tensor]:
         tokens = torch.zeros((batch_size, seq_length), dtype=torch.int64, device="cuda")

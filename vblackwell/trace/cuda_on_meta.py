@@ -7,12 +7,10 @@ on a laptop and a GPU server. Not seen from here: calls that C++ makes by itself
 (`torch.nn.LSTM`), autocast regions that a model opens itself.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -39,8 +37,7 @@ _DROPOUT = (functional.dropout, torch.dropout)
 # Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
 
-# torch's documented lists of what autocast computes in the lower precision and what in fp32 (amp.html, "CUDA
-# Op-Specific Behavior").
+# What autocast computes in the lower precision and what in fp32 (torch's amp.html, "CUDA Op-Specific Behavior").
 _LOWER, _FP32 = (
     {getattr(owner, name) for owner, names in lists for name in names.split() if hasattr(owner, name)}
     for lists in ((
@@ -60,11 +57,9 @@ _LOWER, _FP32 = (
 
 
 class CudaOnMeta(TorchFunctionMode):
-    """While entered, tensors on meta say that they are on ``cuda:0``, and what is made on CUDA is made on meta;
-    ``autocast``: dtype of an autocast region around forward and loss.
-    """
+    """Tensors on meta say that they are on ``cuda:0``, and CUDA's are made there; ``autocast``: dtype of a region."""
 
-    def __init__(self, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.autocast = autocast
         self.item_read: Callable[[], None] | None = None  # told where an item is asked for, which is 1 then
@@ -79,10 +74,10 @@ class CudaOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SOFTMAX and (wide := wide_softmax(_SOFTMAX[func], args, kwargs)) is not None:
             return wide
-        if func is functional.cross_entropy and self.autocast is not None and _is_half(args[0]):
-            return cross_entropy(*args, **kwargs)
         if self.autocast is not None:
-            args, kwargs = self._cast(func, args, kwargs)
+            if func is functional.cross_entropy and _is_half(args[0]):
+                return cross_entropy(*args, **kwargs)
+            args, kwargs = self.cast(func, args, kwargs)
         if func is _SDPA:
             return attention(*args, **kwargs)
         if func in _DROPOUT:
@@ -98,7 +93,7 @@ class CudaOnMeta(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
-    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if func is _SDPA or func in _LOWER:
             wanted = self.autocast
         elif func in _FP32 and kwargs.get("dtype") is None:
@@ -127,20 +122,11 @@ def _names_cuda(value: Any) -> bool:
     return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
 
 
-def _device(tensor: Tensor, getter: Callable[[Tensor], torch.device]) -> torch.device:
-    found = getter(tensor)
-    return CUDA if found.type == "meta" else found
-
-
-def _is_on_meta(tensor: Tensor) -> bool:
-    return Tensor.device.__get__(tensor).type == "meta"  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {
-    Tensor.device.__get__: _device,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.is_cuda.__get__: lambda tensor, getter: _is_on_meta(tensor),  # pyright: ignore[reportAttributeAccessIssue]
+_ANSWERS: dict[Any, Callable[[Tensor, Any], Any]] = {  # by function; given the tensor and that function
+    Tensor.device.__get__: lambda tensor, getter: CUDA if tensor.is_meta else getter(tensor),  # pyright: ignore
+    Tensor.is_cuda.__get__: lambda tensor, getter: tensor.is_meta,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.is_meta.__get__: lambda tensor, getter: False,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.get_device: lambda tensor, getter: 0 if _is_on_meta(tensor) else -1,
+    Tensor.get_device: lambda tensor, getter: 0 if tensor.is_meta else -1,
     Tensor.cuda: lambda tensor, getter: tensor.to(META),
     Tensor.pin_memory: lambda tensor, getter: tensor,
 }
@@ -177,9 +163,7 @@ class WideSoftmax(torch.autograd.Function):
 
 
 def wide_softmax(log: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """A softmax in fp32 (``dtype``) of half-precision values, as CUDA computes it, without a wide copy of them; None
-    for any other: autocast's own makes the copy.
-    """
+    """A softmax of half-precision values in fp32, as CUDA computes it, without a wide copy; None for any other."""
     values, dim = (args[at] if len(args) > at else kwargs.get(name) for at, name in enumerate(("input", "dim")))
     dtype = kwargs.get("dtype", next((each for each in args[2:] if isinstance(each, torch.dtype)), None))
     if not _is_half(values) or not isinstance(dim, int) or dtype != torch.float32:
@@ -207,34 +191,25 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unfused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    qkv: Sequence[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """Attention written out, as torch's C++ does (`_scaled_dot_product_attention_math`), with CUDA's fused dropout:
-    half precision in fp32; autocast does not reach inside.
-    """
+    """As torch's C++ writes it out (`_scaled_dot_product_attention_math`), in fp32, which autocast does not reach."""
     with torch._C.DisableTorchFunction():
-        narrow = query.dtype
-        wide = [each.float() if _is_half(each) else each for each in (query, key, value)]
+        narrow = qkv[0].dtype
+        wide = [each.float() if _is_half(each) else each for each in qkv]
         query, key, value = wide
         root = abs(query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
         query = query * root
         if is_causal:
-            attn_mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = _as_bias(attn_mask, query.dtype)
-        if enable_gqa:
+            mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            mask = _as_bias(mask, query.dtype)
+        if grouped:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
         scores = torch.matmul(query, key.transpose(-2, -1) * root)
-        if attn_mask is not None:
-            scores.add_(attn_mask)
+        if mask is not None:
+            scores.add_(mask)
         shares = torch.ops.aten._safe_softmax(scores, -1)
         del scores
         shares = dropout(shares, dropout_p) if dropout_p else shares
@@ -242,7 +217,7 @@ def unfused_attention(
         out = torch.matmul(shares, value)
         out = out.to(narrow)
         # What leaves C++'s scope, in its order: the last that was declared goes first.
-        del shares, value, key, attn_mask, query
+        del shares, value, key, mask, query
         while wide:
             wide.pop()
         del narrow_shares
@@ -267,9 +242,8 @@ def attention(
     """
     head = query.shape[-1]
     saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
-    if query.dim() != 4 or head > MAX_FLASH_HEAD or value.shape[-1] != head or head % 4:
-        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if _is_half(query) and attn_mask is None:
+    is_usual = query.dim() == 4 and head <= MAX_FLASH_HEAD and value.shape[-1] == head and head % 4 == 0
+    if is_usual and _is_half(query) and attn_mask is None:
         if pad := -head % 8:
             query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
         scale = head**-0.5 if scale is None else scale
@@ -277,16 +251,14 @@ def attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
         return out[0][..., :head]
-    if query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not is_usual or query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
+        return unfused_attention((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = attn_mask
     if bias is not None:
-        if bias.dtype == torch.bool:
-            bias = _as_bias(bias, query.dtype)
-        length = bias.shape[-1]
-        if length % 8:
-            bias = functional.pad(bias, (0, -length % 8))[..., :length]
-        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        bias = _as_bias(bias, query.dtype) if bias.dtype == torch.bool else bias
+        if pad := -bias.shape[-1] % 8:
+            bias = functional.pad(bias, (0, pad))[..., :-pad]
+        bias = bias.expand(*query.shape[:3], key.shape[2])
     out = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, saves, dropout_p, is_causal, scale=scale
     )
@@ -326,8 +298,7 @@ def cuda_on_meta(
     capability: tuple[int, int] = (8, 0),
     on_call: Callable[[torch.nn.Module], None] = lambda module: None,
 ) -> Iterator[CudaOnMeta]:
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; attention inside torch's own Python functions is caught
-    too. ``on_call`` is told of every module that is called.
+    """Enter `CudaOnMeta`, on a GPU of that compute capability; ``on_call`` is told of every module that is called.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
     itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
@@ -353,7 +324,7 @@ def cuda_on_meta(
 
         def attend(*args: Any, **kwargs: Any) -> Tensor:
             if autocast is not None:  # a call by this name never reaches the mode, which casts what it sees
-                args, kwargs = mode._cast(_SDPA, args, kwargs)
+                args, kwargs = mode.cast(_SDPA, args, kwargs)
             return attention(*args, **kwargs)
 
         answers: list[tuple[Any, str, Any]] = [

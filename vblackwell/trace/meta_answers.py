@@ -6,8 +6,6 @@ new, dense tensors of their own, or the first argument changed in place; every o
 what touches tensors with bytes) runs as always.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +30,7 @@ class Known:
 
 
 class MetaAnswers(TorchDispatchMode):
-    """Calls operators, and remembers. ``known``: of the last call, the same for all calls of equal operator, shapes,
-    strides, offsets, types and other arguments; None where these do not say everything.
-    """
+    """Calls operators, and remembers; ``known``: of the last call, None where its arguments do not say everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +53,11 @@ class MetaAnswers(TorchDispatchMode):
             key = (func, *map(_key, args), *[(name, _key(value)) for name, value in kwargs.items()])
         except TypeError:  # an argument that is not plain
             return func(*args, **kwargs)
-        known = self._known.get(key)
-        if known is None:
-            out = func(*args, **kwargs)
-            known = self._known[key] = Known(_recipe(func, args, kwargs, out))
-        else:
-            out = func(*args, **kwargs) if known.recipe is None else known.recipe(args)
-        self.known = known
+        known = self.known = self._known.get(key)
+        if known is not None:
+            return func(*args, **kwargs) if known.recipe is None else known.recipe(args)
+        out = func(*args, **kwargs)
+        self.known = self._known[key] = Known(_recipe(func, args, kwargs, out))
         return out
 
 

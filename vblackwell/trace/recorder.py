@@ -1,12 +1,9 @@
-"""What operators on tensors without bytes would allocate on a GPU, and when, seen below autograd; workspaces, which no
-output shows, and what operators ask of a GPU come from `vblackwell.trace.workspace` and `work`.
-"""
-
-from __future__ import annotations
+"""What operators on tensors without bytes would allocate on a GPU, and when, as seen below autograd."""
 
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,28 +15,11 @@ from vblackwell.errors import InsufficientMemory
 from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.meta_answers import MetaAnswers
 from vblackwell.trace.work import VIEW, Work, module_issues, work_of
-from vblackwell.trace.workspace import (
-    CUBLAS,
-    CUBLAS_BYTES,
-    CUBLASLT_BYTES,
-    TAKEN_AFTER_OUTPUTS,
-    bytes_after_each_output,
-    workspace_bytes,
-)
+from vblackwell.trace.workspace import CUBLAS, CUBLAS_BYTES, CUBLASLT_BYTES, workspace_bytes
 
 KEPT = ("weights", "gradients", "optimizer")  # categories that a storage keeps once it has one
-NO_FACTS = (0, (), False, False)
 # References to a storage and to a tensor that only autograd's engine holds, while it calls a dispatch mode with it.
 ENGINE_ALONE = (2, 4)
-
-
-def _facts(name: str, args: Any, found: list[Tensor], num_sms: int) -> tuple[int, tuple[int, ...], bool, bool]:
-    """Of a call: bytes of its workspace, and after each output ``found``; whether it has a mask, and calls cuBLAS."""
-    base = name.partition(".")[0]
-    workspace, after = workspace_bytes(base, args, num_sms), bytes_after_each_output(base, args, found[0].numel())
-    if base in TAKEN_AFTER_OUTPUTS:
-        workspace, after = 0, (*[0] * (len(found) - 1), workspace)
-    return workspace, after, base == "native_dropout", base in CUBLAS
 
 
 class Recorder(TorchDispatchMode):
@@ -71,21 +51,24 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             out = self.answers.call(func, args, kwargs or {})
-            name, found = func.__name__, _on_meta_among(out)
-            workspace, after_outputs, has_mask, is_product = (
-                self._noted("facts", lambda: _facts(name, args, found, self.num_sms)) if found else NO_FACTS
-            )
+            leaves = (out,) if type(out) is Tensor else tree_leaves(out)
+            found = [each for each in leaves if isinstance(each, Tensor) and each.is_meta]
+            name = func.__name__.partition(".")[0]
+            workspace, after_outputs = 0, ()
+            if found:
+                taking = partial(workspace_bytes, name, args, found, self.num_sms)
+                workspace, after_outputs = self._noted("workspace", taking)
             taken = self._birth(workspace) if workspace else None
             if self.counts_work:
                 self._note_work(func, args, kwargs, out, found)
-            if name == "add.Tensor" and (old := summed_in_place(args)) is not None:
+            if func.__name__ == "add.Tensor" and (old := summed_in_place(args)) is not None:
                 self.log.hand_over(old, found[0])
-            for number, tensor in enumerate(found[::-1] if has_mask else found):  # dropout's mask first
+            for number, tensor in enumerate(found[::-1] if name == "native_dropout" else found):  # its mask first
                 self.see(tensor)
                 if number < len(after_outputs) and after_outputs[number]:
                     self.log.free(self._birth(after_outputs[number]))
-            if is_product:
-                self._cublas_workspace(name)
+            if name in CUBLAS and found:
+                self._cublas_workspace(func.__name__)
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
             return out
@@ -164,12 +147,6 @@ def summed_in_place(args: Any) -> Tensor | None:
     return old if held <= ENGINE_ALONE and dense and not old._is_view() else None
 
 
-def _on_meta_among(out: Any) -> list[Tensor]:
-    if type(out) is Tensor:
-        return [out] if out.is_meta else []
-    return [] if out is None else [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.is_meta]
-
-
 def _repeats(value: Any) -> bool:
     """Whether ``value`` is a tensor with more elements than its part of a storage."""
     if not isinstance(value, Tensor) or not value.numel():
@@ -243,9 +220,7 @@ class StorageLog:
 
 
 class StoragesWithBytes(TorchDispatchMode):
-    """Logs the storages of all operators inside, in RAM or on a GPU; raises InsufficientMemory with ``refusal`` out of
-    the operator that makes more than ``max_bytes`` together.
-    """
+    """Logs what operators make; raises InsufficientMemory with ``refusal`` where more than ``max_bytes`` live."""
 
     def __init__(self, max_bytes: int, refusal: str) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run for two steps on tensors
-without bytes.
+"""Which bytes a training step allocates, and when: the real module, loss and optimizer, run without bytes.
 
 Every operator's outputs are seen below autograd, so checkpointing, tied weights, frozen weights and views cost what
 they cost. Two steps, because optimizers allocate states in the first and autograd keeps gradients of the first alive
@@ -33,7 +32,6 @@ MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[], Any]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Untraceable(Unsupported):
@@ -47,8 +45,7 @@ class Trace:
     Attributes:
         sizes: bytes of each storage, as asked for (before any rounding); categories: of each, of `CATEGORIES`.
         events: ``i`` where storage i is allocated, ``~i`` where it is freed.
-        marks: (index into ``events``, step, phase) where a phase begins: 'setup', 'forward', 'loss', 'loss_backward',
-            'backward' or 'optimizer'.
+        marks: (event, step, phase) where 'setup', 'forward', 'loss', 'loss_backward', 'backward' or 'optimizer' begins.
         num_parameters: elements of all parameters, tied ones once; trainable: those with gradients.
         work: what the operators of the last step ask of a GPU.
     """
@@ -89,13 +86,11 @@ class Trace:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """``model`` if all of it is on meta, else a copy there, without bytes. Raises Untraceable where it refuses."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    if all(tensor.is_meta for tensor in (*parameters, *buffers)):
         return model
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device=META)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device=META) for each in (*parameters, *buffers)}
+    memo |= {id(each): nn.Parameter(memo[id(each)], each.requires_grad) for each in parameters}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
@@ -106,21 +101,19 @@ def on_meta(model: nn.Module) -> nn.Module:
 def refuse_frozen(model: nn.Module) -> None:
     """Raises ConfigurationError, with what to do, where no parameter has ``requires_grad``."""
     parameters = list(model.parameters())
-    if any(param.requires_grad for param in parameters):
-        return
-    frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
-    raise ConfigurationError(
-        f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-        "requires_grad_(True) on what is to learn, or train adapters over a frozen base (vb train --model FOLDER "
-        "--lora 16)"
-    )
+    if not any(param.requires_grad for param in parameters):
+        frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
+        raise ConfigurationError(
+            f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
+            "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
+        )
 
 
 def trace_training(
     model: nn.Module,
     make_batch: MakeBatch,
     loss: Loss,
-    make_optimizer: MakeOptimizer | None,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     *,
     autocast: torch.dtype | None = None,
     capability: tuple[int, int] = (8, 0),
@@ -136,15 +129,15 @@ def trace_training(
         autocast: dtype of an autocast region around the loss.
         capability, num_sms: of the GPU: decide cuBLAS's workspace, and how sums are divided.
 
-    Raises:
-        Untraceable: something needs a tensor's values, or an operator has no shape rule, in torch's words.
-        ConfigurationError: nothing of the model is to be trained.
+    Raises Untraceable where something needs a tensor's values or an operator has no shape rule, in torch's words, and
+    ConfigurationError where nothing of the model is to be trained.
     """
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
     try:
-        with cuda_on_meta(autocast, capability, recorder.called) as masquerade, plain_batches():
-            _see_weights(recorder, model)
+        with cuda_on_meta(autocast, capability, recorder.called) as cuda, plain_batches():
+            recorder.enter_phase("setup")
+            _see(recorder, [*model.parameters(), *model.buffers()], "weights")
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
             with recorder.answers:
                 head = last_module_with_weights(model, make_batch, loss)
@@ -153,7 +146,7 @@ def trace_training(
                 for recorder.step in range(steps):
                     recorder.counts_work = recorder.step == steps - 1
                     with recorder:
-                        _run_step(recorder, masquerade, model, make_batch, loss, optimizer)
+                        _run_step(recorder, cuda, model, make_batch, loss, optimizer)
                 recorder.enter_phase("setup")
                 model.zero_grad(set_to_none=True)
             del optimizer  # its states end here, where it is seen
@@ -175,15 +168,13 @@ def trace_training(
     )
 
 
-def trace_forward(
-    model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int] = (8, 0)
-) -> tuple[Work, ...]:
+def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]) -> tuple[Work, ...]:
     """What one forward without gradients asks of a GPU; arguments and errors as `trace_training`. Every operator is
     issued as one, without the host's time between them: decoding replays most of it as a graph.
     """
     model = on_meta(model)
     recorder = Recorder(capability, counts_work=True)
-    _see_weights(recorder, model)  # so that views of them are known
+    _see(recorder, [*model.parameters(), *model.buffers()], "weights")  # so that views of them are known
     recorder.enter_phase("forward")
     try:
         with cuda_on_meta(None, capability), plain_batches(), torch.no_grad(), recorder:
@@ -200,11 +191,6 @@ def brief(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _see_weights(recorder: Recorder, model: nn.Module) -> None:
-    recorder.enter_phase("setup")
-    _see(recorder, [*model.parameters(), *model.buffers()], "weights")
-
-
 def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
     with torch._C.DisableTorchFunction():
         for tensor in tensors:
@@ -213,15 +199,15 @@ def _see(recorder: Recorder, tensors: Iterable[Any], category: str) -> None:
 
 
 def _run_step(
-    recorder: Recorder, masquerade: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
+    recorder: Recorder, cuda: CudaOnMeta, model: nn.Module, make_batch: MakeBatch, loss: Loss, optimizer: Any
 ) -> None:
     first = recorder.first
     first.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
-    masquerade.casts = {}
+    cuda.casts = {}
     value = loss(model, batch)
-    masquerade.casts = None
+    cuda.casts = None
     for index in recorder.log.alive():
         if index >= first["forward"]:
             kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
@@ -237,14 +223,11 @@ def _run_step(
         model.zero_grad(set_to_none=True)
         return
     # What an optimizer reads (Adafactor: a norm) scales its step, and decides no size.
-    masquerade.item_read = recorder.read
+    cuda.item_read = recorder.read
     optimizer.step()
-    masquerade.item_read = None
+    cuda.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)
-
-
-# -- the head ----------------------------------------------------------------------------------------------------------
 
 
 def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextManager[Any]:
@@ -290,7 +273,7 @@ def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss
     if not called:
         return None
     if remembered:
-        while len(_known_heads) >= MAX_KNOWN_HEADS:
-            del _known_heads[next(iter(_known_heads))]
+        if len(_known_heads) >= MAX_KNOWN_HEADS:
+            _known_heads.clear()
         _known_heads[key] = called[-1]
     return modules[called[-1]]

@@ -4,11 +4,8 @@ On the GPU an operator takes the longer of its operations over the rate of the m
 the memory, and no less than a small kernel; on the host, time in Python, in torch's dispatcher and to launch, as do
 views and calls of modules. Neither waits for the other in training, so a step takes the longer of the two sums, unless
 the host reads numbers that the GPU makes, as Adafactor does (`reading_seconds`). Operations by
-`torch.utils.flop_counter`'s formulas, attention's by our own; causal attention counts half. Our own operators are known
-by name, as in `workspace`.
+`torch.utils.flop_counter`'s formulas, those of attention (causal: half) and of our operators, by name, by our own.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -87,11 +84,13 @@ def work_of(
     num_bytes += sum(_size(each) for each in written if isinstance(each, Tensor))
     # The first operand's: attention's backward reads sums in fp32 next to what it multiplies.
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
-    kind = "attention" if name.startswith("_scaled_dot_product") else ""
-    if name.startswith("convolution") and width == 4 and has_tf32:
-        kind = "tf32"
+    is_tf32 = name.startswith("convolution") and width == 4 and has_tf32
+    kind = "attention" if name.startswith("_scaled_dot_product") else "tf32" if is_tf32 else ""
     share = _share(name, args, out, num_sms) if width == 4 else 0.0
-    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, _issues(name, args), share)
+    issues = OWN_KERNEL if name in _OWN else KERNEL
+    if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
+        issues = MANY + ONE_OF_MANY * len(args[0])
+    return Work(phase, _flops(func, name, args, kwargs, out), num_bytes, width, kind, issues, share)
 
 
 # (rows, columns, of the full rate): a smaller tile reads its operands more often.
@@ -101,9 +100,8 @@ MIN_INNER = 256  # of a part, where a product with fewer tiles than multiprocess
 
 @functools.lru_cache(maxsize=4096)
 def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: int = NUM_SMS) -> float:
-    """Of the full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores: of the best
-    tile, one a multiprocessor at a time. Lost are the part of the last tiles that lies outside, and the multiprocessors
-    that idle in the last round; tensor cores lose by other things as well (`MATMUL_SHARE`).
+    """Of full rate, for ``count`` products (rows, inner) x (inner, columns) in fp32 on CUDA cores, by the best tile:
+    lost are the part of the last tiles that lies outside, and the multiprocessors that idle in the last round.
     """
     best = 0.0
     for high, wide, of_full in TILES:
@@ -126,12 +124,6 @@ def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
         return 0.0
     inner = args[_PRODUCTS[name]].shape[-1]
     return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1, num_sms)
-
-
-def _issues(name: str, args: Any) -> float:
-    if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
-        return MANY + ONE_OF_MANY * len(args[0])
-    return OWN_KERNEL if name in _OWN else KERNEL
 
 
 _LOOK_UP = {"embedding", "index_select", "gather", "index"}  # a few rows of a table
@@ -160,9 +152,7 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    if formula is None:
-        return 0.0
-    return float(formula(*args, **(kwargs or {}), out_val=out))
+    return 0.0 if formula is None else float(formula(*args, **(kwargs or {}), out_val=out))
 
 
 def _attention(name: str, args: Any) -> float:
@@ -171,14 +161,8 @@ def _attention(name: str, args: Any) -> float:
     query, key, value = args[1:4] if backward else args[:3]
     scores = 2.0 * query.numel() // query.shape[-1] * key.shape[-2]
     found = scores * ((3 if backward else 1) * query.shape[-1] + (2 if backward else 1) * value.shape[-1])
-    causal = _CAUSAL.get(name)
-    return found / 2 if causal is not None and causal < len(args) and args[causal] is True else found
-
-
-_CAUSAL = {
-    "_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11,
-}  # fmt: skip
+    causal = 11 if backward else 4 if "flash" in name else 6  # its place among the arguments
+    return found / 2 if causal < len(args) and args[causal] is True else found
 
 
 def rows_of(x: Tensor) -> int:
@@ -205,9 +189,6 @@ _OWN: dict[str, Callable[..., float]] = {
 }
 
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
-
-
 def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updates: float = 0.0) -> dict[str, float]:
     """Seconds of each phase: the GPU's, or the host's where all of these together are longer.
 
@@ -215,12 +196,12 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
         waits: the host computes itself, so that both add up, and no product is cut into a GPU's tiles.
         updates: seconds in which the CPU updates meanwhile (`slowed_by_updates`); of no account where ``waits``.
     """
-    on_gpu: dict[str, float] = {}
-    on_host: dict[str, float] = {}
     work = list(work)
+    on_gpu = dict.fromkeys((each.phase for each in work), 0.0)
+    on_host = dict(on_gpu)
     for each in work:
-        on_gpu[each.phase] = on_gpu.get(each.phase, 0.0) + _gpu_seconds(each, rates, tiled=not waits)
-        on_host[each.phase] = on_host.get(each.phase, 0.0) + host_seconds(each, rates)
+        on_gpu[each.phase] += _gpu_seconds(each, rates, tiled=not waits)
+        on_host[each.phase] += host_seconds(each, rates)
     if waits:
         return {phase: seconds + on_host[phase] for phase, seconds in on_gpu.items()}
     slower = slowed_by_updates(sum(on_host.values()), updates, rates.busy_issues)
@@ -234,8 +215,8 @@ def phase_seconds(work: Iterable[Work], rates: Rates, waits: bool = False, updat
 
 def reading_seconds(work: Sequence[Work], rates: Rates, slower: float = 1.0) -> float:
     """How much longer a step takes than GPU and host alone, because the host, ``slower`` times as slow, reads what the
-    GPU makes. Both begin a step with nothing to do, as after the last read of the one before; an operator runs when it
-    has been issued and those before it are done; a read ends when all of these are.
+    GPU makes. Both begin with nothing to do, as after a read; an operator runs when it has been issued and those before
+    it are done; a read ends when all of these are.
     """
     if not any(each.kind == "read" for each in work):
         return 0.0

@@ -4,9 +4,7 @@ Formulas from the shapes, after torch's sources (ATen/native/cuda and native/tra
 operators, which are known by name, after vblackwell/kernels; operators that are not here are taken to need none.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,31 +13,30 @@ from vblackwell.machine.gpus import NUM_SMS
 from vblackwell.trace.work import rows_of
 from vblackwell.units import align_up
 
+# Operators that call cuBLAS, whose workspace is allocated at the first one.
 CUBLAS = {
     "mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation", "shared_input_linears", "shared_input_linears_dx",
     "swiglu_linear", "normed_linears", "normed_linears_backward", "feed_forward_block", "feed_forward_block_backward",
     "linear_cross_entropy",
-}  # fmt: skip  # operators that call cuBLAS, whose workspace is allocated at the first one
+}  # fmt: skip
 # torch's default cuBLAS workspace (`CUBLAS_WORKSPACE_CONFIG`): ':4096:2:16:8', from capability 9 on ':4096:8'; and what
 # the first product with a bias takes for cuBLASLt and keeps.
 CUBLAS_BYTES = {False: 2 * 4096 * 1024 + 8 * 16 * 1024, True: 32 * 1024 * 1024}
 CUBLASLT_BYTES = 1024 * 1024
 
 
-def workspace_bytes(name: str, args: tuple[Any, ...], num_sms: int = NUM_SMS) -> int:
-    """Bytes that operator ``name`` takes for its call on a GPU of so many multiprocessors."""
-    if name in ("sum", "mean"):
-        return _sum(num_sms, *args)
-    return _FORMULAS[name](*args) if name in _FORMULAS else 0
-
-
-def bytes_after_each_output(name: str, args: tuple[Any, ...], num_out: int) -> tuple[int, ...]:
-    """Bytes that operator ``name`` takes and gives back after each tensor that it returns, in their order; ``num_out``:
-    elements of the first.
-    """
+def workspace_bytes(
+    name: str, args: tuple[Any, ...], outputs: Sequence[Tensor], num_sms: int = NUM_SMS
+) -> tuple[int, tuple[int, ...]]:
+    """Bytes that operator ``name`` takes during its call, and for a moment after each of its ``outputs``."""
     if name == "convolution":
-        return _convolution(num_out, *args)
-    return _convolution_backward(*args) if name == "convolution_backward" else ()
+        return 0, _convolution(outputs[0].numel(), *args[:2], *args[3:5], args[6], args[8])
+    if name == "convolution_backward":
+        return 0, _convolution_backward(*args[:3], *args[4:6], args[7], *args[9:11])
+    found = _sum(num_sms, *args) if name in ("sum", "mean") else _FORMULAS[name](*args) if name in _FORMULAS else 0
+    if name in TAKEN_AFTER_OUTPUTS:
+        return 0, (*[0] * (len(outputs) - 1), found)
+    return found, ()
 
 
 def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
@@ -50,21 +47,16 @@ def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
     return 4 * b * n * rows * (width + 1) + shared + 256
 
 
-def _efficient_backward(dy: Tensor, query: Tensor, *rest: Any) -> int:
-    b, n, s, h = query.shape
-    accumulate = 4 * b * n * s * h if query.element_size() < 4 else 0
-    return 4 * b * n * s + accumulate
-
-
 TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
-    "_safe_softmax", "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward"
-}  # fmt: skip
+    "_safe_softmax",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward",
+}
 
 
 def _convolution(
-    num_out: int, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    outer: Any, groups: int
-) -> tuple[int, ...]:  # fmt: skip
+    num_out: int, x: Tensor, weight: Tensor, stride: Any, padding: Any, transposed: bool, groups: int
+) -> tuple[int, ...]:
     """cuDNN's kernels want channels last: it copies what is not, channels of half precision padded to 8, and weights
     that cover an area. All sizes but parts of sums, a few MiB, as two ResNets on an H200 showed them (cuDNN 9.19).
     Grouped and transposed ones: not known.
@@ -79,17 +71,15 @@ PARTS = 1 << 20  # values
 
 
 def _convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    outer: Any, groups: int, wanted: Any,
-) -> tuple[int, ...]:  # fmt: skip
+    dy: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, transposed: bool, groups: int, wanted: Any
+) -> tuple[int, ...]:
     """Those of the input's gradient and of the weight's; a plain product's parts of the latter are one an image."""
     if not _copies(x, weight, transposed, groups):
         return ()
     copied = _channels_last(x, weight, dy.numel())
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
-    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen, here as many as make
-    # PARTS.
+    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen.
     parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
     aligned = area * x.element_size() % 16 == 0
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
@@ -153,10 +143,6 @@ def _sum(num_sms: int, x: Tensor, dims: Any = None, *rest: Any) -> int:
     return reduction_bytes(reduced, x.numel() // max(1, reduced), num_sms)
 
 
-def _normed_input(x: Tensor) -> int:
-    return x.numel() * x.element_size() + 4 * rows_of(x)  # and the norm's scale of each row, or a gradient of that size
-
-
 CHUNK_BYTES, ROW_STEP = 128 << 20, 256  # of kernels/pointwise/linears.py
 
 
@@ -184,12 +170,15 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     ),
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_efficient_attention_backward": lambda dy, query, *rest: (
+        4 * rows_of(query) * (1 + (query.shape[-1] if query.element_size() < 4 else 0))
+    ),
     "embedding_dense_backward": lambda dy, indices, *rest: 40 * indices.numel() if indices.numel() > 3072 else 0,
     "_softmax_backward_data": lambda dy, *rest: dy.numel() * dy.element_size(),  # dy * y, before it is summed
     "_safe_softmax": lambda scores, *rest: scores.numel(),  # where the scores are -inf
-    "normed_linears": lambda x, *rest: _normed_input(x),
-    "normed_linears_backward": lambda dys, x, *rest: _normed_input(x),
+    # The normed input and the norm's scale of each row, or gradients of that size.
+    "normed_linears": lambda x, *rest: x.numel() * x.element_size() + 4 * rows_of(x),
+    "normed_linears_backward": lambda dys, x, *rest: x.numel() * x.element_size() + 4 * rows_of(x),
     "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,
     "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: _feed_forward(x, gate, 3),
     "swiglu_linear": lambda gate, up, weight, wanted: gate.numel() * gate.element_size() if wanted else 0,

@@ -22,7 +22,7 @@ def test_a_streamed_step_of_a_decoder_on_meta():
     seconds = {"forward": 0.010, "loss": 0.001, "backward": 0.030, "loss_backward": 0.002}
     parameters = sum(p.numel() for p in model.parameters())
 
-    def times_of(rates: Rates, update: str | float = "level0", input_bytes: int = 0) -> LaneTimes:
+    def times_of(rates: Rates, update: str | float = "device", input_bytes: int = 0) -> LaneTimes:
         options = StreamingOptions(update=update, weight_bytes=8 * MiB)
         found = forecast_step(model, [64 * MiB, GiB], options, seconds, input_bytes=input_bytes)
         return simulate(found.lanes, rates)

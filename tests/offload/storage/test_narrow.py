@@ -181,7 +181,7 @@ def test_micro_batches_sum_what_each_of_them_used(
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_sums_that_a_way_back_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
     model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)
-    wishes = StreamingOptions(torch.bfloat16, update="level0")
+    wishes = StreamingOptions(torch.bfloat16, update="device")
     told = forecast_step(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
     enable_vgpu_stack_optimization(
         model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="level0"

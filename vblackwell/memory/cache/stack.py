@@ -18,7 +18,7 @@ import torch
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
-from vblackwell.machine.facts import memory_facts, settle_cpu_kernels
+from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
 from vblackwell.memory.cache.config import GPU_SHARE, LevelConfig, build_levels
 from vblackwell.memory.cache.entry import Entry, default_priority, layout_of, packed_bytes
@@ -59,7 +59,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             raise ConfigurationError(
                 f"policy {policy!r} must be one of {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
             )
-        settle_cpu_kernels()
+        choose_cpu_kernels()
         self._policy = POLICIES[policy]()
         super().__init__(build_levels(config))
         self.policy = policy

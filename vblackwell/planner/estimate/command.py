@@ -1,14 +1,9 @@
-"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page. Nothing is run, and nothing
-else is written.
-"""
-
-from __future__ import annotations
+"""``vb estimate``: what training a model will take of a GPU, as a table, JSON or a page."""
 
 import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,20 +28,6 @@ from vblackwell.trace.work import Work, phase_seconds
 from vblackwell.units import GiB, MiB, TiB, format_bytes, format_seconds, parse_bytes
 
 MIN_GPU, MAX_GPU = MiB, 16 * TiB
-FROZEN_BY_PYTHON = 1000  # at least as many objects as 3.12 itself freezes at its start; 3.11 and 3.13 freeze none
-
-
-@contextmanager
-def frozen_objects() -> Iterator[None]:
-    """Libraries' objects are not looked through for garbage meanwhile; what the caller has frozen stays so."""
-    ours = gc.get_freeze_count() < FROZEN_BY_PYTHON
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 def estimate_command(
@@ -68,8 +49,9 @@ def estimate_command(
     advice: bool = True,
 ) -> int:
     """Print the estimate, and write it to ``html`` as a page; 0. A factory's model that cannot be traced is trained for
-    two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Raises
-    ConfigurationError for bad input, or a GPU below what the model needs at any batch size.
+    two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Objects
+    that are there when it begins to trace are never looked through for garbage again. Raises ConfigurationError for bad
+    input, or a GPU below what the model needs at any batch size.
     """
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
@@ -83,9 +65,7 @@ def estimate_command(
             )
     if gpus is not None:
         if card is None:
-            raise ConfigurationError(
-                "--gpus plans for cards whose speed is known: give --gpu as well, e.g. --gpu 'RTX 3090'"
-            )
+            raise ConfigurationError("--gpus plans for cards whose speed is known: give one as well, e.g. --gpu A100")
         check_several(gpus, topology)
     page = None if html is None else Path(html)
     if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
@@ -93,30 +73,28 @@ def estimate_command(
         raise ConfigurationError(f"--html {html}: {wrong}; give a file in a folder that exists")
     host = PLENTY if host_memory is None else some_bytes(host_memory, "--host-memory")
     below = host, parse_bytes(disk_memory, "--disk-memory") if disk_memory else 0
-    decoders = {
-        name: replace(preset, max_position=seq_length or preset.max_position) for name, preset in PRESETS.items()
-    }
+    decoders = {name: replace(preset, max_position=seq_length) for name, preset in PRESETS.items()}
     spec = find_model(model, decoders, seq_length)
     if spec.note is not None:
         print(spec.note, file=sys.stderr, flush=True)
     capability, num_sms = (card.capability, card.num_sms) if card else ((8, 0), NUM_SMS)
     run = Run(spec, seq_length, optimizer, precision, gradient_checkpointing, capability, expandable_segments, num_sms)
     run.model()  # brings the libraries that it needs
-    with frozen_objects():
-        least = None if gpu_bytes is None or gpus is not None else minimum_gpu_bytes(run, gpu_bytes)
-        if least is not None:
-            raise ConfigurationError(
-                f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}, about "
-                f"{format_bytes(least[0])} at any batch size: {least[1]}"
-            )
-        found = _traced(run, batch_size, card, gpu_bytes, is_traced_alone=gpus is not None)
-        if gpu_bytes is not None:
-            found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
-        if gpus is not None and card is not None and gpu_bytes is not None:
-            several = sharded_step(run, found.trace, batch_size, card, gpu_bytes, gpus, topology)
-            found = replace(found, several=several)
-        elif advice and found.measured is None and (found.fits is False or card is not None):
-            found = replace(found, advice=advice_of(found, below))
+    gc.freeze()
+    gc.enable()
+    least = None if gpu_bytes is None or gpus is not None else minimum_gpu_bytes(run, gpu_bytes)
+    if least is not None:
+        raise ConfigurationError(
+            f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}, about "
+            f"{format_bytes(least[0])} at any batch size: {least[1]}"
+        )
+    found = _traced(run, batch_size, card, gpu_bytes, only_traced=gpus is not None)
+    if gpu_bytes is not None:
+        found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
+    if gpus is not None and card is not None and gpu_bytes is not None:
+        found = replace(found, several=sharded_step(run, found.trace, batch_size, card, gpu_bytes, gpus, topology))
+    elif advice and found.measured is None and (found.fits is False or card is not None):
+        found = replace(found, advice=advice_of(found, below))
     if page is not None:
         from vblackwell.planner.estimate.page import page_of
 
@@ -132,23 +110,19 @@ def some_bytes(text: str, flag: str) -> int:
     """The size that ``flag`` was given, above 0."""
     found = parse_bytes(text, flag)
     if not found:
-        raise ConfigurationError(
-            f"{flag} {text}: nothing runs without RAM; give a size, e.g. 32GiB, or leave the flag out"
-        )
+        raise ConfigurationError(f"{flag} {text}: nothing runs without RAM; give e.g. 32GiB, or leave the flag out")
     return found
 
 
-def _traced(
-    run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, is_traced_alone: bool
-) -> Estimated:
-    """The run's trace and peak; measured where it cannot be traced, unless ``is_traced_alone``."""
+def _traced(run: Run, batch_size: int, card: KnownGPU | None, gpu_bytes: int | None, only_traced: bool) -> Estimated:
+    """The run's trace and peak; measured where it cannot be traced, unless ``only_traced``."""
     measured = None
     try:
         trace = run.trace(batch_size)
     except Untraceable as error:
         if run.spec.make is None:
             raise Untraceable(f"{error}; give it as package.module:factory to have two steps of it measured") from error
-        if is_traced_alone:
+        if only_traced:
             raise Untraceable(f"{error}; --gpus divides a traced step: leave it out") from error
         print(f"{error}; two real steps are measured instead", file=sys.stderr, flush=True)
         measured = measure_run(run, batch_size)
@@ -185,9 +159,7 @@ FUSED = "vb.accelerate_causal_lm(model)"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run: what to say to get it, bytes of the GPU, seconds of a token (None: not known) and its operations;
-    ``also``: what it costs in addition.
-    """
+    """A way to run: bytes of the GPU, seconds (None: not known) and operations of a token; ``also``: other costs."""
 
     change: str
     peak: int
@@ -252,16 +224,12 @@ class _Ways:
             change = f"batches of {smaller}, gradients of {-(-self.batch_size // smaller)} added up"
             yield from self.plain(change, run, self._trace_of(run, smaller), batch_size=smaller)
         if stack is not None and not stack.refused:
-            yield self._stacked("an offload stack (vb train --vgpu-auto)", stack)
+            yield self._stacked("", stack)
         elif stack is not None:
-            yield from self._streamed(
-                f"an offload stack with {RECOMPUTING} (vb train --vgpu-auto)", changed, recomputing
-            )
+            yield from self._streamed(RECOMPUTING, changed, recomputing)
 
     def _on_fused_operators(self, run: Run) -> Iterator[Way]:
-        """A model of transformers without the logits of a batch; where no stack holds it as it is, a stack under that,
-        recomputing only if it must.
-        """
+        """Without a batch's logits; under a stack where none holds it as it is, recomputing only if it must."""
         if run.spec.loss is not language_loss:
             return  # ours runs on them in any case
         run = replace(run, spec=replace(run.spec, build=partial(_accelerated, run.spec.build)))
@@ -269,21 +237,19 @@ class _Ways:
         yield from self.plain(FUSED, run, trace)
         if trace is None or stack is None or stack.refused is None:
             return
-        stacked = list(self._streamed(f"an offload stack, {FUSED} (vb train --vgpu-auto)", run, trace))
+        stacked = list(self._streamed(FUSED, run, trace))
         if not stacked and not run.checkpointing:
-            run, change = replace(run, checkpointing=True), f"an offload stack, {FUSED}, {RECOMPUTING}"
-            stacked = self._streamed(f"{change} (vb train --vgpu-auto)", run, self._trace_of(run))
+            run = replace(run, checkpointing=True)
+            stacked = self._streamed(f"{FUSED}, {RECOMPUTING}", run, self._trace_of(run))
         yield from stacked
 
-    def _trace_of(self, run: Run, batch_size: int | None = None) -> Trace | None:
+    def _trace_of(self, run: Run, batch_size: int = 0) -> Trace | None:
         try:
             return run.trace(batch_size or self.batch_size)
         except (ConfigurationError, Unsupported):
             return None  # this model cannot be run so: nothing to advise
 
-    def plain(
-        self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int | None = None
-    ) -> Iterator[Way]:
+    def plain(self, change: str, run: Run, trace: Trace | None, also: str = "", batch_size: int = 0) -> Iterator[Way]:
         """Without a stack."""
         if trace is not None:
             tokens = (batch_size or self.batch_size) * run.seq_length
@@ -292,18 +258,19 @@ class _Ways:
             yield Way(change, peak, seconds, _flops(trace) / tokens, also)
 
     def _streamed(self, change: str, run: Run, trace: Trace | None) -> Iterator[Way]:
-        """An offload stack for the step that ``trace`` is of, if it fits."""
+        """An offload stack with ``change`` for the step that ``trace`` is of, if it fits."""
         if trace is not None and self.estimated.gpu_bytes is not None:
             stack = estimate_offload(run, trace, self.batch_size, self.estimated.gpu_bytes, *self.below)
             if not stack.refused:
-                yield replace(self._stacked(change, stack), work=_flops(trace) / self.tokens)
+                yield replace(self._stacked(f", {change}", stack), work=_flops(trace) / self.tokens)
 
     def _stacked(self, change: str, stack: OffloadEstimate) -> Way:
         context = context_bytes(self.estimated.run.capability) + RUNTIME_BYTES
         disk = f" and {stack.disk / GiB:.1f} GiB of disk" if stack.disk else ""
         seconds = None if stack.tokens_per_second is None else 1 / stack.tokens_per_second
         peak = context + stack.level0 + stack.step + stack.fragmentation
-        return Way(change, peak, seconds, also=f"{stack.host / GiB:.1f} GiB of RAM{disk}")
+        said, also = f"an offload stack{change} (vb train --vgpu-auto)", f"{stack.host / GiB:.1f} GiB of RAM{disk}"
+        return Way(said, peak, seconds, also=also)
 
 
 def _flops(trace: Trace) -> float:

@@ -50,27 +50,20 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     is_gpu, free = device.type == "cuda", memory_facts().available_bytes
     needed = sum(p.numel() for p in run.model().parameters()) * (4 if is_gpu else RAM_A_PARAMETER)
     if needed > free:
-        raise InsufficientMemory(
-            f"{name} cannot be traced, and to measure it takes {format_bytes(needed)} of RAM where "
-            f"{format_bytes(free)} are free",
-            needed_bytes=needed,
-            available_bytes=free,
-        )
+        said = f"to measure it takes {format_bytes(needed)} of RAM where {format_bytes(free)} are free"
+        raise InsufficientMemory(f"{name} cannot be traced, and {said}", needed_bytes=needed, available_bytes=free)
     where = torch.cuda.get_device_name(device) if is_gpu else "this machine's CPU"
     try:
         with _recorded(device, free) as record:
-            model, seconds = _train(run, run.spec.make(), batch_size, device, record)
+            model, seconds = _train(run, batch_size, device, record)
             parameters = list(model.parameters())
             counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
             record.update()
     except VBError:
         raise
     except torch.OutOfMemoryError as error:
-        raise InsufficientMemory(
-            f"{name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size",
-            needed_bytes=0,
-            available_bytes=0,
-        ) from error
+        said = f"{name} cannot be traced, and measured it does not fit {where}: give a smaller --batch-size"
+        raise InsufficientMemory(said) from error
     except Exception as error:  # a stranger's code may raise anything
         raise Untraceable(f"{name} cannot be traced, and fails when it is measured, too: {brief(error)}") from error
     log = record.log
@@ -78,10 +71,10 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     return Measured(trace, seconds, where)
 
 
-def _train(
-    run: Run, model: nn.Module, batch_size: int, device: torch.device, record: _Record
-) -> tuple[nn.Module, float]:
-    model = run.prepared(model.to(torch.bfloat16 if run.precision == "bf16" else torch.float32)).to(device).train()
+def _train(run: Run, batch_size: int, device: torch.device, record: _Record) -> tuple[nn.Module, float]:
+    """The trained model, and the seconds of its last step."""
+    assert run.spec.make is not None
+    model = run.prepared(run.spec.make().to(run.dtype)).to(device).train()
     record.see_weights(model)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     seconds = 0.0
@@ -119,9 +112,7 @@ def _categories(log: StorageLog, marks: list[tuple[int, int, str]]) -> tuple[str
 
 
 class _Record:
-    """Storages, and where phases begin among their events. ``on_cpu``: sees those in RAM; None: the GPU's allocator is
-    asked.
-    """
+    """Storages, and where phases begin among their events; ``on_cpu`` sees them, or the GPU's allocator is asked."""
 
     def __init__(self, device: torch.device, on_cpu: StoragesWithBytes | None) -> None:
         self.device, self._on_cpu = device, on_cpu

@@ -2,8 +2,6 @@
 its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata
@@ -31,7 +29,8 @@ def page_of(estimated: Estimated) -> str:
     if (speed := estimated.tokens_per_second) is not None:
         cards.append(("", "tokens/s" if estimated.fits else "tokens/s, streamed", f"{speed:,.0f}"))
     whole = size if size is not None and peak < size <= 2 * peak else peak
-    rows = [(f"{_key(name)}{SHOWN[name]}", values[name], f"{values[name] / peak:.1%}") for name in ORDER]
+    keys = {name: f'<i class="c-{name}"></i>{SHOWN[name]}' for name in ORDER}
+    rows = [(keys[name], values[name], f"{values[name] / peak:.1%}") for name in ORDER]
     rows += [("peak (P50)", peak, ""), ("plan for (P99)", memory.peak_p99, "")]
     parts = {
         "model": escape(estimated.run.spec.name),
@@ -39,7 +38,7 @@ def page_of(estimated: Estimated) -> str:
         "cards": "".join(
             f'<div class="card {mark}"><span>{escape(label)}</span><b>{value}</b></div>' for mark, label, value in cards
         ),
-        "legend": "".join(f"<span>{_key(name)}{SHOWN[name]}</span>" for name in ORDER),
+        "legend": "".join(f"<span>{key}</span>" for key in keys.values()),
         "bar": "".join(
             f'<div class="c-{name}" style="width:{100 * values[name] / whole:.3f}%" title="{SHOWN[name]}: '
             f'{format_bytes(values[name])}"></div>'
@@ -60,19 +59,13 @@ def page_of(estimated: Estimated) -> str:
     return page.substitute(parts | _drawing(estimated))
 
 
-def _key(name: str) -> str:
-    return f'<i class="c-{name}"></i>'
-
-
 def _list(lines: Iterable[object]) -> str:
     return "<ul>" + "".join(f"<li>{escape(str(line))}</li>" for line in lines) + "</ul>"
 
 
 def _plan(estimated: Estimated) -> str:
     lines = estimated.plan_lines()
-    body = _list(
-        lines or ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what an offload stack would hold"]
-    )
+    body = _list(lines or ["no GPU was named: --gpu or --gpu-memory says whether it fits, and what a stack would hold"])
     if estimated.advice:
         body += "<h3>What would help</h3>" + _list(estimated.advice)
     return body

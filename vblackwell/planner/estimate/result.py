@@ -1,7 +1,5 @@
 """What ``vb estimate`` found out about one run, as a table for people and as JSON values."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,23 +108,20 @@ class Estimated:
         if stack is not None and stack.refused:
             plan["offload"] = {"refused": stack.refused}
         elif stack is not None:
-            plan["offload"] = {
-                "level0": stack.level0, "host": stack.host, "disk": stack.disk, "activations_and_workspace": stack.step,
-                "fragmentation": stack.fragmentation,
-            }  # fmt: skip
+            names = "level0", "host", "disk", "activations_and_workspace", "fragmentation"
+            sizes = stack.level0, stack.host, stack.disk, stack.step, stack.fragmentation
+            plan["offload"] = dict(zip(names, sizes, strict=True))
         if self.resident is not None:
             streamed, bottleneck = (stack.tokens_per_second, stack.bottleneck) if stack else (None, None)
-            speed = {"resident": self.resident, "streamed": streamed, "bottleneck": bottleneck, "rates": self.rates}
-            plan["speed"] = speed
+            plan["speed"] = {"resident": self.resident, "streamed": streamed, "bottleneck": bottleneck}
+            plan["speed"]["rates"] = self.rates
         if self.several is not None:
             plan["several_gpus"] = self.several.as_dict()
-        return {
-            "model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values,
-            "gpu_bytes": self.gpu_bytes, "fits": self.fits, "tokens_per_second": self.tokens_per_second, "plan": plan,
-            "advice": [asdict(each) for each in self.advice],
-            "method": "traced" if self.measured is None else f"measured on {self.measured.where}",
-            "assumptions": self.assumptions(),
-        }  # fmt: skip
+        found: dict[str, Any] = {"model": self.run.spec.name, "parameters": values.pop("parameters"), "bytes": values}
+        found |= {"gpu_bytes": self.gpu_bytes, "fits": self.fits, "tokens_per_second": self.tokens_per_second}
+        found |= {"plan": plan, "advice": [asdict(each) for each in self.advice]}
+        found["method"] = "traced" if self.measured is None else f"measured on {self.measured.where}"
+        return found | {"assumptions": self.assumptions()}
 
     def plan_lines(self) -> list[str]:
         """What to do with it, a line each."""
