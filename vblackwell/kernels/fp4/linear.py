@@ -21,7 +21,6 @@ from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
 from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
-from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op, request_of
@@ -123,7 +122,7 @@ def tiled_reasons(request: Request) -> list[str]:
     """Why no kernel that is compiled here and reads tiles can take ``request``, whatever its activations."""
     reasons = registry.device_reasons(request) or [*nvrtc.why_not()]
     if not layout.is_tiled(request.format):
-        reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.layout.to_tiled")
+        reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.fp4.layout.to_tiled")
     return reasons
 
 
@@ -156,15 +155,12 @@ def _wgmma_reasons(request: Request) -> list[str]:
 
 
 def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    m, device = x_MK.shape[0], x_MK.device
-    plan = tuned(plan_mma(m, n, k, has_clusters(registry.capability(device))), device, x_MK.dtype, m, n, k)
+    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(registry.capability(x_MK.device)))
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
 def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    m = x_MK.shape[0]
-    plan = tuned(plan_wgmma(m, n, k), x_MK.device, x_MK.dtype, m, n, k)
-    return run_wgmma(plan, x_MK, weight, like(bias, x_MK), activation, n)
+    return run_wgmma(plan_wgmma(x_MK.shape[0], n, k), x_MK, weight, like(bias, x_MK), activation, n)
 
 
 def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ _L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
 # Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144
 # and 14336 x 4096.
 _MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
-# tokens, groups, K groups, splits, blocks a multiprocessor, windows a step of the plan that was timed
-# fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/tune/fp4_plans.py,
-# results/fp4-h200-plans-5.csv to -7.csv). Keys are (rows rounded up to a power of two, N, K).
+# (tokens, groups, K groups, splits, blocks a multiprocessor, windows a step) of the plan that was timed fastest on an
+# H200 for shapes of common models where the rule chooses others (benchmarks/results/tune/fp4-plans.csv and
+# fp4-plans-17-to-128-rows.csv). Keys are (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (32, 4096, 4096): (32, 1, 2, 2, 2, 2),
     (32, 6144, 4096): (32, 2, 2, 2, 1, 2),
@@ -64,9 +64,6 @@ _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
     (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
 }
-# (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule
-# of many rows says otherwise: 2805 us for 2916 (docs/journal/fp4.md, "what a trace of w4a8 says").
-_FUSED = {(4096, 28672, 8192)}
 
 
 def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
@@ -270,7 +267,7 @@ def fills_with_many_rows(m: int, n: int) -> bool:
 
 def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
     """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
-    if m <= 256 or (256 * ceil_div(m, 256), n, k) in _FUSED:
+    if m <= 256:
         return True
     if fills_with_many_rows(m, n):
         fused_us = min(many_rows_us((m, n, k), blocks) for blocks in _MANY_ROWS_US)
