@@ -155,7 +155,7 @@ def two_parts() -> None:
         scales = type(scales)(here(scales.block), here(scales.tensor))
         two_part_round.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
         for kept in (None, scales):
-            two_part_round.run_renewed_scales(here(w_NK), kept, 0.05)
+            two_part_round.renewed_scales(here(w_NK), kept, 0.05)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

@@ -113,10 +113,6 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
-def chosen(op: str) -> str | None:
-    return _CHOSEN.get().get(op)
-
-
 @functools.lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of ``device``; (0, 0) if it is no CUDA device."""
