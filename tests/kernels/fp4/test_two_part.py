@@ -25,16 +25,6 @@ extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* sca
     launch(gx, SPLITS, gz, THREADS, shared,
            [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
-DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx,
-        int gy) {
-    for (int y = 0; y < gy; y++)
-        launch(gx, 1, 1, 128, 16, [=] {
-            blockIdx.y = y;
-            two_part_dequantize(codes, fine, scales, ts, w, N, K);
-        });
-}"""
-
 ROUND_MAIN = """
 extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned,
         int gx) {
@@ -194,16 +184,13 @@ def test_layers_that_begin_before_the_last_one_has_ended(plan):
 
 @emulation.needs_compiler
 @pytest.mark.parametrize(
-    ("dtype", "n", "k"), [(torch.bfloat16, 33, 77), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)]
+    ("dtype", "n", "k"),
+    [(torch.bfloat16, 33, 77), (torch.float16, 33, 200), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)],
 )
 def test_dequantize_source_is_the_oracle(dtype, n, k):
     w_NK, parts = random_parts(n, k)
-    out = torch.full((n, k), torch.nan).to(dtype)
     tiled = layout.parts_to_tiled(*parts, n, k)
-    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float32: 2}[dtype]}
-    grid = ((k + 255) // 256, (n + 31) // 32)
-    emulation._call(fp4_launch.PARTS_DEQUANTIZE_FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
-    assert torch.equal(out, w_NK.to(dtype))
+    assert torch.equal(emulation.dequantize(tiled, n, k, dtype), w_NK.to(dtype))
 
 
 def wide_weight(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,6 @@ from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime.launch import kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
-PARTS_DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.cu")
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
 PARTS = 4  # tensors of a weight in two parts
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
@@ -105,11 +104,9 @@ def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor
     """The (n, k) weight, in one part or two, as bf16, fp16 or fp32, by one launch."""
     device = weight[0].device
     w_NK = torch.empty(n, k, dtype=dtype, device=device)
-    files, entry, warps, shared_bytes = PARTS_DEQUANTIZE_FILES, "two_part_dequantize", 4, 0
-    if len(weight) != PARTS:
-        files, entry, warps = DEQUANTIZE_FILES, "fp4_dequantize", 4 if dtype == torch.float32 else 8
-        shared_bytes = warps * 32 * 64 * w_NK.element_size()
+    warps = 4 if dtype == torch.float32 else 8
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
-    write = kernel(files, entry, {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
-    write.launch(grid, 32 * warps, shared_bytes, (*weight, w_NK, n, k), weight)
+    macros = {"FP16": 0, "OUT": OUT_TYPES[dtype], "PARTS": int(len(weight) == PARTS)}
+    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
+    write.launch(grid, 32 * warps, warps * 32 * 64 * w_NK.element_size(), (*weight, w_NK, n, k), weight)
     return w_NK
