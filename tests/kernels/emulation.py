@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def linear(
     x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
     if isinstance(plan, MmaPlan) and k % 64:
-        plan = plan.without_bulk()
+        plan = replace(plan, chunk=0)
     y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
     fp16 = x_MK.dtype == torch.float16
     args = [*tiled, bias, y_MN, m, n, k, reference.ACTIVATIONS.index(activation)]

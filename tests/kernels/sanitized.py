@@ -142,7 +142,7 @@ def many_rows() -> None:
         w4a8.run_w4a8(w4a8.of_width(width), x, (*tiled, top), None, "none", n, k)
 
 
-@case("two_part_mma", "two_part_round", "two_part_measure", "two_part_renew")
+@case("two_part_round", "two_part_measure", "two_part_renew")
 def two_parts() -> None:
     tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
     for m, split in itertools.product((1, 5, 16), {clusters(), False}):

@@ -11,6 +11,7 @@ from tests.kernels.machine_code import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
@@ -23,16 +24,16 @@ extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* sca
         void* y, int M,
                     int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
+           [=] { fp4_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
 ROUND_MAIN = """
-extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned,
+extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride, int aligned,
         int gx) {
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
 RENEW_MAIN = """
-extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales,
+extern "C" void run(const Source* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales,
         float* unit, float* drift,
                     int N, int K, int stride, int aligned, int ctas, int gx, float threshold) {
     launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_measure(w, kept, ts, amax, partials, N, K, stride, aligned,
@@ -72,7 +73,7 @@ def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
     args = [x_MK, *tiled, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), *grid]
-    emulation._call(two_part.FILES, plan.macros(out32=True), MAIN, args)
+    emulation._call(MMA_FILES, plan.macros(out32=True), MAIN, args)
     return y_MN
 
 
@@ -174,11 +175,11 @@ def test_layers_that_begin_before_the_last_one_has_ended(plan):
         return [x, *tiled, None, y, 3, n, n, 0, *plan.chunks(n), *grid]
 
     for x, y in zip([x_MK, *written[:3]], written[:4], strict=True):
-        emulation._call(two_part.FILES, plan.macros(), MAIN, call(x, y))
+        emulation._call(MMA_FILES, plan.macros(), MAIN, call(x, y))
     calls = [call(x, y) for x, y in zip([x_MK, *written[4:7]], written[4:], strict=True)]
     for _ in range(4):
         written[4:] = torch.nan
-        emulation._call_all(two_part.FILES, plan.macros(), MAIN, calls)
+        emulation._call_all(MMA_FILES, plan.macros(), MAIN, calls)
         assert torch.equal(written[4:], written[:4])
 
 
@@ -283,6 +284,8 @@ def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
         assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
     with pytest.raises(Unsupported, match="no memory"):
         two_part_round.round_to_parts(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
+    monkeypatch.setattr(two_part_round, "_by_kernel", lambda device, dtype: True)
+    assert two_part_round.rounded(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
     assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
     out = two_part_round.round_to_parts(column, scales.block, scales.tensor, torch.float32)
@@ -330,7 +333,7 @@ def test_rounding_on_the_gpu(dtype, k):
 )
 def test_compiles_without_spills_and_fits(arch, m, tmp_path):
     plan = two_part.plan_two_part(m, 8192, 8192, arch == "sm_90a")
-    usage = resources(nvrtc.compile_cubin(two_part.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
+    usage = resources(nvrtc.compile_cubin(MMA_FILES, plan.macros(), arch), tmp_path)["fp4_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
 

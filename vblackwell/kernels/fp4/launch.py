@@ -1,17 +1,16 @@
-"""Launches of the fused FP4 kernels on tiled weights, by the plans of mma_plan.py and wgmma_plan.py. The sources, with
-the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in features.
-"""
+"""Launches of the fused FP4 kernels (``cuda/``) on tiled weights. ``M`` rows, ``N`` out features, ``K`` in features."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MmaPlan, ceil_div, launch_bytes
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime.launch import kernel
@@ -46,14 +45,12 @@ def run_mma(
     gain_K: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows; ``out_dtype`` may be fp32, else the type of x.
-    With ``gain_K``, of the type of x, and K a multiple of 8, ``fp4_mma`` takes the RMSNorm of the rows on the way.
-
-    Raises ConfigurationError for a norm by a plan without bulk copies that gives a row no power of two of threads.
+    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``gain_K``, of the type of x, K a
+    multiple of 8 and a weight in one part it takes the RMSNorm of the rows on the way; two parts take bf16 rows.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:
-        plan = plan.without_bulk()
+        plan = replace(plan, chunk=0)
     norm = gain_K is not None
     if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
@@ -69,7 +66,7 @@ def run_mma(
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
     if norm:
         args = (*args, gain_K, float(eps))
-    kernel(plan.files, plan.entry, macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
+    kernel(MMA_FILES, "fp4_mma", macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
     return y_MN
 
 

@@ -51,8 +51,7 @@ fp4_dequantize(const u8* codes,
         decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, 1, pairs + 4);
 #else
         const float factor = 1.0f;
-        decode(r & 1 ? q.z : q.x, scale, pairs);
-        decode(r & 1 ? q.w : q.y, scale, pairs + 4);
+        decode_row(q, r, scale, pairs);
 #endif
         float v[16];
 #pragma unroll
