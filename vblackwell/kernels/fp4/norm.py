@@ -1,9 +1,8 @@
 """RMSNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
-A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
-stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is
-rounded once, as the normalised rows would be; in float16 it may overflow where normalised rows do not, so fp16 and fp32
-take two kernels. There is no backward.
+A norm multiplies columns by a gain and rows by a statistic, which commutes with the product: the mma kernel stages x
+with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is rounded
+once, as the normalised rows would be; in float16 it may overflow where they do not. There is no backward.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def max_rows(capability: tuple[int, int], n: int, k: int) -> int:
-    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times
-    (docs/journal/fp4.md).
-
-    Every block normalises all of its x again: on Hopper 16 rows of a large weight cost more than a launch, and where
-    threads stage x, fewer do.
-    """
+    """Rows of K features up to which one kernel, each block of which normalises all of its x, is faster than two."""
     if capability[0] != 9:
         return MAX_ROWS
     if not takes_bulk(k):

@@ -51,10 +51,8 @@ def _rounding(
 
 
 def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`separation.round_to_parts`, bit for bit but for the sign of zeros, on the current stream.
-
-    Raises:
-        Unsupported: the weight has no address: a DTensor, or one whose memory is elsewhere.
+    """`separation.round_to_parts`, bit for bit but for the sign of zeros, on the current stream. Raises Unsupported
+    where the weight has no address: a DTensor, or one whose memory is elsewhere.
     """
     (n, k), (stride, step), device = w_NK.shape, w_NK.stride(), w_NK.device
     if step != 1 and k != 1:  # ``contiguous`` leaves a single column as it is
@@ -74,9 +72,7 @@ def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dty
 
 
 def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
-    """As `separation.renewed_scales`; or, without ``kept``, `separation.training_scales` and a drift of 0. On a GPU
-    sums are in another order.
-    """
+    """`separation.renewed_scales`, on a GPU with sums in another order; without ``kept`` new ones, and a drift of 0."""
     w_NK = w_NK.detach()
     (n, k), device = w_NK.shape, w_NK.device
     if not _by_kernel(device, w_NK.dtype):
