@@ -111,19 +111,15 @@ def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: tor
     return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
 
 
-def _fake(w_NK, block_scales, tensor_scale, dtype):  # type: ignore[no-untyped-def]
-    return torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format)
-
-
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.dtype = inputs[0].dtype
 
 
-def _backward(ctx, dw_NK: Tensor):  # type: ignore[no-untyped-def]
-    return dw_NK.to(ctx.dtype), None, None, None
-
-
-@register_op(_fake, save=_save, backward=_backward)
+@register_op(
+    lambda w_NK, block, tensor, dtype: torch.empty_like(w_NK, dtype=dtype, memory_format=torch.contiguous_format),
+    save=_save,
+    backward=lambda ctx, dw_NK: (dw_NK.to(ctx.dtype), None, None, None),
+)
 def two_part_round_trip(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``w_NK`` (N, K), float32, bfloat16 or float16, rounded to both parts of `separation.Scales` and back, as
     ``dtype``; the gradient passes unchanged.

@@ -181,19 +181,13 @@ fp4_mma(const u16* x, const u8* codes,
 #endif
         }
         uint4 b[NB][2];
-#if BULK && NORM
 #pragma unroll
         for (int i = 0; i < 2 * NB; i++) b[i / 2][i % 2] = load_shared(x_address + i / 2 * X_GROUP + i % 2 * X_HALF);
+#if BULK && NORM
         take_gain(b, x_address + (TOKENS - token) * X_PITCH, row_warp == 0, squares);
 #endif
 #pragma unroll
-        for (int nb = 0; nb < NB; nb++) {
-#if !(BULK && NORM)
-            b[nb][0] = load_shared(x_address + nb * X_GROUP);
-            b[nb][1] = load_shared(x_address + nb * X_GROUP + X_HALF);
-#endif
-            multiply_tokens(acc, a, nb, b[nb][0], b[nb][1]);
-        }
+        for (int nb = 0; nb < NB; nb++) multiply_tokens(acc, a, nb, b[nb][0], b[nb][1]);
     };
 #if !BULK || PARTS
     u32 slot = 0;

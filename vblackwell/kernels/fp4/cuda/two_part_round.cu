@@ -98,8 +98,7 @@ two_part_round(const Source* w, const u8* scales, const float* tensor_scale, Tar
 // 256 threads' values at `mine`, added or the largest of them, in a fixed order; `memory` has room for them.
 DEVICE void reduce_three(float* memory, float* sums, u32* top) {
     const int tid = threadIdx.x;
-    float* first = memory;
-    float* second = memory + ROUND_THREADS;
+    float *first = memory, *second = memory + ROUND_THREADS;
     u32* tops = (u32*)(memory + 2 * ROUND_THREADS);
     first[tid] = sums[0], second[tid] = sums[1], tops[tid] = *top;
     for (int half = ROUND_THREADS / 2; half > 0; half /= 2) {
