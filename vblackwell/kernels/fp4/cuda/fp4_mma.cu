@@ -129,10 +129,10 @@ fp4_mma(const u16* x, const u8* codes,
     auto load = [&](u32 slot) {
 #if BULK
         if (next < end) {
-            const WindowIndex at = next;
+            const WindowIndex at = (u32)next;
 #else
         if (todo-- > 0) {
-            const WindowIndex at = min(next, windows - 1);
+            const WindowIndex at = (u32)min(next, windows - 1);
 #endif
             const u8* from = band_codes + at * 1024;
             copy_async(slot + lane * 16, from, 16);

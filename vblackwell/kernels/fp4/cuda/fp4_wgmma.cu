@@ -286,8 +286,8 @@ swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
     for (int i = 0; i < 2; i++) {
         const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;
         const int window = (at >> 3) % windows, token = (at >> 3) / windows;
+        if (token >= TOKENS) continue;
         u8* row = x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)window * TOKENS + token) * 128;
-        if (token < TOKENS)
-            *(uint4*)(row + (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+        *(uint4*)(row + (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
     }
 }
