@@ -201,8 +201,9 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int to = v / SHARED, slot = rank < to ? rank : rank - 1;
-            const u32 place = shared + MAIL + ((slot * SHARED + v % SHARED) * LANES + at_lane) * 16;
-            if (to != rank && adds(v)) send(place, mail_barrier, to, sums_of(v));
+            if (to != rank && adds(v))
+                send(shared + MAIL + ((slot * SHARED + v % SHARED) * LANES + at_lane) * 16, mail_barrier, to,
+                     sums_of(v));
         }
         barrier_wait_cluster(mail_barrier, 0);
         const float4* mail = (const float4*)(memory + MAIL) + at_lane;  // [SPLITS - 1][SHARED][LANES]
