@@ -73,12 +73,13 @@ def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dty
 
 def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple[Scales, Tensor]:
     """`separation.renewed_scales`, on a GPU with sums in another order; without ``kept`` new ones, and a drift of 0."""
-    w_NK = w_NK.detach()
     (n, k), device = w_NK.shape, w_NK.device
-    if not _by_kernel(device, w_NK.dtype):
+    # In a trace, or of a DTensor: torch has its rules for them, or its own error.
+    if not (registry.computes_at_once() and w_NK.data_ptr() and _by_kernel(device, w_NK.dtype)):
         if kept is None:
             return separation.training_scales(w_NK), torch.zeros((), device=device)
         return separation.renewed_scales(w_NK, kept, threshold)
+    w_NK = w_NK.detach()
     if w_NK.stride(1) != 1:
         w_NK = w_NK.contiguous()
     if torch.cuda.current_device() != device.index:
