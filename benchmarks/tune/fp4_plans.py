@@ -15,7 +15,6 @@ import functools
 import gc
 import json
 import os
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,13 +29,10 @@ from benchmarks.lib.kernels.fp4_layers import Tiled, layers_of, parts_of, run_pl
 from benchmarks.lib.kernels.graph_timing import alternating_us, graph_us
 from benchmarks.lib.results import seconds_since_start, tell
 from benchmarks.tune.fp4_candidates import Plan, plans
-from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import mma_plan, tuning, wgmma_plan
+from vblackwell.kernels.fp4 import mma_plan, wgmma_plan
 from vblackwell.kernels.fp4.mma_plan import MmaPlan
-from vblackwell.kernels.fp4.wgmma_plan import WgmmaPlan
 from vblackwell.kernels.runtime import nvrtc
-from vblackwell.kernels.runtime import tuning as cache
 
 Cell = tuple[int, int, int]
 FINALISTS = 6  # plans of a cell that are timed in turns, next to the rule's
@@ -151,55 +147,6 @@ def show(cell: Cell, rows: list[list[object]]) -> None:
     sys.stdout.flush()
 
 
-def tuned_entries(paths: list[Path]) -> dict[str, dict[str, int]]:
-    """Entries of kernels/runtime/tuning.py from what ``--csv`` wrote, the latest last: a cell's fastest that adds in
-    the order of today's rule.
-
-    A finalist goes by its time in turns with others, since that is where it matters.
-    """
-    times: dict[Cell, dict[Plan, dict[str, float]]] = {}
-    for path in paths:
-        newer: dict[Cell, dict[Plan, dict[str, float]]] = {}
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                plan = plan_of(row["plan"]) if row["stage"] in ("once", "turns") else None
-                if plan:
-                    cell = (int(row["m"]), int(row["n"]), int(row["k"]))
-                    newer.setdefault(cell, {}).setdefault(plan, {})[row["stage"]] = float(row["us"])
-        times |= newer
-    entries = {}
-    for (m, n, k), found in times.items():
-        rule = mma_plan.plan_mma(m, n, k, True) if m <= 16 else wgmma_plan.plan_wgmma(m, n, k)
-        name = tuning.entry_name(rule, torch.bfloat16, m, n, k)
-        names = {p: tuning.entry_name(p, torch.bfloat16, m, n, k) for p in found if not _has_idle_stage(p, k)}
-        same = {p: found[p] for p, its in names.items() if its == name}
-        if len(same) > 1 and rule in same:
-            stage = "turns" if sum("turns" in t for t in same.values()) > 1 and "turns" in same[rule] else "once"
-            best = min((p for p in same if stage in same[p]), key=lambda p: (same[p][stage], p != rule))
-            entries[name] = {field: getattr(best, field) for field in tuning.TUNABLE[type(best)]}
-    return entries
-
-
-def _has_idle_stage(plan: Plan, k: int) -> bool:
-    """Whether a block's x fills fewer stages than it has."""
-    return isinstance(plan, MmaPlan) and plan.chunk * (plan.x_stages - 1) >= -(-k // 64 // plan.splits) > 0 < plan.chunk
-
-
-def plan_of(text: str) -> Plan | None:
-    """The plan of a row; none where the kernel that was timed is gone: by turns at the tensor cores, with x as it is,
-    of before 2026-11-22, evening, in parts of less than 8 tokens, or with helpers.
-    """
-    if not text.startswith(("MmaPlan(", "WgmmaPlan(")):
-        return None
-    today = re.sub(r", (ordered=\d|raw=False|helped=0)", "", text).replace("together=", "windows_per_step=")
-    try:
-        plan = eval(today, {"MmaPlan": MmaPlan, "WgmmaPlan": WgmmaPlan})  # noqa: S307 - a repr that we wrote
-    except (TypeError, ConfigurationError):  # a field, or a value, that is gone
-        return None
-    in_turns = isinstance(plan, WgmmaPlan) and plan.consumers > 1 and re.search("ordered=[12]", text)
-    return None if in_turns else plan
-
-
 def write(path: Path, rows: list[list[object]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -210,20 +157,11 @@ def write(path: Path, rows: list[list[object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True).add_argument
-    what("--cells", type=parse_cells, help="MxNxK,MxNxK,..")
-    what("--table", type=Path, nargs="+", metavar="CSV", help="ship what earlier --csv found fastest")
+    add("--cells", type=parse_cells, required=True, help="MxNxK,MxNxK,..")
     add("--rounds", type=int, default=5)
     add("--seconds", type=float, default=75.0, help="start no further cell after so many")
     add("--csv", type=Path, default=None)
     args = parser.parse_args()
-    if args.table:
-        shipped, entries = cache.shipped_path(tuning.KIND, "NVIDIA H200"), tuned_entries(args.table)
-        if not entries:
-            parser.error("no row of these files is of a plan that today's rule could take; the table stays as it is")
-        shipped.unlink(missing_ok=True)
-        cache.write_entries(shipped, {"gpu": "NVIDIA H200"}, entries)
-        return
     sweep(args.cells, args.rounds, args.seconds, args.csv)
 
 

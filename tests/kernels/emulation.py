@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,16 @@ extern "C" void run(const u16* x, u8* x_swizzled, const u8* codes, const u8* sca
             first); });
 }"""
 _DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* scales, const float* ts, u8* w, int N, int K, int gx, int gy,
-        int shared) {
+extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, u8* w, int N, int K, int gx,
+        int gy, int shared) {
     for (int y = 0; y < gy; y++)
         launch(gx, 1, 1, 32 * WARPS, shared, [=] {
             blockIdx.y = y;
+#if PARTS
+            fp4_dequantize(codes, fine, scales, ts, w, N, K);
+#else
             fp4_dequantize(codes, scales, ts, w, N, K);
+#endif
         });
 }"""
 _PREPARE_MAIN = """
@@ -200,7 +205,7 @@ def linear(
     x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
     if isinstance(plan, MmaPlan) and k % 64:
-        plan = plan.without_bulk()
+        plan = replace(plan, chunk=0)
     y_MN = torch.full((m, n), torch.nan, dtype=x_MK.dtype if rounded else torch.float32)
     fp16 = x_MK.dtype == torch.float16
     args = [*tiled, bias, y_MN, m, n, k, reference.ACTIVATIONS.index(activation)]
@@ -258,13 +263,15 @@ def _swizzled(plan: WgmmaPlan, m: int, k: int) -> Tensor:
     return torch.full((-(-m // plan.tokens) * -(-k // 64) * plan.tokens * 128,), 0xFF, dtype=torch.uint8)
 
 
-def dequantize(tiled: tuple[Tensor, Tensor, Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
-    """What ``fp4_dequantize`` writes."""
+def dequantize(weight: Sequence[Tensor], n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """What ``fp4_dequantize`` writes, of a weight in one part or two."""
+    codes, *fine, scales, tensor_scale = weight
     w_NK = torch.full((n, k), torch.nan).to(dtype)
-    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}[dtype]}
+    macros = {"FP16": 0, "OUT": fp4_launch.OUT_TYPES[dtype], "PARTS": len(fine)}
     warps = 4 if dtype == torch.float32 else 8
     grid = ((k + 64 * warps - 1) // (64 * warps), -(-n // 32), warps * 32 * 64 * w_NK.element_size())
-    _call(fp4_launch.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, [*tiled, w_NK, n, k, *grid])
+    args = [codes, fine[0] if fine else None, scales, tensor_scale, w_NK, n, k, *grid]
+    _call(fp4_launch.DEQUANTIZE_FILES, macros, _DEQUANTIZE_MAIN, args)
     return w_NK
 
 

@@ -142,7 +142,7 @@ def many_rows() -> None:
         w4a8.run_w4a8(w4a8.of_width(width), x, (*tiled, top), None, "none", n, k)
 
 
-@case("two_part_mma", "two_part_dequantize", "two_part_round", "two_part_measure", "two_part_renew")
+@case("two_part_round", "two_part_measure", "two_part_renew")
 def two_parts() -> None:
     tiled = [*map(here, layout.parts_to_tiled(*random_parts(N, K)[1], N, K))]
     for m, split in itertools.product((1, 5, 16), {clusters(), False}):
@@ -155,7 +155,7 @@ def two_parts() -> None:
         scales = type(scales)(here(scales.block), here(scales.tensor))
         two_part_round.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
         for kept in (None, scales):
-            two_part_round.run_renewed_scales(here(w_NK), kept, 0.05)
+            two_part_round.renewed_scales(here(w_NK), kept, 0.05)
 
 
 # -- Triton ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tests.kernels.machine_code import resources
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
@@ -23,26 +24,16 @@ extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* sca
         void* y, int M,
                     int N, int K, int act, int windows, int chunks, int gx, int gz, int shared) {
     launch(gx, SPLITS, gz, THREADS, shared,
-           [=] { two_part_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
+           [=] { fp4_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
-DEQUANTIZE_MAIN = """
-extern "C" void run(const u8* codes, const u8* fine, const u8* scales, const float* ts, void* w, int N, int K, int gx,
-        int gy) {
-    for (int y = 0; y < gy; y++)
-        launch(gx, 1, 1, 128, 16, [=] {
-            blockIdx.y = y;
-            two_part_dequantize(codes, fine, scales, ts, w, N, K);
-        });
-}"""
-
 ROUND_MAIN = """
-extern "C" void run(const void* w, const u8* scales, const float* ts, void* out, int N, int K, int stride, int aligned,
+extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride, int aligned,
         int gx) {
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
 RENEW_MAIN = """
-extern "C" void run(const void* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales,
+extern "C" void run(const Source* w, const u8* kept, const float* ts, float* amax, float* partials, u8* scales,
         float* unit, float* drift,
                     int N, int K, int stride, int aligned, int ctas, int gx, float threshold) {
     launch(ctas, 1, 1, ROUND_THREADS, 4096, [=] { two_part_measure(w, kept, ts, amax, partials, N, K, stride, aligned,
@@ -82,7 +73,7 @@ def emulated(plan: TwoPartPlan, x_MK, tiled, bias, activation, n):
     y_MN = torch.full((m, n), torch.nan)
     grid = (-(-n // (32 * plan.row_warps)), -(-m // plan.tokens), plan.shared_bytes(k))
     args = [x_MK, *tiled, bias, y_MN, m, n, k, ACTIVATIONS.index(activation), *plan.chunks(k), *grid]
-    emulation._call(two_part.FILES, plan.macros(out32=True), MAIN, args)
+    emulation._call(MMA_FILES, plan.macros(out32=True), MAIN, args)
     return y_MN
 
 
@@ -184,26 +175,23 @@ def test_layers_that_begin_before_the_last_one_has_ended(plan):
         return [x, *tiled, None, y, 3, n, n, 0, *plan.chunks(n), *grid]
 
     for x, y in zip([x_MK, *written[:3]], written[:4], strict=True):
-        emulation._call(two_part.FILES, plan.macros(), MAIN, call(x, y))
+        emulation._call(MMA_FILES, plan.macros(), MAIN, call(x, y))
     calls = [call(x, y) for x, y in zip([x_MK, *written[4:7]], written[4:], strict=True)]
     for _ in range(4):
         written[4:] = torch.nan
-        emulation._call_all(two_part.FILES, plan.macros(), MAIN, calls)
+        emulation._call_all(MMA_FILES, plan.macros(), MAIN, calls)
         assert torch.equal(written[4:], written[:4])
 
 
 @emulation.needs_compiler
 @pytest.mark.parametrize(
-    ("dtype", "n", "k"), [(torch.bfloat16, 33, 77), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)]
+    ("dtype", "n", "k"),
+    [(torch.bfloat16, 33, 77), (torch.float16, 33, 200), pytest.param(torch.float32, 40, 136, marks=pytest.mark.slow)],
 )
 def test_dequantize_source_is_the_oracle(dtype, n, k):
     w_NK, parts = random_parts(n, k)
-    out = torch.full((n, k), torch.nan).to(dtype)
     tiled = layout.parts_to_tiled(*parts, n, k)
-    macros = {"FP16": 0, "OUT": {torch.bfloat16: 0, torch.float32: 2}[dtype]}
-    grid = ((k + 255) // 256, (n + 31) // 32)
-    emulation._call(fp4_launch.PARTS_DEQUANTIZE_FILES, macros, DEQUANTIZE_MAIN, [*tiled, out, n, k, *grid])
-    assert torch.equal(out, w_NK.to(dtype))
+    assert torch.equal(emulation.dequantize(tiled, n, k, dtype), w_NK.to(dtype))
 
 
 def wide_weight(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -271,7 +259,7 @@ def test_renewal_source_is_the_oracle(factor, k):
         0.05,
     ]
     emulation._call(two_part_round.FILES, two_part_round.macros(w_NK.dtype, w_NK.dtype), RENEW_MAIN, args)
-    expected, far = two_part_round._torch_renewed(w_NK, kept, 0.05)
+    expected, far = two_part_round.renewed_scales(w_NK, kept, 0.05)
     assert torch.equal(
         found.block, torch.where(expected.block == 0xFF, 0x7F, expected.block)
     )  # x86's inf / inf has a sign
@@ -296,7 +284,8 @@ def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
         assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
     with pytest.raises(Unsupported, match="no memory"):
         two_part_round.round_to_parts(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
-    assert two_part_round._cuda(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
+    monkeypatch.setattr(two_part_round, "_by_kernel", lambda device, dtype: True)
+    assert two_part_round.rounded(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
     assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
     out = two_part_round.round_to_parts(column, scales.block, scales.tensor, torch.float32)
@@ -322,13 +311,12 @@ def test_rounding_on_the_gpu(dtype, k):
     scales = separation.training_scales(w_NK)
     for target in {dtype, torch.float32}:
         expected = separation.round_to_parts(w_NK, scales, target)
-        with use_backend(two_part_round.OP, "cuda"):
-            found = two_part_round.rounded(w_NK.cuda(), scales.block.cuda(), scales.tensor.cuda(), target)
+        found = two_part_round.rounded(w_NK.cuda(), scales.block.cuda(), scales.tensor.cuda(), target)
         assert torch.equal(found.cpu(), expected)
     on_gpu = separation.Scales(scales.block.cuda(), scales.tensor.cuda())
     for kept, moved in ((None, 1.0), (on_gpu, 1.01), (on_gpu, 1.3)):
         cpu = None if kept is None else scales
-        expected, far = two_part_round._torch_renewed(w_NK * moved, cpu, 0.05)
+        expected, far = two_part_round.renewed_scales(w_NK * moved, cpu, 0.05)
         renewed, drift = two_part_round.renewed_scales((w_NK * moved).cuda(), kept, 0.05)
         assert torch.equal(renewed.block.cpu(), expected.block) and torch.equal(renewed.tensor.cpu(), expected.tensor)
         torch.testing.assert_close(drift.cpu(), far, rtol=1e-4, atol=0)  # fp32 sums of up to 17,920 numbers
@@ -345,7 +333,7 @@ def test_rounding_on_the_gpu(dtype, k):
 )
 def test_compiles_without_spills_and_fits(arch, m, tmp_path):
     plan = two_part.plan_two_part(m, 8192, 8192, arch == "sm_90a")
-    usage = resources(nvrtc.compile_cubin(two_part.FILES, plan.macros(), arch), tmp_path)["two_part_mma"]
+    usage = resources(nvrtc.compile_cubin(MMA_FILES, plan.macros(), arch), tmp_path)["fp4_mma"]
     assert usage["STACK"] == usage["LOCAL"] == 0, (plan, usage)
     assert usage["REG"] * plan.threads <= 65536, (plan, usage)
 

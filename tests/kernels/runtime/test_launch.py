@@ -142,8 +142,8 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
         "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
         "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
-        "two_part_mma": (two, lambda: fp4_launch.run_mma(two_part.plan_two_part(3, n, k, True), x, two, None, "none", n)),
-        "two_part_dequantize": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
+        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(two_part.plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
     }  # fmt: skip
     early = set()
     for path in nvrtc.KERNELS.glob("*/cuda/*.cu"):  # what a kernel loads before its first wait

@@ -357,7 +357,7 @@ def test_a_trace_launches_nothing(monkeypatch):
         raise AssertionError("a kernel was given a weight without an address")
 
     monkeypatch.setattr(nvrtc, "why_not", lambda: [])
-    monkeypatch.setattr(two_part_round, "run_renewed_scales", refuse)
+    monkeypatch.setattr(two_part_round, "_launcher", refuse)
     layer = VBOptimizedLinear(16, 8, mode="training")
     trace_training(layer, lambda: torch.zeros(4, 16, device="cuda"), lambda model, x: model(x).sum(), None)
 

@@ -1,6 +1,4 @@
-"""nvfp4 weights packed on a GPU: the bits of the oracles (numerics/search.py, layout.py), each in one pass over the
-weight. On the CPU and for other formats those run.
-"""
+"""nvfp4 weights packed on a GPU, in one pass: the bits of the oracles (numerics/search.py, layout.py)."""
 
 from __future__ import annotations
 

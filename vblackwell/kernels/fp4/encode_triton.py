@@ -1,10 +1,9 @@
 """Triton kernels of encode.py.
 
-``encode`` finds scales of least squared error and codes in one pass. A program takes a few blocks of 16. It tries
-scales in fp32 first, from the largest magnitude over 6 upward and downward as far as numerics/search.py proves that a
-scale may win. Where two come close, all of its blocks are searched again in fp64, with the additions in the oracle's
-order and without fused multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layout.py) from the
-canonical one in two launches.
+``encode`` finds scales of least squared error and codes in one pass. It tries scales in fp32 first, from the largest
+magnitude over 6 upward and downward as far as numerics/search.py proves that a scale may win. Where two come close, all
+blocks of the program are searched again in fp64, with the additions in the oracle's order and without fused
+multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layout.py) from the canonical one.
 """
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
@@ -60,9 +59,7 @@ def _error(a, code, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
     apart = ((u + shift) - shift) * s - a
     squares = apart * apart
     if WIDE:
-        squares = _halved(squares, 16, BLOCKS)
-        squares = _halved(squares, 8, BLOCKS)
-        squares = _halved(squares, 4, BLOCKS)
+        squares = _halved(_halved(_halved(squares, 16, BLOCKS), 8, BLOCKS), 4, BLOCKS)
         squares = tl.reshape(_halved(squares, 2, BLOCKS), (BLOCKS,))
     else:
         squares = tl.sum(squares, 1)
@@ -83,9 +80,7 @@ def _code_of(x, UP: tl.constexpr):
 
 @triton.jit
 def _more(a, start, best, error, second, begin, count, step: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr):
-    """The best code, its error and the least error of another code, after ``count`` more, from ``begin`` after
-    ``start`` on.
-    """
+    """The best code, its error and the least error of another one, after ``count`` more from ``start + begin`` on."""
     for number in range(0, count):
         code = tl.minimum(tl.maximum(start + (begin + number * step), 1), 126)
         new_error = _error(a, code, WIDE, BLOCKS)
@@ -143,11 +138,9 @@ def encode(w_NK: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty((n, row_blocks), dtype=torch.uint8, device=w_NK.device)
     unit = torch.full((1,), 2.0**-exponent, dtype=torch.float64, device=w_NK.device)
     total = n * row_blocks
+    args = (w_NK.contiguous(), codes, scales, unit, k, row_blocks, total)
     with on_device(w_NK):
-        _encode[(triton.cdiv(total, BLOCKS),)](
-            w_NK.contiguous(), codes, scales, unit, k, row_blocks, total, BLOCKS=BLOCKS, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        _encode[(triton.cdiv(total, BLOCKS),)](*args, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False)
     return codes, scales
 
 
@@ -191,12 +184,9 @@ def tile(codes: Tensor, block_scales: Tensor, n: int, k: int) -> tuple[Tensor, T
     out_scales = torch.empty((bands, steps, layout.SCALE_BYTES), dtype=torch.uint8, device=codes.device)
     codes, block_scales = codes.contiguous(), block_scales.contiguous()
     words, scales = out_codes.numel() // 4, out_scales.numel()
+    word_args = (codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4)
+    scale_args = (block_scales, out_scales, n, block_scales.shape[1])
     with on_device(codes):
-        _words[(triton.cdiv(words, TILE_BLOCK),)](
-            codes.view(torch.int32), block_scales, out_codes.view(torch.int32), n, codes.shape[1] // 4, steps, words,
-            BLOCK=TILE_BLOCK,
-        )  # fmt: skip
-        _scales[(triton.cdiv(scales, TILE_BLOCK),)](
-            block_scales, out_scales, n, block_scales.shape[1], steps, scales, BLOCK=TILE_BLOCK
-        )
+        _words[(triton.cdiv(words, TILE_BLOCK),)](*word_args, steps, words, BLOCK=TILE_BLOCK)
+        _scales[(triton.cdiv(scales, TILE_BLOCK),)](*scale_args, steps, scales, BLOCK=TILE_BLOCK)
     return out_codes, out_scales

@@ -1,23 +1,21 @@
-"""Launches of the fused FP4 kernels on tiled weights, by the plans of mma_plan.py and wgmma_plan.py. The sources, with
-the reasoning about registers and memory, are in ``cuda/``. ``M`` rows, ``N`` out features, ``K`` in features.
-"""
+"""Launches of the fused FP4 kernels (``cuda/``) on tiled weights. ``M`` rows, ``N`` out features, ``K`` in features."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
-from vblackwell.kernels.fp4.mma_plan import MmaPlan, ceil_div, launch_bytes
+from vblackwell.kernels.fp4.mma_plan import MMA_FILES, MmaPlan, ceil_div, launch_bytes
 from vblackwell.kernels.fp4.reference import ACTIVATIONS
 from vblackwell.kernels.fp4.wgmma_plan import WGMMA_FILES, WgmmaPlan, launches
 from vblackwell.kernels.runtime.launch import kernel
 
 DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/fp4_dequantize.cu")
-PARTS_DEQUANTIZE_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/two_part_dequantize.cu")
 Weight = Sequence[Tensor]  # codes, block scales and tensor scale; in two parts the fine codes come second
 PARTS = 4  # tensors of a weight in two parts
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as the macro OUT
@@ -47,14 +45,12 @@ def run_mma(
     gain_K: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """One launch of ``fp4_mma``, or of ``two_part_mma`` with bf16 rows; ``out_dtype`` may be fp32, else the type of x.
-    With ``gain_K``, of the type of x, and K a multiple of 8, ``fp4_mma`` takes the RMSNorm of the rows on the way.
-
-    Raises ConfigurationError for a norm by a plan without bulk copies that gives a row no power of two of threads.
+    """One launch of ``fp4_mma``; ``out_dtype`` may be fp32, else the type of x. With ``gain_K``, of the type of x, K a
+    multiple of 8 and a weight in one part it takes the RMSNorm of the rows on the way; two parts take bf16 rows.
     """
     x_MK, k = aligned(x_MK)
     if k % 64:
-        plan = plan.without_bulk()
+        plan = replace(plan, chunk=0)
     norm = gain_K is not None
     if norm and not plan.chunk and plan.threads & (plan.threads - 1):
         raise ConfigurationError(f"{plan} does not go with this norm on the way: plan_mma(..., bulk=False) does")
@@ -70,7 +66,7 @@ def run_mma(
         shared_bytes = launch_bytes(shared_bytes, math.prod(grid), processors(device))
     if norm:
         args = (*args, gain_K, float(eps))
-    kernel(plan.files, plan.entry, macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
+    kernel(MMA_FILES, "fp4_mma", macros, device).launch(grid, plan.threads, shared_bytes, args, weight)
     return y_MN
 
 
@@ -105,11 +101,9 @@ def run_dequantize(weight: Weight, n: int, k: int, dtype: torch.dtype) -> Tensor
     """The (n, k) weight, in one part or two, as bf16, fp16 or fp32, by one launch."""
     device = weight[0].device
     w_NK = torch.empty(n, k, dtype=dtype, device=device)
-    files, entry, warps, shared_bytes = PARTS_DEQUANTIZE_FILES, "two_part_dequantize", 4, 0
-    if len(weight) != PARTS:
-        files, entry, warps = DEQUANTIZE_FILES, "fp4_dequantize", 4 if dtype == torch.float32 else 8
-        shared_bytes = warps * 32 * 64 * w_NK.element_size()
+    warps = 4 if dtype == torch.float32 else 8
     grid = (ceil_div(ceil_div(k, 64), warps), ceil_div(n, 32), 1)
-    write = kernel(files, entry, {"FP16": 0, "OUT": OUT_TYPES[dtype]}, device)
-    write.launch(grid, 32 * warps, shared_bytes, (*weight, w_NK, n, k), weight)
+    macros = {"FP16": 0, "OUT": OUT_TYPES[dtype], "PARTS": int(len(weight) == PARTS)}
+    write = kernel(DEQUANTIZE_FILES, "fp4_dequantize", macros, device)
+    write.launch(grid, 32 * warps, warps * 32 * 64 * w_NK.element_size(), (*weight, w_NK, n, k), weight)
     return w_NK

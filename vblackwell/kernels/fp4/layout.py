@@ -1,13 +1,12 @@
 """The tiled layout of E2M1 weights: what the fused kernels read, made once and turned back without loss.
 
-A *tile* is 32 rows by 64 columns, 1024 bytes of codes and 128 of scales, contiguous, tiles of one row band in order of
-K. It is cut the way ``mma.m16n8k16`` hands its A operand to a warp, so that kernels load registers and never shuffle:
+A *tile* is 32 rows by 64 columns, 1024 bytes of codes and 128 of scales; tiles of a row band come in order of K. It is
+cut the way ``mma.m16n8k16`` hands its A operand to a warp, so that kernels load registers and never shuffle:
 
-* lane ``4 g + t`` owns columns ``16 t .. 16 t + 15`` (one nvfp4 block) of rows ``g``, ``g + 8``, ``g + 16``, ``g +
-  24``;
+* lane ``4 g + t`` owns columns ``16 t .. 16 t + 15`` (one nvfp4 block) of rows ``g + 8 r``, r = 0..3;
 * codes are [half h][lane][word i] of 32 bits: word ``i`` of half ``h`` holds row ``g + 16 h + 8 (i >> 1)`` and columns
   ``16 t + 8 (i & 1) .. + 7`` in the bit order below, so that one 128-bit load is one lane's share of 16 rows;
-* scales are [lane][row r]: the block scale of row ``g + 8 r``, a byte each.
+* scales are [lane][row r], a byte each.
 
 Bits of a word. A pair of codes must become two bf16 (or fp16) halves: sign at bit 15, exponent and mantissa at 8, 7, 6,
 in each half (mask ``0x81C081C0``). Pair 0 lies there; pairs 1 and 2 come there by rotating right by 22 and 19; the bits
@@ -16,16 +15,14 @@ operations for eight codes.
 
 Scales are E5M3 bytes, ``fp16(scale) >> 7``: every positive E4M3 value as a normal number, which kernels turn into the
 bits of a bf16 or fp16 pair with one permute and one multiply-add. A zero scale is byte 0 with zeroed codes. mxfp4
-scales become E5M3 powers of two relative to the tensor's largest, whose exponent moves into the tensor scale; that
-holds spans of 2^17, and a tensor that spans more is refused. Rows and columns are padded to whole tiles with zero
-codes.
+scales become E5M3 powers of two relative to the tensor's largest, whose exponent moves into the tensor scale; a tensor
+that spans more than 2^17 is refused. Rows and columns are padded to whole tiles with zero codes.
 
-Weights in two parts (numerics/separation.py) have fine codes as well, cut the same way: [half][lane][word], a word of
-the same row and the same eight columns. A pair of coarse codes becomes two halves with exponent and mantissa at bits 8,
-7, 6; the fine code of a column belongs into bits 5..2 of its half (mask ``0x003C003C``), where a kernel adds it and
-takes 8 of its units away again. Pair ``p`` comes there by rotating right by ``4 p``: column ``2 p`` lies at bits ``4 p
-+ 2 ..`` of the word and column ``2 p + 1`` 16 bits further, wrapped around. Padding holds 8, which adds nothing, and so
-does every block without a scale.
+Weights in two parts (numerics/separation.py) have fine codes as well, in words of the same rows and columns. The fine
+code of a column belongs into bits 5..2 of its half (mask ``0x003C003C``), where a kernel adds it and takes 8 of its
+units away again. Pair ``p`` comes there by rotating right by ``4 p``: column ``2 p`` lies at bits ``4 p + 2 ..`` of the
+word and column ``2 p + 1`` 16 bits further, wrapped around. Padding, and every block without a scale, holds 8, which
+adds nothing.
 """
 
 from __future__ import annotations
@@ -88,13 +85,9 @@ def check_shapes(format: str, n: int, k: int, codes: Tensor, block_scales: Tenso
     expected = shapes(format, n, k)
     if (codes.shape, block_scales.shape) != expected or (fine is not None and fine.shape != codes.shape):
         middle = "" if fine is None else f", fine codes {tuple(fine.shape)}"
-        raise ConfigurationError(
-            f"{format} codes {tuple(codes.shape)}{middle} and scales {tuple(block_scales.shape)} do not belong to a"
-            f" weight of {n} x {k}: expected {expected[0]} and {expected[1]}"
-        )
-
-
-# -- words of eight codes ----------------------------------------------------------------------------------------------
+        found = f"{format} codes {tuple(codes.shape)}{middle} and scales {tuple(block_scales.shape)}"
+        wanted = f"expected {expected[0]} and {expected[1]}"
+        raise ConfigurationError(f"{found} do not belong to a weight of {n} x {k}: {wanted}")
 
 
 def _word_fields(pair: int, half: int) -> Fields:
@@ -146,9 +139,6 @@ def _from_words(codes: Tensor, fields: Fields, n: int, columns: int) -> Tensor:
     words = codes.contiguous().view(torch.int32).view(bands, steps, 2, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
     unpacked = unpack_words(words.contiguous(), fields).view(bands * TILE_N, steps * TILE_K)[:n, :columns]
     return (unpacked[:, 0::2] | (unpacked[:, 1::2] << 4)).contiguous()
-
-
-# -- codes and scales --------------------------------------------------------------------------------------------------
 
 
 def _e5m3(block_scales: Tensor, format: str, top: int) -> tuple[Tensor, int]:
@@ -238,36 +228,26 @@ def from_tiled(
     return packed, e8m0.to(torch.uint8), torch.ones_like(tensor_scale)
 
 
-# -- weights in two parts ----------------------------------------------------------------------------------------------
-
-
 def parts_to_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:
     """Canonical parts -> (codes, fine, scales, tensor scale) in tiles, in bands of rows to save memory. Raises as
     `to_tiled`, and CorruptData for a fine code that leaves its coarse code's cell through zero. Waits for the device.
     """
     check_shapes(FORM.name, n, k, codes, block_scales, fine)
     code_shape, scale_shape = shapes(TILED_PARTS, n, k)
-    out = [
-        torch.empty(shape, dtype=torch.uint8, device=codes.device) for shape in (code_shape, code_shape, scale_shape)
-    ]
+    shapes_out = (code_shape, code_shape, scale_shape)
+    all_words, all_fine, all_scales = (torch.empty(s, dtype=torch.uint8, device=codes.device) for s in shapes_out)
     rows = TILE_N * max(1, _BAND_ELEMENTS // (TILE_N * k))
     for row in range(0, n, rows):
         part, count = slice(row, row + rows), min(rows, n - row)
         words, scales, _ = to_tiled(codes[part], block_scales[part], tensor_scale, FORM.name, count, k)
+        unpacked, at_zero = unpack_nibbles(fine[part]), unpack_nibbles(codes[part]) & 7 == 0
+        if bool(((unpacked < FINE_ZERO) & at_zero).any()):
+            raise CorruptData("a fine code lies below zero in the cell of zero: the fine part is another weight's")
+        dead = (block_scales[part] == 0).repeat_interleave(16, dim=1)
+        fine_words = _to_words(torch.where(dead, FINE_ZERO, unpacked), FINE_FIELDS, count, k, FINE_ZERO)
         bands = slice(row // TILE_N, row // TILE_N + len(words))
-        fine_words = _fine_words(codes[part], fine[part], block_scales[part], count, k)
-        out[0][bands], out[1][bands], out[2][bands] = words, fine_words, scales
-    return out[0], out[1], out[2], tensor_scale.to(torch.float32).reshape(())
-
-
-def _fine_words(codes: Tensor, fine: Tensor, block_scales: Tensor, n: int, k: int) -> Tensor:
-    unpacked, at_zero = unpack_nibbles(fine), unpack_nibbles(codes) & 7 == 0
-    if bool(((unpacked < FINE_ZERO) & at_zero).any()):
-        raise CorruptData(
-            "a fine code lies below zero in the cell of zero: the fine part belongs to another coarse part"
-        )
-    dead = (block_scales == 0).repeat_interleave(16, dim=1)
-    return _to_words(torch.where(dead, FINE_ZERO, unpacked), FINE_FIELDS, n, k, FINE_ZERO)
+        all_words[bands], all_fine[bands], all_scales[bands] = words, fine_words, scales
+    return all_words, all_fine, all_scales, tensor_scale.to(torch.float32).reshape(())
 
 
 def parts_from_tiled(codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, n: int, k: int) -> Parts:

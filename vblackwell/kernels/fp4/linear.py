@@ -2,10 +2,8 @@
 tiled weights (layout.py); ``dequantize``, the weight written out once and cuBLAS, which wins for many rows;
 ``reference``, pure torch.
 
-The backward of ``x`` reads the same packed tensor (dX = dY W): there is no second copy, and no gradient for the weight.
-The value before the activation is computed again in backward. `packed_linear` gives w4a8.py and two_part.py the same.
-
-``M`` rows, ``N`` out features, ``K`` in features.
+Backward reads the same packed tensor (dX = dY W), computes the value before the activation again, and has no gradient
+for the weight. `packed_linear` gives w4a8.py and two_part.py the same. ``M`` rows, ``N`` out, ``K`` in features.
 """
 
 from __future__ import annotations
@@ -21,19 +19,15 @@ from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.kernels.fp4.launch import Weight, run_dequantize, run_mma, run_wgmma
 from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
-from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op, request_of
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
-Rows = Backend[Request, Callable[..., Tensor]]
-
-# -- what all linears with a packed weight share -----------------------------------------------------------------------
 
 
-def run_rows(op: str, table: Sequence[Rows], x: Tensor, format: str, n: int, k: int, *args: Any) -> Tensor:
+def run_rows(op: str, table: Sequence[Backend], x: Tensor, format: str, n: int, k: int, *args: Any) -> Tensor:
     """(..., N) of the backend that the registry picks for the rows of ``x`` (..., K)."""
     rows_MK = x.reshape(-1, k).contiguous()
     if rows_MK.shape[0] == 0:
@@ -53,8 +47,8 @@ def fake_gradient(dy: Tensor, *rest: Any) -> Tensor:
 
 
 def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Any]:
-    """Make the decorated function, of x, so many tensors, the bias or None, a format perhaps, activation, N, K, an op
-    with gradients in x and bias; ``input_gradient`` is of dY, the weight's tensors, the format if there is one, N, K.
+    """Make the decorated function of (x, so many tensors, bias or None, perhaps a format, activation, N, K) an op with
+    gradients in x and bias; ``input_gradient`` is of (dY, the weight's tensors, the format if there is one, N, K).
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -62,21 +56,18 @@ def packed_linear(weight_tensors: int, input_gradient: Callable[..., Tensor]) ->
         ctx.static = inputs[2 + weight_tensors :]
         ctx.save_for_backward(None if ctx.static[-3] == "none" else x, *tensors)
 
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        x, *weight, bias = ctx.saved_tensors
-        *format, activation, n, k = ctx.static
-        if activation != "none":
-            dy = activation_backward(dy, op(x, *weight, bias, *format, "none", n, k), activation)
-        dx = input_gradient(dy, *weight, *format, n, k) if ctx.needs_input_grad[0] else None
-        dbias = None
-        if bias is not None and ctx.needs_input_grad[1 + weight_tensors]:
-            dbias = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
-        return dx, *(None for _ in weight), dbias, *(None for _ in ctx.static)
-
-    op: Any = None
-
     def register(run: Callable[..., Tensor]) -> Any:
-        nonlocal op
+        def backward(ctx, dy):  # type: ignore[no-untyped-def]
+            x, *weight, bias = ctx.saved_tensors
+            *format, activation, n, k = ctx.static
+            if activation != "none":
+                dy = activation_backward(dy, op(x, *weight, bias, *format, "none", n, k), activation)
+            dx = input_gradient(dy, *weight, *format, n, k) if ctx.needs_input_grad[0] else None
+            dbias = None
+            if bias is not None and ctx.needs_input_grad[1 + weight_tensors]:
+                dbias = dy.reshape(-1, n).sum(0, dtype=torch.float32).to(bias.dtype)
+            return dx, *(None for _ in weight), dbias, *(None for _ in ctx.static)
+
         op = register_op(fake_rows, save=save, backward=backward, autocast="cast")(run)
         return op
 
@@ -94,8 +85,9 @@ def check_weight(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, form
         layout.tiled_name(format)
         layout.check_shapes(format, n, k, codes, block_scales)
     if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        found = f"{tuple(tensor_scale.shape)} {tensor_scale.dtype}"
-        raise ConfigurationError(f"tensor_scale must be one fp32 value, got {found}")
+        raise ConfigurationError(
+            f"tensor_scale must be one fp32 value, got {tuple(tensor_scale.shape)} {tensor_scale.dtype}"
+        )
 
 
 def check_arguments(
@@ -116,14 +108,11 @@ def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(x.dtype).contiguous()
 
 
-# -- backends ----------------------------------------------------------------------------------------------------------
-
-
 def tiled_reasons(request: Request) -> list[str]:
     """Why no kernel that is compiled here and reads tiles can take ``request``, whatever its activations."""
     reasons = registry.device_reasons(request) or [*nvrtc.why_not()]
     if not layout.is_tiled(request.format):
-        reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.layout.to_tiled")
+        reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.fp4.layout.to_tiled")
     return reasons
 
 
@@ -156,23 +145,19 @@ def _wgmma_reasons(request: Request) -> list[str]:
 
 
 def _mma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    m, device = x_MK.shape[0], x_MK.device
-    plan = tuned(plan_mma(m, n, k, has_clusters(registry.capability(device))), device, x_MK.dtype, m, n, k)
+    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(registry.capability(x_MK.device)))
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n)
 
 
 def _wgmma(x_MK: Tensor, weight: Weight, bias: Tensor | None, format: str, activation: str, n: int, k: int) -> Tensor:
-    m = x_MK.shape[0]
-    plan = tuned(plan_wgmma(m, n, k), x_MK.device, x_MK.dtype, m, n, k)
-    return run_wgmma(plan, x_MK, weight, like(bias, x_MK), activation, n)
+    return run_wgmma(plan_wgmma(x_MK.shape[0], n, k), x_MK, weight, like(bias, x_MK), activation, n)
 
 
 def whole_weight(weight: Weight, format: str, n: int, k: int, like: Tensor) -> Tensor:
-    """The weight, in one part or two, ``(value * block_scale) * tensor_scale`` in fp32, rounded once to the type of
-    ``like``, on its device.
-    """
-    request = request_of(like.new_empty((1, k)), format, n, k)
-    return choose("fp4_dequantize", DEQUANTIZE, request).run(weight, format, n, k, like.dtype)
+    """The weight in one part or two, as `reference.weight_of`, rounded once to the type of ``like``, on its device."""
+    if tiled_reasons(Request(like.device, registry.capability(like.device), like.dtype, format, 0, n, k)):
+        return reference.weight_of(weight, format, n, k).to(like.dtype)
+    return run_dequantize(weight, n, k, like.dtype)
 
 
 def input_gradient(dy_MN: Tensor, weight: Weight, format: str, n: int, k: int) -> Tensor:
@@ -192,12 +177,6 @@ def _reference(x_MK, weight, bias, format, activation, n, k):  # type: ignore[no
 
 BY_WHOLE_WEIGHT = (Backend("dequantize", registry.cuda_reasons, _whole), Backend("reference", accept, _reference))
 LINEAR = (Backend("mma", _mma_reasons, _mma), Backend("wgmma", _wgmma_reasons, _wgmma), *BY_WHOLE_WEIGHT)
-DEQUANTIZE = (
-    Backend("cuda", tiled_reasons, lambda weight, format, n, k, dtype: run_dequantize(weight, n, k, dtype)),
-    Backend(
-        "reference", accept, lambda weight, format, n, k, dtype: reference.weight_of(weight, format, n, k).to(dtype)
-    ),
-)
 
 
 @register_op(fake_gradient, autocast="keep")

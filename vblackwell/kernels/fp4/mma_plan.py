@@ -1,8 +1,7 @@
 """Plans of ``fp4_mma`` (``cuda/fp4_mma.cu``), for few rows: how the kernel covers a shape.
 
-A plan fixes the order in which partial sums are added, and depends on the shape alone, never on where it runs or how it
-was tuned: results repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is
-64 columns.
+A plan fixes the order in which partial sums are added, and depends on the shape alone, never on where it runs: results
+repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from vblackwell.errors import ConfigurationError
 
 MMA_FILES = (
-    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/norm_rows.cuh",
-    "fp4/fp4_mma.cu",
+    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "ring.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh",
+    "fp4/norm_rows.cuh", "fp4/fp4_mma.cu",
 )  # fmt: skip
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 SHARED_BYTES = 227 * 1024  # of a block on Hopper at most: of 228 KB each block takes 1 KB more than it asks for
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
 STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
-# (row warps, K warps, splits) of plans that take x in bulk copies, as timed fastest on an H200 for shapes of common
-# models where the rule chooses others (benchmarks/tune/fp4_plans.py, results/tune; 2 and 8 rows
-# are interpolated). Keys are (rows rounded up to a power of two, N, K).
+# (row warps, K warps, splits) of plans with bulk copies, timed fastest on an H200 where the rule chooses others
+# (benchmarks/results/tune; 2 and 8 rows are interpolated), by (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int]] = {
     **{(rows, 28672, 8192): (7, 4, 1) for rows in (1, 2, 4, 8)},
     (16, 4096, 14336): (2, 6, 2),
@@ -48,8 +45,7 @@ def has_clusters(capability: tuple[int, int]) -> bool:
 
 def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
     """Shared memory to ask for with clusters: where each of ``blocks`` can have a multiprocessor, so much that no two
-    share one. Blocks of the next product begin while this one's run: two of them would go to an idle multiprocessor,
-    and that product take up to twice as long (18.7 us, not 11.5, for 8 rows of 14336 x 4096 on an H200).
+    of the next product, which begin while this one's run, share one and take up to twice as long.
     """
     return max(shared_bytes, _ALONE_BYTES) if blocks <= processors else shared_bytes
 
@@ -58,8 +54,6 @@ def launch_bytes(shared_bytes: int, blocks: int, processors: int) -> int:
 class MmaPlan:
     """How ``fp4_mma`` covers a shape."""
 
-    files: ClassVar[tuple[str, ...]] = MMA_FILES
-    entry: ClassVar[str] = "fp4_mma"
     tokens: int  # rows of x a block takes, a power of two
     row_warps: int  # warps of 32 weight rows each
     k_warps: int  # warps of a block,
@@ -71,9 +65,7 @@ class MmaPlan:
     x_stages: int = 2  # of such chunks
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where a chunk of x would begin between the slots of the warps' rings, or the blocks
-        of a cluster would not share the outputs evenly.
-        """
+        """Raises ConfigurationError where a chunk would begin between slots, or blocks share the outputs unevenly."""
         if self.chunk % (turn := self.k_warps * self.prefetch):
             raise ConfigurationError(
                 f"chunks of {self.chunk} windows, {self.k_warps} K warps with {self.prefetch} windows in flight each:"
@@ -86,17 +78,10 @@ class MmaPlan:
             )
 
     def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
-        macros = {
-            "FP16": int(fp16), "TOKENS": self.tokens, "ROW_WARPS": self.row_warps, "K_WARPS": self.k_warps,
-            "SPLITS": self.splits, "PREFETCH": self.prefetch, "PASS_TOKENS": min(self.tokens, 16),
-            "MIN_BLOCKS": self.min_blocks, "OUT32": int(out32),
-        }  # fmt: skip
-        if self.chunk:
-            macros |= {"BULK": 1, "CHUNK": self.chunk, "X_STAGES": self.x_stages}
-        return macros | {"NORM": 1} if norm else macros
-
-    def without_bulk(self) -> MmaPlan:
-        return replace(self, chunk=0, x_stages=2)
+        fields = ("tokens", "row_warps", "k_warps", "splits", "prefetch", "min_blocks", "chunk", "x_stages")
+        flags = {"FP16": fp16, "OUT32": out32, "NORM": norm, "BULK": self.chunk > 0, "PARTS": False}
+        macros = {name.upper(): getattr(self, name) for name in fields} | {"PASS_TOKENS": min(self.tokens, 16)}
+        return macros | {name: int(on) for name, on in flags.items()}
 
     @property
     def threads(self) -> int:
@@ -146,22 +131,17 @@ def _with_x(plan: MmaPlan, k: int) -> MmaPlan:
 def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
     """x in bulk copies, for up to 16 rows: blocks of up to 16 warps, each with eight windows or more if there are so
     many, in one wave in which a multiprocessor has least to do; of equals those that split K, which halves what a block
-    stages of x, but for one row.
-
-    Within 2.1 % of the fastest plan of an H200 in 18 cells with `_TIMED`, up to 9.5 % slower without
-    (docs/journal/fp4.md).
+    stages of x, but for one row. Within 2.1 % of the fastest plan in 18 cells (docs/journal/fp4.md).
     """
     if timed := _TIMED.get((tokens, n, k)):
         return _with_x(MmaPlan(tokens, *timed, 4), k)
     preferred = 2 if tokens > 1 else 1
-    _, _, row_warps, splits = min(
-        (
-            (row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
-            for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
-            if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
-        ),
-        default=(0, False, 8, 1),
-    )
+    one_wave = [
+        (row_warps * ceil_div(ceil_div(k, 64), splits), splits != preferred, row_warps, splits)
+        for row_warps, splits in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2))
+        if ceil_div(n, 32 * row_warps) * splits <= MULTIPROCESSORS
+    ]
+    _, _, row_warps, splits = min(one_wave, default=(0, False, 8, 1))
     share = ceil_div(k, 64) // splits
     # A round of more K warps takes the memory that the next chunk of x needs.
     most = 8 if tokens > 8 and share > 64 else 16
@@ -171,11 +151,9 @@ def _plan_bulk(tokens: int, n: int, k: int) -> MmaPlan:
 
 @functools.lru_cache(4096)
 def plan_mma(m: int, n: int, k: int, clusters: bool, bulk: bool = True) -> MmaPlan:
-    """The plan of ``fp4_mma`` for a shape, with or without clusters of blocks (sm_90); ``bulk``: whether x may come by
-    bulk copies.
-
-    Without them one block of 12 to 16 warps a multiprocessor. From three rows on x costs more to stage than a cluster
-    to join: blocks get taller and split K. Without clusters blocks are smaller, to fit 99 KB of shared memory.
+    """The plan for a shape, with or without clusters of blocks (sm_90), and x in ``bulk`` copies if it may. Without
+    bulk copies one block of 12 to 16 warps a multiprocessor, from three rows on taller ones that split K, for less x to
+    stage. Without clusters blocks are smaller, to fit 99 KB of shared memory.
     """
     tokens = min(1 << (m - 1).bit_length(), 16 if clusters else 32)
     windows = ceil_div(k, 64)

@@ -1,9 +1,8 @@
 """RMSNorm and an FP4 linear as one op: in one kernel for up to 16 rows, where that is faster, else as two.
 
-A norm multiplies columns by a gain and rows by a statistic. The statistic commutes with the product, so the mma kernel
-stages x with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is
-rounded once, as the normalised rows would be; in float16 it may overflow where normalised rows do not, so fp16 and fp32
-take two kernels. There is no backward.
+A norm multiplies columns by a gain and rows by a statistic, which commutes with the product: the mma kernel stages x
+with its gain, adds up squares on the way, and scales the sums at its end (cuda/fp4_mma.cu). x times gain is rounded
+once, as the normalised rows would be; in float16 it may overflow where they do not. There is no backward.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4.launch import run_mma
 from vblackwell.kernels.fp4.linear import LINEAR, check_arguments, fake_rows, like, linear_reasons, run_rows
 from vblackwell.kernels.fp4.mma_plan import has_clusters, plan_mma, takes_bulk
-from vblackwell.kernels.fp4.tuning import tuned
 from vblackwell.kernels.runtime.registry import Backend, Request, accept, capability, register_op
 
 MAX_ROWS = 16
@@ -34,12 +32,7 @@ def _mma_reasons(request: Request) -> list[str]:
 
 
 def max_rows(capability: tuple[int, int], n: int, k: int) -> int:
-    """Rows of K features up to which one kernel is faster than two, on an H200 by up to 1.4 times
-    (docs/journal/fp4.md).
-
-    Every block normalises all of its x again: on Hopper 16 rows of a large weight cost more than a launch, and where
-    threads stage x, fewer do.
-    """
+    """Rows of K features up to which one kernel, each block of which normalises all of its x, is faster than two."""
     if capability[0] != 9:
         return MAX_ROWS
     if not takes_bulk(k):
@@ -54,9 +47,7 @@ def _slower(request: Request) -> list[str]:
 
 
 def _mma(x_MK, gain_K, eps, weight, bias, format, activation, n, k):  # type: ignore[no-untyped-def]
-    m, device = x_MK.shape[0], x_MK.device
-    plan = plan_mma(m, n, k, has_clusters(capability(device)))
-    plan = tuned(plan, device, x_MK.dtype, m, n, k)
+    plan = plan_mma(x_MK.shape[0], n, k, has_clusters(capability(x_MK.device)))
     gain_K = gain_K.contiguous()
     gain_K = gain_K.clone() if gain_K.data_ptr() % 16 else gain_K
     return run_mma(plan, x_MK, weight, like(bias, x_MK), activation, n, gain_K=gain_K, eps=eps)

@@ -21,7 +21,7 @@ ACTIVATIONS = ("none", *_FUNCTIONS)
 
 
 def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
-    """The (n, k) weight in fp32, of one part (three tensors) or two (four)."""
+    """The (n, k) weight in fp32, in one part (three tensors) or two (four)."""
     if len(weight) == 3:
         return dequantize(*weight, format=format, n=n, k=k)
     parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight

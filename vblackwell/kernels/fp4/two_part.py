@@ -1,9 +1,5 @@
-"""Linear with a weight in two parts (numerics/separation.py) as a PyTorch op, with its plans and launches.
-
-Backends, in order of preference: ``mma``, one kernel for up to 16 rows of bf16 on tiled parts (``cuda/two_part.cu``);
-``dequantize``, the weight written out once and cuBLAS; ``reference``, pure torch. Without its fine part a weight is an
-nvfp4 one, for ``fp4_linear``. Plans have one block of 12 to 16 warps a multiprocessor, and from three rows on x in bulk
-copies and a cluster of two that splits K. Windows hold 2176 bytes instead of 1152, so less of x fits.
+"""Linear with a weight in two parts (numerics/separation.py) as a PyTorch op, and its plans: ``fp4_mma`` for up to 16
+rows of bf16 on tiled parts, else as any packed weight. Windows hold 2176 bytes instead of 1152, so less of x fits.
 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
@@ -12,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,28 +19,26 @@ from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, 
 from vblackwell.kernels.runtime.registry import Backend, Request, capability, register_op
 
 OP = "two_part_linear"
-FILES = (
-    "ptx.cuh", "fp4/decode.cuh", "barrier.cuh", "fp4/epilogue.cuh", "fp4/mma_block.cuh", "fp4/two_part.cu",
-)  # fmt: skip
 MAX_ROWS = 16
-MAX_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a block, with and without clusters
 _WINDOW_BYTES = 2176
-# Of x that a block stages at a time without bulk copies, and windows that a warp has in flight.
+_LARGE = 1 << 25
+# With and without clusters: shared memory of a block, x of it that is staged at a time without bulk copies, and windows
+# that a warp has in flight.
+MAX_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}
 _X_BYTES = {True: 80 * 1024, False: 24 * 1024}
 _PREFETCH = {True: 4, False: 3}
-_LARGE = 1 << 25
 
 
 @dataclass(frozen=True)
 class TwoPartPlan(MmaPlan):
-    """How ``two_part_mma`` covers a shape; chunks may be any multiple of ``k_warps`` windows."""
-
-    files: ClassVar[tuple[str, ...]] = FILES
-    entry: ClassVar[str] = "two_part_mma"
+    """How ``fp4_mma`` covers a shape with PARTS; chunks may be any multiple of ``k_warps`` windows."""
 
     def __post_init__(self) -> None:
         if self.chunk % self.k_warps:
             raise ConfigurationError(f"chunks of {self.chunk} windows do not go to {self.k_warps} K warps alike")
+
+    def macros(self, fp16: bool = False, out32: bool = False, norm: bool = False) -> dict[str, int]:
+        return super().macros(fp16, out32, norm) | {"PARTS": 1}
 
     def shared_bytes(self, k: int, norm: bool = False) -> int:
         windows, count = self.chunks(k)
@@ -78,17 +71,12 @@ def _with_bulk_copies(m: int, n: int, k: int) -> TwoPartPlan:
 
 def _of_large_weights(n: int, windows: int, base: TwoPartPlan) -> TwoPartPlan:
     """Plans for weights of 2^25 elements and more, among the fastest on an H200 (docs/journal/runs.md): up to 8 rows
-    two blocks of 8 warps, of which one computes while the other's sums meet; from 9 on, where x takes too much memory
-    for that, one block of 16 warps and long chunks of x, or all of it where blocks split K: no warp waits for a stage.
+    two blocks of 8 warps, of which one computes while the other's sums meet; from 9 on one block of 16 warps and long
+    chunks of x, or all of it where blocks split K.
     """
     if base.tokens <= 8:
-        fitting = [
-            (ceil_div(n, 32 * rows) * splits // 8, rows, splits)
-            for splits in (1, 2)
-            for rows in (1, 2, 4, 8)
-            if ceil_div(n, 32 * rows) * splits <= 2 * MULTIPROCESSORS
-        ]
-        if fitting:
+        shapes = [(rows, splits, ceil_div(n, 32 * rows) * splits) for splits in (1, 2) for rows in (1, 2, 4, 8)]
+        if fitting := [(blocks // 8, *shape) for *shape, blocks in shapes if blocks <= 2 * MULTIPROCESSORS]:
             _, rows, splits = max(fitting)
             how = {"prefetch": 4, "min_blocks": 2, "chunk": 8, "x_stages": 3}
             return replace(base, row_warps=rows, k_warps=8 // rows, splits=splits, **how)
@@ -137,10 +125,8 @@ def _check(codes: Tensor, fine: Tensor, format: str) -> None:
     if format not in layout.PARTS_LAYOUTS:
         raise ConfigurationError(f"no weight in two parts has the layout {format!r}: {', '.join(layout.PARTS_LAYOUTS)}")
     if fine.shape != codes.shape or fine.device != codes.device:
-        raise ConfigurationError(
-            f"fine codes {tuple(fine.shape)} on {fine.device} next to coarse codes {tuple(codes.shape)} on"
-            f" {codes.device}"
-        )
+        found = f"fine codes {tuple(fine.shape)} on {fine.device}"
+        raise ConfigurationError(f"{found} next to coarse codes {tuple(codes.shape)} on {codes.device}")
 
 
 @register_op(linear.fake_gradient, autocast="keep")
@@ -154,9 +140,17 @@ def two_part_linear_dx(
 
 @linear.packed_linear(4, two_part_linear_dx)
 def two_part_linear(
-    x_MK: Tensor, codes: Tensor, fine: Tensor, block_scales: Tensor, tensor_scale: Tensor, bias: Tensor | None,
-    format: str, activation: str, n: int, k: int,
-) -> Tensor:  # fmt: skip
+    x_MK: Tensor,
+    codes: Tensor,
+    fine: Tensor,
+    block_scales: Tensor,
+    tensor_scale: Tensor,
+    bias: Tensor | None,
+    format: str,
+    activation: str,
+    n: int,
+    k: int,
+) -> Tensor:
     """``activation(x W^T + bias)`` with ``W`` the sum of its parts: those of a `PackedTensor` (format 'nvfp4') or of
     ``layout.parts_to_tiled`` ('nvfp4-tiled'); the rest, and what is raised, as for ``fp4_linear``.
     """

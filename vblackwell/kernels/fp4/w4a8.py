@@ -4,11 +4,8 @@ mxfp4 weights become E4M3 exactly, each row relative to its largest block scale,
 two significant bits, where a row's block exponents span at most 14 (``check_packed``). Activations are rounded to E4M3
 with one scale a row, amax / 448: about 31 dB on Gaussian rows. On Hopper one kernel decodes weights and rounds rows
 while it multiplies others (``cuda/w4a8.cu``). Elsewhere, and for many rows of large weights, it is PyTorch's row-scaled
-FP8 matmul, without fast accumulation, of operands written out by one launch (``cuda/fp4_e4m3.cu``).
-
-The backward ignores the rounding of the activations (straight through): dX = dY W with the same packed weight.
-
-``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
+FP8 matmul, without fast accumulation, of operands written out by one launch (``cuda/fp4_e4m3.cu``). Backward is
+straight through the rounding: dX = dY W. ``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torch import Tensor
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import layout, reference
 from vblackwell.kernels.fp4.launch import Weight, aligned, processors
-from vblackwell.kernels.fp4.linear import fp4_linear_dx, hopper_reasons, linear_reasons, packed_linear, run_rows
+from vblackwell.kernels.fp4.linear import fp4_linear_dx, hopper_reasons, like, linear_reasons, packed_linear, run_rows
 from vblackwell.kernels.fp4.mma_plan import ceil_div
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.runtime import counters
@@ -36,8 +33,8 @@ MIN_TOP = 2.0**-100  # as in cuda/round_row.cuh
 MAX_SPAN = 14
 FP8_CAPABILITY = (8, 9)
 MULTIPLE = 16  # of N and of K, for PyTorch's FP8 matmul
-# By times on an H200 (docs/journal/fp4.md): one kernel decodes and multiplies from as many rows on as have the tiles of
-# 1024; above MAX_ROWS PyTorch's matmul of whole operands is at least as fast, but for small weights.
+# By times on an H200 (docs/journal/fp4.md) one kernel is faster from the rows on that have the tiles of 1024; above
+# MAX_ROWS PyTorch's matmul of whole operands is at least as fast, but for small weights.
 MIN_ROWS, MAX_ROWS, LARGEST_WEIGHT = 897, 2048, 6144 * 4096
 E4M3_FILES = ("ptx.cuh", "fp4/decode.cuh", "fp4/e4m3.cuh", "fp4/round_row.cuh", "fp4/fp4_e4m3.cu")
 PREPARE_SHARED_BYTES = 64  # of a block that rounds rows: two fp32 from each of its 8 warps
@@ -48,8 +45,7 @@ FILES = (
 CLUSTER = 2  # blocks, each of 128 tokens
 THREADS = 512
 FIRST_COUNTER = 32  # the queue has a cache line to itself
-# By features of a tile, as timed on an H200 (docs/journal/fp4.md): cycles of a step, and stages. Of 256 and 192 one
-# more fits; the rest is L1.
+# By features of a tile: cycles of a step on an H200, and stages. Of 256 and 192 one more fits; the rest is L1.
 STEP_CYCLES = {256: 1180, 224: 1105, 192: 955}
 STAGES = {256: 3, 224: 4, 192: 4}
 HEAD_ROWS = 1024  # the tokens of four pairs of tiles, which go side by side
@@ -87,7 +83,7 @@ def check_device(device: torch.device, name: str = "the weight") -> None:
 
 
 def check_packed(packed: PackedTensor, name: str = "the weight") -> None:
-    """Raises as `check_shape` and `check_device`, and Unsupported where the rows of a canonical mxfp4 matrix would not
+    """Raises as `check_shape` and `check_device`, and Unsupported where rows of a canonical mxfp4 matrix would not
     become E4M3 without loss, or would not fit tiles. Waits for the device.
     """
     check_shape(packed.format, packed.n, packed.k, name)
@@ -105,9 +101,6 @@ def row_tops(block_scales: Tensor, n: int, k: int) -> Tensor:
     return block_scales.view(bands, windows, 8, 4, 4).amax((1, 3)).transpose(1, 2).reshape(-1)[:n].contiguous()
 
 
-# -- plans and launches ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class W4A8Plan:
     """How ``w4a8`` cuts a product."""
@@ -122,11 +115,9 @@ class W4A8Plan:
         return self.stages * (128 + self.features) * 128 + outputs + units + 16 * self.stages + 16
 
     def macros(self, fp16: bool, k: int) -> dict[str, int]:
-        return {
-            "FP16": 0, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024)), "ROUND_WARPS": 4, "TOKENS": 0,
-            "COLUMNS": self.features // 2, "STAGES": self.stages, "SPLITS": CLUSTER, "HEAD_ROWS": self.head_rows,
-            "HEAD_STEPS": self.head_steps, "OUT32": 0,
-        }  # fmt: skip
+        fields = {name.upper(): getattr(self, name) for name in ("stages", "head_steps", "head_rows")}
+        fixed = {"FP16": 0, "OUT32": 0, "TOKENS": 0, "ROUND_WARPS": 4, "SPLITS": CLUSTER}
+        return fields | fixed | {"COLUMNS": self.features // 2, "X_FP16": int(fp16), "KEPT": min(4, ceil_div(k, 1024))}
 
 
 def of_width(features: int) -> W4A8Plan:
@@ -134,10 +125,8 @@ def of_width(features: int) -> W4A8Plan:
 
 
 def plan_w4a8(m: int, n: int, k: int, multiprocessors: int) -> W4A8Plan:
-    """The tile by which a GPU of so many multiprocessors is done first, in whole rounds of tiles.
-
-    The head rounds the rows that all clusters but ``MAX_WAITING`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least,
-    unless the first four pairs' tiles fill a round and a half.
+    """The tile by which a GPU is done first, in whole rounds of tiles. The head rounds the rows that all clusters but
+    ``MAX_WAITING`` begin with; of a ``LARGE_WEIGHT`` 2,048 at least, unless four pairs' tiles fill a round and a half.
     """
     pairs, clusters = ceil_div(m, 128 * CLUSTER), multiprocessors // CLUSTER
     width = min(STEP_CYCLES, key=lambda width: ceil_div(pairs * ceil_div(n, width), clusters) * STEP_CYCLES[width])
@@ -210,9 +199,6 @@ def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tens
     return q_MK, scale_M1, w_NK, scale_1N
 
 
-# -- backends and op ---------------------------------------------------------------------------------------------------
-
-
 def _multiple_reasons(request: Request, taker: str) -> list[str]:
     odd = request.n % MULTIPLE or request.k % MULTIPLE
     return [f"{request.n} x {request.k}: {taker} takes multiples of {MULTIPLE}"] if odd else []
@@ -223,11 +209,6 @@ def _fp8_reasons(request: Request) -> list[str]:
     if request.device.type == "cuda" and request.capability < FP8_CAPABILITY:
         reasons.append(f"compute capability {request.capability[0]}.{request.capability[1]} has no FP8 tensor cores")
     return reasons + _multiple_reasons(request, "PyTorch's FP8 matmul")
-
-
-def multiply_rows(q_MK: Tensor, scale_M1: Tensor, w_NK: Tensor, scale_1N: Tensor) -> Tensor:
-    """(M, N) bf16 product of what `run_prepare_e4m3` makes; sums in fp32."""
-    return torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, out_dtype=torch.bfloat16, use_fast_accum=False)
 
 
 def _fused_reasons(request: Request) -> list[str]:
@@ -246,12 +227,13 @@ def _fused_slower(request: Request) -> list[str]:
 def _fused(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
     x_MK, _ = aligned(x_MK)
     plan = plan_w4a8(x_MK.shape[0], n, k, processors(x_MK.device))
-    return run_w4a8(plan, x_MK, weight, None if bias is None else bias.to(x_MK.dtype), activation, n, k)
+    return run_w4a8(plan, x_MK, weight, like(bias, x_MK), activation, n, k)
 
 
-def multiply_whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
-    """The op by PyTorch's matmul of whole operands."""
-    z_MN = multiply_rows(*run_prepare_e4m3(x_MK, weight, n, k))
+def _whole(x_MK: Tensor, weight: Weight, bias: Tensor | None, activation: str, n: int, k: int) -> Tensor:
+    q_MK, scale_M1, w_NK, scale_1N = run_prepare_e4m3(x_MK, weight, n, k)
+    how = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+    z_MN = torch.ops.aten._scaled_mm(q_MK, w_NK.t(), scale_M1, scale_1N, **how)
     if bias is not None:
         z_MN = z_MN + bias.to(z_MN.dtype)
     return activate(z_MN, activation).to(x_MK.dtype)
@@ -270,7 +252,7 @@ def _reference_reasons(request: Request) -> list[str]:
 
 W4A8 = (
     Backend("fused", _fused_reasons, _fused, slower=_fused_slower),
-    Backend("fp8", _fp8_reasons, multiply_whole),
+    Backend("fp8", _fp8_reasons, _whole),
     Backend("reference", _reference_reasons, _reference),
 )
 

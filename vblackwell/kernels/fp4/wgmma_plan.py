@@ -1,14 +1,9 @@
 """Plans of ``fp4_wgmma`` (``cuda/fp4_wgmma.cu``), for tens to hundreds of rows; mma_plan.py says what a plan is.
 
 How long a plan takes is arithmetic about an H200. For a window a warpgroup issues its decode and waits for its
-products; alone on a multiprocessor it also waits for its own latencies, several take turns. The issue of one warpgroup
-adds whole to the tensor cores' time of the others, so work a multiprocessor and rounds of blocks count. The constants
-are of a regression that ranks plans (not times: a product of 64 rows by 64 columns takes the tensor cores 2 cycles a
-token) over 329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): its plan is on average 1.9 %, at most
-11.4 %, slower than the fastest of a cell; cells where it is 2 % or more slower are in `_TIMED`. It tells too little of
-a cluster in grids of many rounds, so `many_rows_us` compares plans for more rows.
-
-``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
+products; alone on a multiprocessor it also waits for its own latencies. The constants are of a regression that ranks
+329 plans in 18 cells of 64 to 256 rows (benchmarks/results/tune): its plan is on average 1.9 %, at most 11.4 %, slower
+than the fastest of a cell. `many_rows_us` compares plans for more rows, in grids of many rounds.
 """
 
 from __future__ import annotations
@@ -36,16 +31,13 @@ _ADDED = 1.13  # of the shorter of products and decode, what the longer does not
 _SUM = 15.1  # cycles a token of a block's epilogue, for each K group
 _START_US, _CLUSTER_US = 0.51, 1.74  # a launch and what is in front of it; what two blocks that split K send each other
 _L2_BYTES_A_US, _MEMORY_BYTES_A_US = 8.89e6, 4.2e6
-# Microseconds a window of a block that has a multiprocessor to itself, by (tokens, groups, K groups): 1024 rows of 6144
-# and 14336 x 4096.
+# Microseconds a window of a block alone on a multiprocessor, by (tokens, groups, K groups).
 _MANY_ROWS_US = {(256, 2, 1): 0.75, (128, 3, 1): 0.59, (256, 1, 2): 0.405}
-# tokens, groups, K groups, splits, blocks a multiprocessor, windows a step of the plan that was timed
-# fastest on an H200 for shapes of common models where the rule chooses others (benchmarks/tune/fp4_plans.py,
-# results/fp4-h200-plans-5.csv to -7.csv). Keys are (rows rounded up to a power of two, N, K).
+# (tokens, groups, K groups, splits, blocks a multiprocessor, windows a step) of plans, timed fastest on an H200 where
+# the rule chooses others (benchmarks/results/tune), by (rows rounded up to a power of two, N, K).
 _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (32, 4096, 4096): (32, 1, 2, 2, 2, 2),
     (32, 6144, 4096): (32, 2, 2, 2, 1, 2),
-    (32, 14336, 4096): (32, 2, 2, 1, 1, 2),
     (32, 4096, 14336): (32, 1, 2, 2, 2, 2),
     (32, 8192, 8192): (32, 2, 2, 2, 1, 2),
     (32, 28672, 8192): (32, 4, 1, 1, 1, 2),
@@ -55,18 +47,11 @@ _TIMED: dict[tuple[int, int, int], tuple[int, int, int, int, int, int]] = {
     (64, 8192, 8192): (64, 2, 2, 2, 1, 1),
     (128, 4096, 4096): (128, 1, 3, 2, 1, 1),
     (128, 6144, 4096): (128, 1, 4, 1, 1, 1),
-    (128, 14336, 4096): (128, 2, 2, 1, 1, 1),
     (128, 4096, 14336): (128, 1, 3, 2, 1, 1),
-    (128, 8192, 8192): (128, 2, 2, 2, 1, 1),
-    (128, 28672, 8192): (128, 4, 1, 1, 1, 1),
     (256, 4096, 4096): (256, 1, 1, 2, 1, 1),
-    (256, 6144, 4096): (128, 3, 1, 2, 1, 1),
     (256, 4096, 14336): (256, 1, 1, 2, 1, 1),
     (256, 8192, 8192): (256, 1, 2, 1, 1, 1),
 }
-# (rows rounded up to blocks of 256, N, K) where ``fp4_wgmma`` ends before dequantising once and cuBLAS, though the rule
-# of many rows says otherwise: 2805 us for 2916 (docs/journal/fp4.md, "what a trace of w4a8 says").
-_FUSED = {(4096, 28672, 8192)}
 
 
 def goes_round(stages: int, k_groups: int, windows_per_step: int = 1) -> bool:
@@ -89,11 +74,8 @@ class WgmmaPlan:
     windows_per_step: int = 1  # that a warpgroup multiplies at a time, 1 or 2
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError where a stage of x would go from one K group to another, or a group would wait for
-        itself.
-
-        A group that comes to a stage by which another one still awaits the window before would take the barrier's last
-        phase for its own: it would multiply what is not there yet, or wait for ever.
+        """Raises ConfigurationError where a stage of x would go from one K group to another: one that comes to it while
+        another still awaits the window before would multiply what is not there yet, or wait forever.
         """
         if not goes_round(self.stages, self.k_groups, self.windows_per_step):
             raise ConfigurationError(
@@ -113,16 +95,12 @@ class WgmmaPlan:
 
     @property
     def fragments(self) -> int:
-        """Sets of ``windows_per_step`` windows of decoded weights that a warpgroup holds. One is enough where others
-        multiply meanwhile, and leaves registers for a fourth warpgroup at 128 tokens (docs/journal/fp4.md).
-        """
+        """Sets of ``windows_per_step`` decoded windows that a warpgroup holds: one where others multiply meanwhile."""
         return 1 if self.k_groups >= 3 or self.consumers >= 4 or self.windows_per_step > 1 else 2
 
     @property
     def launch_registers(self) -> int:
-        """Registers of every thread of a block when it starts: of a quarter of a multiprocessor's 16384, without 1024
-        for a block of the next product's ``swizzle_x``.
-        """
+        """Of every thread when a block starts: of 16384, less 1024 for a block of the next product's ``swizzle_x``."""
         return min(248, 15360 // (self.threads // 4 * self.min_blocks) // 8 * 8)
 
     @property
@@ -131,12 +109,10 @@ class WgmmaPlan:
         return min(240, (self.launch_registers * (self.consumers + 1) - COPY_REGISTERS) // self.consumers // 8 * 8)
 
     def macros(self, fp16: bool, out32: bool = False) -> dict[str, int]:
-        return {
-            "FP16": int(fp16), "TOKENS": self.tokens, "GROUPS": self.groups, "KGROUPS": self.k_groups,
-            "SPLITS": self.splits, "FRAGMENTS": self.fragments, "WINDOWS_PER_STEP": self.windows_per_step,
-            "STAGES": self.stages, "PREFETCH": self.prefetch, "REGISTERS": self.registers,
-            "COPY_REGISTERS": COPY_REGISTERS, "LAUNCH_REGISTERS": self.launch_registers, "OUT32": int(out32),
-        }  # fmt: skip
+        fields = ("tokens", "groups", "k_groups", "splits", "stages", "prefetch", "windows_per_step")
+        derived = ("fragments", "registers", "launch_registers")
+        macros = {name.upper(): getattr(self, name) for name in (*fields, *derived)}
+        return macros | {"FP16": int(fp16), "OUT32": int(out32), "COPY_REGISTERS": COPY_REGISTERS}
 
     @property
     def threads(self) -> int:
@@ -195,9 +171,7 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
 
 
 def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> float:
-    """Predicted microseconds for ``shape`` (M, N, K) in whole rounds of ``blocks`` of `_MANY_ROWS_US`, which do not
-    split K, with a last round of blocks of half the height where `launches` makes one.
-    """
+    """Predicted microseconds for ``shape`` (M, N, K) in rounds of ``blocks`` of `_MANY_ROWS_US`, as of `launches`."""
     (m, n, k), (tokens, groups, k_groups) = shape, blocks
     columns, rows, last_us = ceil_div(m, tokens), ceil_div(n, 64 * groups), 0.0
     if (groups, k_groups) == (2, 1) and (whole := rows_in_whole_rounds(rows, columns)) < rows:
@@ -206,9 +180,7 @@ def many_rows_us(shape: tuple[int, int, int], blocks: tuple[int, int, int]) -> f
 
 
 def rows_in_whole_rounds(rows: int, columns: int, processors: int = MULTIPROCESSORS) -> int:
-    """Of ``rows`` by ``columns`` blocks those rows that fill rounds of the GPU; all where the others, cut in two,
-    exceed one.
-    """
+    """Of ``rows`` by ``columns`` blocks the rows that fill rounds; all where the others, cut in two, exceed one."""
     whole = rows * columns // processors * processors // columns
     return whole if whole > 0 and 2 * (rows - whole) * columns <= processors else rows
 
@@ -248,11 +220,8 @@ class Rows(NamedTuple):
 
 @functools.lru_cache(4096)
 def launches(plan: WgmmaPlan, m: int, n: int, processors: int = MULTIPROCESSORS) -> tuple[Rows, ...]:
-    """A product's launches, one or two.
-
-    Where a last round of blocks of 256 tokens by 128 features would leave multiprocessors idle, its rows go in twice as
-    many blocks of half the height, whose sums two K groups share. Tuned fields have no say, since this decides the
-    order of additions.
+    """A product's launches, one or two: where a last round of blocks of 256 tokens by 128 features would leave
+    multiprocessors idle, its rows go in twice as many blocks of half the height, whose sums two K groups share.
     """
     rows = whole = ceil_div(n, 64 * plan.groups)
     if (plan.tokens, plan.groups, plan.k_groups, plan.splits) == (256, 2, 1, 1):
@@ -270,7 +239,7 @@ def fills_with_many_rows(m: int, n: int) -> bool:
 
 def wgmma_beats_dequantize(m: int, n: int, k: int) -> bool:
     """Whether ``fp4_wgmma`` is expected to finish before dequantising once and cuBLAS; rates measured on an H200."""
-    if m <= 256 or (256 * ceil_div(m, 256), n, k) in _FUSED:
+    if m <= 256:
         return True
     if fills_with_many_rows(m, n):
         fused_us = min(many_rows_us((m, n, k), blocks) for blocks in _MANY_ROWS_US)

@@ -1,9 +1,8 @@
 """Counters in global memory that are zero when a kernel begins, without a launch that clears them.
 
 A stream has two sets, used in turn: what counts in one clears the other, once the launch before, which has counted
-there, has ended. A captured CUDA graph has separate sets, since graphs may run at the same time, and clears them first
-whenever it is replayed. The memory is the driver's, and lives as long as the process: PyTorch may be capturing in a
-pool in which its compiler allows no memory but that of tensors which it knows.
+there, has ended. A captured CUDA graph has separate sets, and clears them first whenever it is replayed. The memory is
+the driver's, and lives as long as the process: PyTorch's compiler allows none but its tensors in a pool of a capture.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ _lock = threading.Lock()
 @contextmanager
 def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the
-    current stream, for launches within the context: threads that share a stream come in the order of their sets. If one
-    fails, these counters are not used again.
+    current stream, for launches within the context, one thread at a time. If one fails, they are not used again.
     """
     stream, capture = _place(device)
     key = (device, stream, capture != 0)

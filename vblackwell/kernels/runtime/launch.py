@@ -1,18 +1,15 @@
-"""Kernels loaded and launched through the CUDA driver: the one way that work of our own gets into a stream.
-
-`Launcher` queues a kernel by addresses and costs the host about 2 us: it checks nothing and keeps no memory alive.
-`Kernel.launch` takes tensors, looks up stream, context and shared memory, and ends in one.
+"""Kernels loaded and launched through the CUDA driver. `Launcher` queues one by addresses, for about 2 us of the host:
+it checks nothing and keeps no memory alive. `Kernel.launch` takes tensors, looks up the stream, and ends in one.
 
 A kernel may begin before the kernel ahead of it in the stream has ended (programmatic dependent launch). Ours load
-their weights before they wait for it (`wait_for_previous` in cuda/ptx.cuh), because nobody writes weights: except a
-packing, or a copy in place. So the first launch that reads a weight as it is now goes without the overlap: it begins
-when all ahead of it in the stream, the writing kernel among them, has ended and is seen. Every later launch comes after
-that one, and so after the write. Copies from other streams are no concern of this: a stream waits for their events
-before a launch, overlapped or not.
+their weights before they wait for it (`wait_for_previous` in cuda/ptx.cuh): nobody writes weights but a packing, or a
+copy in place. So the first launch that reads a weight as it is now goes without the overlap: it begins when all ahead
+of it in the stream, the writing kernel among them, has ended and is seen. Every later launch comes after that one, and
+so after the write. Copies from other streams need no care: a stream waits for their events before any launch.
 
-A captured launch has run nothing, so it does not count as the first. A graph that is replayed begins when all ahead of
-it in the stream has ended, so a captured launch must mind only what is written in the same graph: that changed the
-weight when it was captured. A weight that no launch has read before a capture is read without overlap in each replay.
+A captured launch has run nothing, so it does not count as the first. A replayed graph begins when all ahead of it in
+the stream has ended, so a captured launch must mind only what is written in the same graph: that changed the weight
+when it was captured. A weight that no launch has read before a capture is read without overlap in each replay.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def waiting_driver() -> ctypes.CDLL:
 
 
 def driver_version() -> int:
-    """CUDA version that the driver supports, as 1000 * major + 10 * minor."""
+    """The CUDA version that the driver supports, as 1000 * major + 10 * minor."""
     version = ctypes.c_int()
     check_driver(driver().cuDriverGetVersion(ctypes.byref(version)), "asking for the driver's version")
     return version.value
@@ -68,9 +65,7 @@ def check_driver(result: int, what: str) -> None:
 
 
 def in_context(device: torch.device, call: Callable[[], int]) -> int:
-    """The result of a driver's ``call``, made once more where this thread has no context yet: CUDA's runtime gives it
-    one with its first call that needs one, but in a new thread ours can be the first.
-    """
+    """The result of a driver's ``call``, made once more where this thread has no context yet, as a new one has not."""
     result = call()
     if result == _INVALID_CONTEXT:
         context, index = ctypes.c_void_p(), torch.cuda.current_device() if device.index is None else device.index
@@ -110,8 +105,12 @@ class Launch(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
-        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint)),
-        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
     ]
 
 
@@ -145,15 +144,16 @@ class Kernel:
     def launch(
         self, grid: Grid, threads: int, shared_bytes: int, args: Sequence[Argument], weight: Sequence[Tensor] = ()
     ) -> None:
-        """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits.
-
-        ``weight``: those of ``args`` that the kernel reads before it waits for the one ahead of it.
+        """Queue on the current stream. Tensors pass as pointers, None as a null pointer, int and float as 32 bits;
+        ``weight`` are those of ``args`` that the kernel reads before it waits for the one ahead of it.
         """
         key = (threads, shared_bytes, len(args))
         if (launcher := self._launchers.get(key)) is None:
             launcher = self._launchers[key] = Launcher(self, *key)
-        values = [arg.data_ptr() if isinstance(arg, Tensor) else float_bits(arg) if isinstance(arg, float) else arg or 0
-                  for arg in args]  # fmt: skip
+        values = [
+            arg.data_ptr() if isinstance(arg, Tensor) else float_bits(arg) if isinstance(arg, float) else arg or 0
+            for arg in args
+        ]
         with torch.cuda.device(self.device):
             overlap = not weight or not self.overlaps or may_overlap(weight)
             launcher(grid, values, torch.cuda.current_stream(self.device).cuda_stream, overlap)
@@ -181,9 +181,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def __call__(self, grid: Grid, values: Sequence[int], stream: int, overlap: bool = True) -> None:
-        """Queue a launch of ``values`` (addresses and 32-bit integers) on ``stream`` of the current device, which may
-        ``overlap`` the kernel ahead of it.
-        """
+        """Queue ``values`` (addresses, 32-bit integers) on ``stream``; it may ``overlap`` the kernel ahead of it."""
         launch, kernel = self._launch, self.kernel
         with self._lock:
             self._values[:] = values
@@ -221,9 +219,8 @@ _read: dict[tuple[int, int], list[tuple[weakref.ref[Tensor], int, int]]] = {}
 
 
 def may_overlap(weight: Sequence[Tensor]) -> bool:
-    """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may.
-
-    Never for tensors made under ``inference_mode``, which do not tell whether they were written.
+    """Whether a launch that loads the tensors of ``weight`` early may overlap the kernel ahead; the next one may. Never
+    for tensors made under ``inference_mode``, which do not tell whether they were written.
     """
     key = id(weight[0]), len(weight)  # w4a8 reads one tensor more of the weight that is dequantised as well
     known = _read.get(key)

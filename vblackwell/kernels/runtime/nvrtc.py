@@ -1,8 +1,8 @@
 """CUDA C++ kernels of this package, compiled for the GPU at hand on first use by the NVRTC of PyTorch's CUDA wheels.
 
-These kernels fix which register holds which weight, which Triton does not let one say. Compiled code is kept under
+They fix which register holds which weight, which Triton cannot. Compiled code is kept under
 ``$XDG_CACHE_HOME/vblackwell/cubin``, named by a hash of source, macros, target and compiler. A source is a list of
-files that are joined: headers of ``runtime/cuda`` by their bare names, a package's own by ``package/name``.
+files that are joined: headers of ``runtime/cuda`` by their bare names, a package's by ``package/name``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Which backend runs an op, and why the others do not: the one registry of all kernels.
 
-An op keeps an ordered table of backends. Each states, for a request, the reasons why it refuses, or why another is
-faster; the first without a reason runs. Asking for one by name (``use_backend``) runs that one or raises with its
-reasons: nothing falls back silently. Row-wise ops have two backends, whose choice `runs_triton` makes: ``triton`` on
-CUDA, ``torch`` everywhere else, where it is the plain expression with autograd's own backward, so that a model on the
-CPU keeps its bits.
+An op keeps an ordered table of backends. Each states, for a request, why it refuses, or why another is faster; the
+first without a reason runs. Asking for one by name (``use_backend``) runs that one or raises with its reasons: nothing
+falls back silently. Row-wise ops have two backends, whose choice `runs_triton` makes: ``triton`` on CUDA, ``torch``
+everywhere else, the plain expression with autograd's own backward, so that a model on the CPU keeps its bits.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 
 NO_FORWARD_MODE = "it has no forward-mode derivative: use reverse mode (backward, torch.func.vjp)"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A row is held in registers by one block of threads: 2^16 fp32 values are a quarter of what a multiprocessor has.
-LONGEST_ROW = 1 << 16
+LONGEST_ROW = 1 << 16  # fp32 values of a row are held in registers by one block: a quarter of a multiprocessor's
 AnyRequest = TypeVar("AnyRequest")
 Run = TypeVar("Run", bound=Callable[..., Any])
 _CHOSEN: ContextVar[dict[str, str]] = ContextVar("vblackwell_backends", default={})  # noqa: B039 - never mutated
@@ -75,8 +73,8 @@ class Backend(Generic[AnyRequest, Run]):
 def choose(
     op: str, table: Sequence[Backend[AnyRequest, Run]], request: AnyRequest, name: str | None = None
 ) -> Backend[AnyRequest, Run]:
-    """The first backend of ``table`` that takes ``request``; or ``name``; or what `use_backend` says, which is not
-    heard under ``torch.compile``, because context variables cannot be read while tracing.
+    """The first backend of ``table`` that takes ``request``; or ``name``; or what `use_backend` says, but not under
+    ``torch.compile``, which cannot read context variables while tracing.
 
     Raises:
         ConfigurationError: the name asked for is not a backend of this op.
@@ -113,10 +111,6 @@ def use_backend(op: str, name: str) -> Iterator[None]:
         _CHOSEN.reset(token)
 
 
-def chosen(op: str) -> str | None:
-    return _CHOSEN.get().get(op)
-
-
 @functools.lru_cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of ``device``; (0, 0) if it is no CUDA device."""
@@ -136,7 +130,7 @@ def cuda_reasons(request: Request) -> list[str]:
 
 
 def device_reasons(request: Request) -> list[str]:
-    return _capability_reasons(request.capability) if request.device.type == "cuda" else cuda_reasons(request)
+    return cuda_reasons(request) or _capability_reasons(request.capability)
 
 
 def _capability_reasons(found: tuple[int, int]) -> list[str]:
@@ -180,9 +174,6 @@ def refuse_forward_mode(op: str) -> None:
         raise Unsupported(f"{op}: {NO_FORWARD_MODE}")
 
 
-# -- row-wise ops ------------------------------------------------------------------------------------------------------
-
-
 def _row_reasons(request: Request) -> list[str]:
     reasons = triton_reasons(request.device, request.capability) + dtype_reasons(request.dtype, DTYPES)
     if request.n > LONGEST_ROW:
@@ -198,9 +189,7 @@ _ROW_TABLES = {"cuda": (_TRITON, _TORCH), "cpu": (_TORCH, _TRITON)}
 
 def runs_triton(op: str, x: Tensor, row: int) -> bool:
     """Whether ``op`` on ``x``, which holds ``row`` elements of a row at once (0: any number), runs as a Triton kernel.
-
-    Under ``torch.compile`` the device and dtype alone decide. Raises Unsupported where ``use_backend`` asked for one
-    that refuses.
+    Raises Unsupported where ``use_backend`` asked for one that refuses; it is not asked under ``torch.compile``.
     """
     if is_compiling():
         return x.device.type == "cuda" and x.dtype in DTYPES and row <= LONGEST_ROW
@@ -215,8 +204,8 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 # -- registering ops ---------------------------------------------------------------------------------------------------
 # Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
-# `register_autocast` casts every floating tensor to one dtype fixed when the op is registered: scales and biases would
-# lose bits. Without any rule autocast would reach through an op into its implementation.
+# `register_autocast` casts every floating tensor, scales and biases too. Without any rule autocast would reach through
+# an op into its implementation.
 
 _LIBRARY = torch.library.Library("vblackwell", "FRAGMENT")  # registrations live as long as it does
 _KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
@@ -231,10 +220,10 @@ def register_op(
     autocast: Literal["cast", "keep"] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make the decorated function the op ``vblackwell::<its name>``, without underscores in front, which mutates
-    nothing; without ``backward`` (and ``save``: torch.library.register_autograd) it has no derivative.
+    nothing; without ``backward`` and ``save`` (torch.library.register_autograd) it has no derivative.
 
-    ``autocast``: 'cast': the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype; 'keep': it is
-    taken as it is given, as an op of backward takes it; None: no rule.
+    ``autocast``: the first argument, if it is bf16, fp16 or fp32, is cast to autocast's dtype ('cast') or taken as it
+    is given, as in a backward ('keep'); None: no rule.
     """
 
     def register(run: Callable[..., Any]) -> Any:

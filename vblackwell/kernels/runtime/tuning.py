@@ -2,7 +2,7 @@
 
 Entries are found first in the cache of this very GPU, driver, torch and triton version under
 ``$XDG_CACHE_HOME/vblackwell/autotune``, then in the table shipped for the GPU's name. Files are replaced as a whole and
-a torn or foreign one is ignored. Each kind of kernel ('fp4', 'attention') has its own file.
+a torn or foreign one is ignored. Each kind of kernel ('attention') has a file.
 """
 
 from __future__ import annotations

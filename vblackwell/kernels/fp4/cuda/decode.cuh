@@ -3,8 +3,7 @@
 #define PAIR_3_BITS 0x001B001Bu
 #define PAIR_3_MULTIPLIER 0x1084u
 
-// Product of code and scale as a half: value * 2^-SHIFT, so that it needs no subnormal scale. The epilogue returns
-// 2^SHIFT.
+// Products of code and scale as halves are this much smaller, which needs no subnormal scale; the epilogue returns it.
 #if FP16
 #define WEIGHT_UNIT 16384.0f
 #else
@@ -38,33 +37,44 @@ DEVICE void decode(u32 word, u32 scale, u32* pairs) {
     pairs[3] = multiply_pair(place(((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER) & PAIR_MASK), scale);
 }
 
-// One warp's 16 rows by 64 columns to A fragments. `scales` has the lane's four rows of the band.
-DEVICE void decode_window(const uint4& q, u32 scales, int half, u32 (*a)[4]) {
-    const u32 pair = scales >> (16 * half);
-    const u32 upper = scale_pair(pair, 0), lower = scale_pair(pair, 1);
+// A lane's 16 columns of row `r` of its four, of whose two rows `q` has the codes, to eight pairs.
+DEVICE void decode_row(const uint4& q, int r, u32 scale, u32* pairs) {
+    decode(r & 1 ? q.z : q.x, scale, pairs);
+    decode(r & 1 ? q.w : q.y, scale, pairs + 4);
+}
+
+// Places of a warp's A fragments, of the rows of `top` and `bottom`: eight columns, decoded to four pairs.
+DEVICE void set_fragments(u32 (*a)[4], int i, const u32* top, const u32* bottom) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        a[2 * i + (j >> 1)][2 * (j & 1)] = top[j];
+        a[2 * i + (j >> 1)][2 * (j & 1) + 1] = bottom[j];
+    }
+}
+
+// A warp's 16 rows by 64 columns to A fragments, with the scales of the lane's two rows.
+DEVICE void decode_rows(const uint4& q, u32 upper, u32 lower, u32 (*a)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 top[4], bottom[4];
         decode(i ? q.y : q.x, upper, top);
         decode(i ? q.w : q.z, lower, bottom);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            a[2 * i + (j >> 1)][2 * (j & 1)] = top[j];
-            a[2 * i + (j >> 1)][2 * (j & 1) + 1] = bottom[j];
-        }
+        set_fragments(a, i, top, bottom);
     }
 }
 
-// Weights in two parts (kernels/fp4/layout.py). Shifts, masks and additions all issue at half rate on one pipe, and it
-// is that pipe the weights wait for. Masking the coarse bits and putting the fine ones next to them is one operation on
-// it; taking away what a fine code of 8 adds is a multiplication by one and an addition, which the other pipe does. The
-// one is a parameter, or the compiler would see through it.
+// Weights in two parts (kernels/fp4/layout.py). Shifts, masks and additions issue at half rate on one pipe, for which
+// weights wait. Masking the coarse bits and putting the fine ones next to them is one operation on it; taking away what
+// a fine code of 8 adds is a multiplication by one and an addition, on the other pipe: by a parameter, or the compiler
+// would see through it.
 #define FINE_MASK 0x003C003Cu
 #define FINE_NOTHING 0x00200020u
 
 // A coarse pair in place among other bits, with its fine codes, which lie in bits 5..2 of both halves of `fine`, as
 // E2M5. No carry leaves a half: only cells that do not begin at zero have fine codes below 8.
-DEVICE u32 refine(u32 coarse, u32 fine, u32 one) { return ((coarse & PAIR_MASK) | (fine & FINE_MASK)) * one - FINE_NOTHING; }
+DEVICE u32 refine(u32 coarse, u32 fine, u32 one) {
+    return ((coarse & PAIR_MASK) | (fine & FINE_MASK)) * one - FINE_NOTHING;
+}
 
 // Eight coarse and fine codes to four unscaled pairs.
 DEVICE void decode_parts(u32 word, u32 fine, u32 one, u32* pairs) {
@@ -72,4 +82,20 @@ DEVICE void decode_parts(u32 word, u32 fine, u32 one, u32* pairs) {
     pairs[1] = refine(rotate_left(word, 10), rotate_left(fine, 28), one);
     pairs[2] = refine(rotate_left(word, 13), rotate_left(fine, 24), one);
     pairs[3] = refine((word & PAIR_3_BITS) * PAIR_3_MULTIPLIER, rotate_left(fine, 20), one);
+}
+
+// As `decode_rows`, of weights in two parts.
+DEVICE void decode_part_rows(const uint4& q, const uint4& f, u32 upper, u32 lower, u32 one, u32 (*a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 top[4], bottom[4];
+        decode_parts(i ? q.y : q.x, i ? f.y : f.x, one, top);
+        decode_parts(i ? q.w : q.z, i ? f.w : f.z, one, bottom);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            top[j] = multiply_pair(top[j], upper);
+            bottom[j] = multiply_pair(bottom[j], lower);
+        }
+        set_fragments(a, i, top, bottom);
+    }
 }

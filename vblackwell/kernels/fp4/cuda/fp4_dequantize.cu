@@ -1,5 +1,5 @@
 // A tiled weight to a row-major one: (code * scale) * tensor_scale in fp32, rounded once to bf16, fp16 or fp32 (OUT 0,
-// 1, 2).
+// 1, 2). With PARTS (1; or 0) the weight has fine codes as well (kernels/fp4/layout.py).
 //
 // A warp takes one tile of 32 rows by 64 columns, a block eight (four for fp32) neighbouring ones, so that the writes
 // of a block are runs of whole cache lines. Lanes own 16 columns of 4 rows; shared memory turns that into rows
@@ -18,7 +18,11 @@
 #define ROW_GRANULES (64 * ELEMENT_BYTES / 16)
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8* w, int N, int K) {
+fp4_dequantize(const u8* codes,
+#if PARTS
+               const u8* fine,
+#endif
+               const u8* scales, const float* tensor_scale, u8* w, int N, int K) {
     SHARED_MEMORY(memory);
     let_next_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -27,7 +31,12 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8*
     if (window >= windows) return;
     uint4* tile_rows = (uint4*)memory + warp * 32 * ROW_GRANULES;
     const u64 tile = (u64)band * windows + window;
-    const uint4 halves[2] = {load_weights(codes + tile * 1024 + lane * 16), load_weights(codes + tile * 1024 + 512 + lane * 16)};
+    const u8* from = codes + tile * 1024 + lane * 16;
+    const uint4 halves[2] = {load_weights(from), load_weights(from + 512)};
+#if PARTS
+    const u8* fine_from = fine + tile * 1024 + lane * 16;
+    const uint4 fine_halves[2] = {load_weights(fine_from), load_weights(fine_from + 512)};
+#endif
     const u32 packed = load_scales(scales + tile * 128 + lane * 4);
     const float unit = tensor_scale[0] * WEIGHT_UNIT;
 #pragma unroll
@@ -35,13 +44,20 @@ fp4_dequantize(const u8* codes, const u8* scales, const float* tensor_scale, u8*
         const uint4 q = halves[r >> 1];
         const u32 scale = scale_pair(packed, r);
         u32 pairs[8];
-        decode(r & 1 ? q.z : q.x, scale, pairs);
-        decode(r & 1 ? q.w : q.y, scale, pairs + 4);
+#if PARTS
+        const uint4 f = fine_halves[r >> 1];
+        const float factor = as_float(scale << 16);  // times a code it is exact
+        decode_parts(r & 1 ? q.z : q.x, r & 1 ? f.z : f.x, 1, pairs);
+        decode_parts(r & 1 ? q.w : q.y, r & 1 ? f.w : f.y, 1, pairs + 4);
+#else
+        const float factor = 1.0f;
+        decode_row(q, r, scale, pairs);
+#endif
         float v[16];
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            v[2 * i] = as_float(pairs[i] << 16) * unit;
-            v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * unit;
+            v[2 * i] = as_float(pairs[i] << 16) * factor * unit;
+            v[2 * i + 1] = as_float(pairs[i] & 0xFFFF0000u) * factor * unit;
         }
         uint4* row = tile_rows + (r * 8 + g) * ROW_GRANULES;
 #if OUT == 2

@@ -1,36 +1,30 @@
 // y = act(x W^T + bias) for tens to hundreds of rows of x (sm_90a): weights are the A operand of wgmma, decoded into
 // registers, tokens its n, from shared memory.
 //
-// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and KGROUPS such
-// sets take turns at the windows of 64 columns. Codes and scales come by cp.async, PREFETCH windows ahead, into a ring
-// that is private to the lane, so that waiting for them takes no barrier; weights are decoded into registers while the
-// tensor cores work on other windows. One more warpgroup brings x, STAGES windows deep. SPLITS blocks of a cluster
-// split K; sums of the K groups meet in shared memory, those of the blocks are sent to the one that writes the output;
-// both are added in a fixed order.
+// A block takes 64 * GROUPS weight rows and TOKENS tokens; each of its GROUPS warpgroups owns 64 rows, and K_GROUPS
+// such sets take turns at the windows of 64 columns. Codes and scales come as in fp4_mma.cu, and are decoded into
+// registers while the tensor cores work on other windows. One more warpgroup brings x, STAGES windows deep. SPLITS
+// blocks of a cluster split K; sums of the K groups meet in shared memory, those of the blocks are sent to the one that
+// writes the output; both are added in a fixed order.
 //
 // A stage of x is TOKENS rows of 128 bytes with the 128-byte swizzle, columns inside a window permuted as the tiled
-// layout permutes them, zeros beyond K. A kernel before this one (`swizzle_x`) has written that form, and a stage is
-// one bulk copy.
+// layout permutes them, zeros beyond K: one bulk copy of what `swizzle_x` has written before.
 //
-// FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the
-// other; with 1 it waits for its products, which others have under way meanwhile, and has the registers to stand next
-// to three more.
-//
-// WINDOWS_PER_STEP: windows of a set. Between products of a set and the next one's lie some 300 cycles of waiting and
-// arriving, whatever their number (64 rows of x); with 2, K groups take turns at pairs of windows.
-//
-// Set by the launcher: FP16, TOKENS, GROUPS, KGROUPS, SPLITS, FRAGMENTS, WINDOWS_PER_STEP, STAGES (of each K group the
-// same, two sets or more), PREFETCH (even), REGISTERS and COPY_REGISTERS (of a thread that multiplies, and of one that
-// copies), OUT32, LAUNCH_REGISTERS: every thread's registers when a block starts. They leave room for a block of
-// `swizzle_x`, the next product's, which waits while this kernel runs; so the next one's weights are on their way while
-// its x is swizzled.
-#define TURN (KGROUPS * WINDOWS_PER_STEP)
+// Set by the launcher: FP16, OUT32, TOKENS, GROUPS, K_GROUPS, SPLITS, PREFETCH (even) and
+// - FRAGMENTS: sets of decoded weights that a warpgroup holds. With 2 it decodes one while the tensor cores work on the
+//   other; with 1 it waits for its products, which others have under way meanwhile;
+// - WINDOWS_PER_STEP: windows of a set. Some 300 cycles of waiting and arriving lie between products of two sets;
+// - STAGES: of each K group the same, two sets or more;
+// - REGISTERS, COPY_REGISTERS: of a thread that multiplies, and of one that copies;
+// - LAUNCH_REGISTERS: of every thread when a block starts. They leave room for a block of the next product's
+//   `swizzle_x`, which waits while this kernel runs, so that its weights are on their way while its x is swizzled.
+#define TURN (K_GROUPS * WINDOWS_PER_STEP)
 static_assert(TURN == 1 || (STAGES % TURN == 0 && STAGES >= 2 * TURN), "a stage belongs to one K group");
-static_assert(WINDOWS_PER_STEP == 1 || (WINDOWS_PER_STEP == 2 && FRAGMENTS == 1), "one window, one pair, or two one after the other");
+static_assert(WINDOWS_PER_STEP * FRAGMENTS <= 2, "one window, one pair, or two one after the other");
 static_assert(TOKENS % (8 * SPLITS) == 0, "the cluster's blocks share whole tiles of 8 tokens");
 static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragments go round together");
 #define ROWS (64 * GROUPS)
-#define CONSUMERS (128 * GROUPS * KGROUPS)
+#define CONSUMERS (128 * GROUPS * K_GROUPS)
 #define THREADS (CONSUMERS + 128)  // registers move between warpgroups, so the copying warp costs a whole one
 #define SWIZZLE_THREADS 128
 #define STAGE_BYTES (TOKENS * 128)
@@ -39,8 +33,8 @@ static_assert(PREFETCH % 2 == 0, "slots of the ring and the two sets of fragment
 #define RED_STRIDE (ROWS + 4)
 #define TILE_PITCH (ROWS * 2 + 16)
 #define SHARE (TOKENS / SPLITS)  // tokens whose outputs a block of the cluster writes
-#define MAIN_BYTES (RINGS + 4 * GROUPS * KGROUPS * PREFETCH * WINDOW_BYTES)
-#define GROUP_SUMS (KGROUPS > 1 ? KGROUPS * TOKENS * ROWS * 4 : 0)  // of the K groups
+#define MAIN_BYTES (RINGS + 4 * GROUPS * K_GROUPS * PREFETCH * WINDOW_BYTES)
+#define GROUP_SUMS (K_GROUPS > 1 ? K_GROUPS * TOKENS * ROWS * 4 : 0)  // of the K groups
 #define SUM_BYTES (GROUP_SUMS + SHARE * RED_STRIDE * 4)
 #define MAIL (MAIN_BYTES > SUM_BYTES ? MAIN_BYTES : SUM_BYTES)  // sums of the cluster's other blocks
 #define BARRIERS (MAIL + (SPLITS - 1) * SHARE * ROWS * 4)
@@ -72,35 +66,41 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #endif
     let_next_start();
 
-    if (warp >= 4 * GROUPS * KGROUPS) {
+    if (warp >= 4 * GROUPS * K_GROUPS) {
         give_registers<COPY_REGISTERS>();
         if (tid == CONSUMERS) {
             wait_for_previous();
-            ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES, count);
+            const u8* from = x + ((u64)blockIdx.z * windows + begin) * STAGE_BYTES;
+            ring_fill<STAGES, STAGE_BYTES>(shared, full, empty, from, count);
         }
 #if SPLITS > 1
         cluster_wait_started();  // a warp that arrives waits, too
 #endif
     } else {
         take_registers<REGISTERS>();
-        const int k_group = KGROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
+        const int k_group = K_GROUPS == 1 ? 0 : warp / (4 * GROUPS), row_warp = warp - k_group * 4 * GROUPS;
         const int row16 = block * (ROWS / 16) + row_warp, band = min(row16 >> 1, bands - 1), half = row16 & 1;
         const u64 first = (u64)band * windows + begin + WINDOWS_PER_STEP * k_group;
         const u8* from_codes = codes + first * 1024 + half * 512 + lane * 16;
         const u8* from_scales = scales + first * 128 + lane * 4;
-        const int all_sets = (count + WINDOWS_PER_STEP - 1) / WINDOWS_PER_STEP, sets = (all_sets - k_group + KGROUPS - 1) / KGROUPS;
-        const int missing = k_group + (sets - 1) * KGROUPS == all_sets - 1 ? all_sets * WINDOWS_PER_STEP - count : 0;
+        const int all_sets = (count + WINDOWS_PER_STEP - 1) / WINDOWS_PER_STEP;
+        const int sets = (all_sets - k_group + K_GROUPS - 1) / K_GROUPS;
+        const int missing = k_group + (sets - 1) * K_GROUPS == all_sets - 1 ? all_sets * WINDOWS_PER_STEP - count : 0;
         const int mine = sets * WINDOWS_PER_STEP - missing;  // windows of this warp
         const u32 ring_codes = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + lane * 16;
         const u32 ring_scales = shared + RINGS + warp * (PREFETCH * WINDOW_BYTES) + 512 + lane * 4;
         // A window of this warp to a slot of its ring, by how many windows it lies after the pointers.
         auto load = [&](int slot, int offset, bool wanted) {
             if (wanted) {
-                const int at = offset / WINDOWS_PER_STEP * WINDOWS_PER_STEP * KGROUPS + offset % WINDOWS_PER_STEP;
+                const int at = offset / WINDOWS_PER_STEP * WINDOWS_PER_STEP * K_GROUPS + offset % WINDOWS_PER_STEP;
                 copy_async(ring_codes + slot * WINDOW_BYTES, from_codes + at * 1024, 16);
                 copy_async_word(ring_scales + slot * WINDOW_BYTES, from_scales + at * 128, 4);
             }
             copy_commit();
+        };
+        auto decode_window = [&](const uint4& q, u32 scales, u32 (*fragments)[4]) {
+            const u32 pair = scales >> (16 * half);
+            decode_rows(q, scale_pair(pair, 0), scale_pair(pair, 1), fragments);
         };
 #pragma unroll
         for (int d = 0; d < PREFETCH; d++) load(d, d, d < mine);
@@ -111,7 +111,10 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         copy_wait<PREFETCH - WINDOWS_PER_STEP>();
 #pragma unroll
         for (int w = 0; w < WINDOWS_PER_STEP; w++)
-            if (w < mine) decode_window(load_shared(ring_codes + w * WINDOW_BYTES), load_shared_word(ring_scales + w * WINDOW_BYTES), half, a[w]);
+            if (w < mine) {
+                const u32 slot = w * WINDOW_BYTES;
+                decode_window(load_shared(ring_codes + slot), load_shared_word(ring_scales + slot), a[w]);
+            }
         int stage = WINDOWS_PER_STEP * k_group, previous = 0;
         u32 parity = 0;
         for (int i = 0; i < mine; i += PREFETCH) {
@@ -146,17 +149,18 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
                 if (FRAGMENTS == 1) previous = stage;
                 if (lane < there && (FRAGMENTS == 1 || i + d > 0)) barrier_arrive(empty + 8 * (previous + lane));
                 previous = stage;
-                stage += WINDOWS_PER_STEP * KGROUPS;
+                stage += WINDOWS_PER_STEP * K_GROUPS;
                 if (stage >= STAGES) {
                     stage -= STAGES;
                     parity ^= 1;
                 }
 #pragma unroll
                 for (int w = 0; w < WINDOWS_PER_STEP; w++)
-                    if (i + d + w + WINDOWS_PER_STEP < mine) decode_window(q[w], packed[w], half, a[WINDOWS_PER_STEP == 1 ? (d + 1) % FRAGMENTS : w]);
+                    if (i + d + w + WINDOWS_PER_STEP < mine)
+                        decode_window(q[w], packed[w], a[WINDOWS_PER_STEP == 1 ? (d + 1) % FRAGMENTS : w]);
             }
-            from_codes += PREFETCH * KGROUPS * 1024;
-            from_scales += PREFETCH * KGROUPS * 128;
+            from_codes += PREFETCH * K_GROUPS * 1024;
+            from_scales += PREFETCH * K_GROUPS * 128;
         }
         copy_wait_all();
         wgmma_wait<0>();
@@ -166,7 +170,7 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
         // own, of some tokens; each has some of every block's share.
         constexpr int VECTORS = TOKENS / 8, LANES = 128 * GROUPS, SHARED = SHARE / 8, UNIT = SHARED % 2 == 0 ? 2 : 1;
         const int at_lane = row_warp * 32 + lane;
-        auto adds = [&](int v) { return v % SHARED / UNIT * KGROUPS / (SHARED / UNIT) == k_group; };
+        auto adds = [&](int v) { return v % SHARED / UNIT * K_GROUPS / (SHARED / UNIT) == k_group; };
         auto sums_of = [&](int v) { return float4{acc[4 * v], acc[4 * v + 1], acc[4 * v + 2], acc[4 * v + 3]}; };
         auto set_sums = [&](int v, float4 sum) {
             acc[4 * v] = sum.x;
@@ -175,8 +179,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             acc[4 * v + 3] = sum.w;
         };
         block_part_sync<CONSUMERS>();  // rings and stages are free
-#if KGROUPS > 1
-        float4* sums = (float4*)memory + at_lane;  // [KGROUPS][VECTORS][LANES]
+#if K_GROUPS > 1
+        float4* sums = (float4*)memory + at_lane;  // [K_GROUPS][VECTORS][LANES]
 #pragma unroll
         for (int v = 0; v < VECTORS; v++)
             if (!adds(v)) sums[(k_group * VECTORS + v) * LANES] = sums_of(v);
@@ -186,7 +190,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             if (adds(v)) {
                 float4 sum = k_group == 0 ? sums_of(v) : sums[v * LANES];
 #pragma unroll
-                for (int j = 1; j < KGROUPS; j++) add4(sum, j == k_group ? sums_of(v) : sums[(j * VECTORS + v) * LANES]);
+                for (int j = 1; j < K_GROUPS; j++)
+                    add4(sum, j == k_group ? sums_of(v) : sums[(j * VECTORS + v) * LANES]);
                 set_sums(v, sum);
             }
 #endif
@@ -196,7 +201,9 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int to = v / SHARED, slot = rank < to ? rank : rank - 1;
-            if (to != rank && adds(v)) send(shared + MAIL + ((slot * SHARED + v % SHARED) * LANES + at_lane) * 16, mail_barrier, to, sums_of(v));
+            if (to != rank && adds(v))
+                send(shared + MAIL + ((slot * SHARED + v % SHARED) * LANES + at_lane) * 16, mail_barrier, to,
+                     sums_of(v));
         }
         barrier_wait_cluster(mail_barrier, 0);
         const float4* mail = (const float4*)(memory + MAIL) + at_lane;  // [SPLITS - 1][SHARED][LANES]
@@ -221,13 +228,14 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             const int first_row = block * ROWS + row_warp * 16 + (lane >> 2);
             const float upper = bias && first_row < N ? half_to_float(bias[first_row]) : 0.0f;
             const float lower = bias && first_row + 8 < N ? half_to_float(bias[first_row + 8]) : 0.0f;
-            const u32 to = tile + ((lane >> 4) * 8 + (lane & 7)) * TILE_PITCH + (row_warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+            const int token = (lane >> 4) * 8 + (lane & 7), row = row_warp * 16 + ((lane >> 3) & 1) * 8;
+            const u32 to = tile + token * TILE_PITCH + row * 2;
             auto pair = [&](int i, float more) { return to_half_pair(acc[i] * unit + more, acc[i + 1] * unit + more); };
 #pragma unroll
             for (int v = 0; v < VECTORS; v += 2)
                 if (v / SHARED == rank && adds(v))
-                    store_columns(to + v % SHARED * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower), pair(4 * v + 4, upper),
-                                  pair(4 * v + 6, lower));
+                    store_columns(to + v % SHARED * 8 * TILE_PITCH, pair(4 * v, upper), pair(4 * v + 2, lower),
+                                  pair(4 * v + 4, upper), pair(4 * v + 6, lower));
             block_part_sync<CONSUMERS>();
             const int granules = tokens * (ROWS / 8);
 #pragma unroll 4
@@ -244,7 +252,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
             if (v / SHARED == rank && adds(v))
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int token = v % SHARED * 8 + (lane & 3) * 2 + (i & 1), row = row_warp * 16 + (i >> 1) * 8 + (lane >> 2);
+                    const int token = v % SHARED * 8 + (lane & 3) * 2 + (i & 1);
+                    const int row = row_warp * 16 + (i >> 1) * 8 + (lane >> 2);
                     red[token * RED_STRIDE + row] = acc[4 * v + i];
                 }
         block_part_sync<CONSUMERS>();
@@ -257,7 +266,8 @@ fp4_wgmma(const u8* x, const u8* codes, const u8* scales, const float* tensor_sc
 }
 
 // x in the form that fp4_wgmma reads. One thread writes 16 bytes twice; neighbours write, and nearly read, one row.
-extern "C" __global__ void __launch_bounds__(SWIZZLE_THREADS, 16) swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
+extern "C" __global__ void __launch_bounds__(SWIZZLE_THREADS, 16)
+swizzle_x(const u16* x, u8* x_swizzled, int M, int K) {
     const int windows = (K + 63) / 64, m0 = blockIdx.y * TOKENS;
     let_next_start();
     wait_for_previous();
@@ -276,8 +286,9 @@ extern "C" __global__ void __launch_bounds__(SWIZZLE_THREADS, 16) swizzle_x(cons
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int at = (blockIdx.x * 2 + i) * SWIZZLE_THREADS + threadIdx.x;
-        if ((at >> 3) / windows < TOKENS)
-            *(uint4*)(x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)((at >> 3) % windows) * TOKENS + (at >> 3) / windows) * 128 +
-                      (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+        const int window = (at >> 3) % windows, token = (at >> 3) / windows;
+        if (token >= TOKENS) continue;
+        u8* row = x_swizzled + ((u64)blockIdx.y * windows * TOKENS + (u64)window * TOKENS + token) * 128;
+        *(uint4*)(row + (at & 7) * 16) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
     }
 }

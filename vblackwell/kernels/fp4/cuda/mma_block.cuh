@@ -1,14 +1,10 @@
-// What a block of `fp4_mma` and of `two_part_mma` is made of, by what the launcher sets (fp4_mma.cu): warps in rows,
-// turns at K, x in shared memory, the products, and the sums of a block.
+// What a block of `fp4_mma` is made of: x in shared memory, products, and sums.
 #define NB (TOKENS < 8 ? 1 : TOKENS / 8)
 #define ROWS (32 * ROW_WARPS)
 #define THREADS (32 * ROW_WARPS * K_WARPS)
 #define RED_STRIDE (ROWS + 4)
 // Where a lane finds x in shared memory, for mma.m16n8k16: rows as bulk copies bring them (BULK, CHUNK windows a slot,
 // 16 bytes longer than what they hold), or fragments in their order.
-#ifndef BULK
-#define BULK 0
-#endif
 #if BULK
 #define X_PITCH (CHUNK * 128 + 16)
 #define X_GROUP (8 * X_PITCH)  // from a token to the eighth after it
@@ -18,8 +14,7 @@
 #define X_HALF (TOKENS * 64)
 #endif
 
-// A chunk of x into shared memory in fragment order: columns [first, first + 64 * windows), tokens [0, tokens); zeros
-// beyond K.
+// A chunk of x, columns [first, first + 64 * windows), into shared memory in fragment order; zeros beyond K.
 DEVICE void stage(u32 shared, const u16* x, int tokens, int K, int first, int windows, int tid) {
     const int granules = windows * 8, step_m = THREADS / granules, step_c = THREADS % granules;
     int m = tid / granules, c = tid % granules;
@@ -47,15 +42,6 @@ DEVICE void multiply_tokens(float (*acc)[NB][4], const u32 (*a)[4][4], int nb, c
     }
 }
 
-// Places of a warp's fragments, of the rows of `top` and `bottom`: eight columns, decoded to four pairs.
-DEVICE void set_fragments(u32 (*a)[4], int i, const u32* top, const u32* bottom) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        a[2 * i + (j >> 1)][2 * (j & 1)] = top[j];
-        a[2 * i + (j >> 1)][2 * (j & 1) + 1] = bottom[j];
-    }
-}
-
 // A warp's sums of TOKENS_NOW tokens, from the first-th eight on, to `red`: [K_WARPS][TOKENS_NOW][RED_STRIDE].
 template <int TOKENS_NOW>
 DEVICE void put_sums(float* red, const float (*acc)[NB][4], int first, int row_warp, int k_warp, int lane) {
@@ -71,8 +57,7 @@ DEVICE void put_sums(float* red, const float (*acc)[NB][4], int first, int row_w
             }
 }
 
-// A block's sum of group `e` of `put_sums`: four rows of a token, tokens outermost; the warps that split K in their
-// order.
+// A block's sum of group `e` of `put_sums`, four rows of a token, tokens outermost; K warps in their order.
 template <int TOKENS_NOW>
 DEVICE float4 block_sum(const float* red, int e) {
     const float* at = red + e / (ROWS / 4) * RED_STRIDE + e % (ROWS / 4) * 4;

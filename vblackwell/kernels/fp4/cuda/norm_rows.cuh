@@ -1,16 +1,12 @@
-// Norms on the way through fp4_mma (NORM; see fp4_mma.cu): gains onto staged x or its fragments, statistics of rows.
-#ifndef NORM
-#define NORM 0
-#endif
-#define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory, before all else; with BULK, squares of each K warp
-#define ROW_THREADS (THREADS / TOKENS)                    // threads a token has in its statistics, a power of two
+// Norms on the way through fp4_mma (NORM): gains onto staged x or its fragments, statistics of rows.
+#define STATISTICS_BYTES (NORM ? 1024 + 1024 * BULK : 0)  // of shared memory; with BULK, squares of each K warp
+#define ROW_THREADS (THREADS / TOKENS)  // threads a token has in its statistics, a power of two
 #if BULK
 #define X_ROWS (TOKENS + NORM)  // of a slot: tokens, the gain
 static_assert(!NORM || K_WARPS * TOKENS <= 256, "squares of each K warp have a kilobyte");
 #endif
 #if BULK && NORM
-// x of a window, of this lane's tokens, times its gain; onto `squares`, if asked for, x times itself, by rows and
-// columns of tokens.
+// x of a window times its gain; onto `squares`, if asked for, x times itself, by rows and columns of tokens.
 DEVICE void take_gain(uint4 (*b)[2], u32 gain_address, bool with_squares, float (*squares)[4]) {
     if (with_squares) {
         auto step = [&](u32 low, u32 low8, u32 high, u32 high8) {  // columns 2 t and 8 + 2 t on, of tokens g and 8 + g
@@ -66,7 +62,8 @@ DEVICE void unpack(const uint4 v, float* f) {
     }
 }
 // A staged chunk of x becomes x * gain; its own squares, without gain, are added to `squares`.
-DEVICE void apply_gain(u32 shared, const u16* gain, int tokens, int K, int first, int windows, int tid, float& squares) {
+DEVICE void apply_gain(u32 shared, const u16* gain, int tokens, int K, int first, int windows, int tid,
+                       float& squares) {
     const int m = tid / ROW_THREADS;
     if (m >= tokens) return;
     for (int c = tid % ROW_THREADS; c < windows * 8 && first + c * 8 < K; c += ROW_THREADS) {
@@ -78,17 +75,11 @@ DEVICE void apply_gain(u32 shared, const u16* gain, int tokens, int K, int first
 #pragma unroll
         for (int i = 0; i < 8; i++) squares += f[i] * f[i];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-#if FP16
-            out[i] = to_fp16_pair(f[2 * i] * g[2 * i], f[2 * i + 1] * g[2 * i + 1]);
-#else
-            out[i] = to_bf16_pair(f[2 * i] * g[2 * i], f[2 * i + 1] * g[2 * i + 1]);
-#endif
+        for (int i = 0; i < 4; i++) out[i] = to_half_pair(f[2 * i] * g[2 * i], f[2 * i + 1] * g[2 * i + 1]);
         store_shared(at, make_uint4(out[0], out[1], out[2], out[3]));
     }
 }
-// From the squares of this thread's columns to the row's statistics, over the block and its cluster. Ends before a
-// barrier.
+// From squares of this thread's columns to the row's statistics, over block and cluster. Ends before a barrier.
 DEVICE void finish_rows(Statistics* statistics, float squares, int K, float eps, int tid) {
     const int m = tid / ROW_THREADS;
     const bool first = tid % ROW_THREADS == 0;

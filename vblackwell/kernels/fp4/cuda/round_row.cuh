@@ -3,7 +3,7 @@
 #ifndef ROUND_WARPS
 #define ROUND_WARPS 8  // of a block, that share a row
 #endif
-#define LEAST_TOP 7.8886090522101181e-31f  // 2^-100
+#define MIN_TOP 7.8886090522101181e-31f  // 2^-100
 #if X_FP16
 #define X_FLOAT fp16_to_float
 #else
@@ -26,7 +26,7 @@ DEVICE u32 largest_of_warp(u32 pair) {
 }
 DEVICE float magnitude(u32 bits) {
     const float amax = X_FLOAT((u16)bits);
-    return amax < LEAST_TOP ? LEAST_TOP : amax;
+    return amax < MIN_TOP ? MIN_TOP : amax;
 }
 DEVICE uint2 rounded(const uint4 v, float factor) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
@@ -39,9 +39,8 @@ DEVICE uint2 rounded(const uint4 v, float factor) {
     return make_uint2(to_e4m3(f[0], f[1], f[2], f[3]), to_e4m3(f[4], f[5], f[6], f[7]));
 }
 
-// K elements, a multiple of 8; zeros from there to `end`. `put(k, v)` gets elements k to k + 7. Of the granules of 16
-// bytes that a thread reads it keeps the first KEPT; the others are read twice. `tops` has ROUND_WARPS floats in shared
-// memory.
+// K elements, a multiple of 8; zeros from there to `end`. `put(k, v)` gets elements k to k + 7. A thread keeps KEPT
+// granules of 16 bytes and reads the others twice. `tops` has ROUND_WARPS floats in shared memory.
 template <class Put>
 DEVICE void round_row(const u16* x, float* scale, int K, int end, int tid, float* tops, Put put) {
     const int step = ROUND_WARPS * 256;
@@ -75,6 +74,7 @@ DEVICE void round_row_by_warp(const u16* x, float* scale, int K, int end, int la
     for (int k = lane * 8; k < K; k += 256) pair = larger_pair(pair, *(const uint4*)(x + k));
     const float amax = magnitude(largest_of_warp(pair)), factor = 448.0f / amax;
 #pragma unroll 2
-    for (int k = lane * 8; k < end; k += 256) put(k, rounded(k < K ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0), factor));
+    for (int k = lane * 8; k < end; k += 256)
+        put(k, rounded(k < K ? *(const uint4*)(x + k) : make_uint4(0, 0, 0, 0), factor));
     if (lane == 0) *scale = amax / 448.0f;
 }

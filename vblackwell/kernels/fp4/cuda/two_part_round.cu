@@ -1,9 +1,6 @@
-// A weight rounded to both parts on kept scales and back (numerics/separation.py: round_to_parts), elementwise: what
-// training multiplies by.
-//
-// A thread takes a block of 16 columns, which has one scale: 32 or 64 contiguous bytes. The arithmetic is the oracle's,
-// operation by operation and in fp32; what a compiler may contract is exact either way. NaN stays, and a scale of NaN
-// shows.
+// A weight rounded to both parts on kept scales and back (numerics/separation.py: round_to_parts): what training
+// multiplies by. A thread takes a block of 16 columns, which has one scale. The arithmetic is the oracle's, operation
+// by operation and in fp32; what a compiler may contract is exact either way. NaN stays, and a scale of NaN shows.
 //
 // Set by the launcher: FP16 (0), IN and OUT: 0 bf16, 1 fp16, 2 fp32.
 #define ROUND_THREADS 256
@@ -26,72 +23,55 @@ DEVICE float round_to_parts(float w, float divisor, float scale, float tensor_sc
     return w < 0.0f ? -value : value;
 }
 
-DEVICE float read_one(const void* w, u64 at) {
 #if IN == 2
-    return ((const float*)w)[at];
-#elif IN == 1
-    return fp16_to_float(((const u16*)w)[at]);
+typedef float Source;
+DEVICE float source_float(Source v) { return v; }
 #else
-    return bf16_to_float(((const u16*)w)[at]);
+typedef u16 Source;
+DEVICE float source_float(Source v) { return IN == 1 ? fp16_to_float(v) : bf16_to_float(v); }
 #endif
-}
-DEVICE void write_one(void* out, u64 at, float v) {
 #if OUT == 2
-    ((float*)out)[at] = v;
-#elif OUT == 1
-    ((u16*)out)[at] = (u16)to_fp16_pair(v, v);
+typedef float Target;
+DEVICE Target written(float v) { return v; }
 #else
-    ((u16*)out)[at] = (u16)to_bf16_pair(v, v);
+typedef u16 Target;
+DEVICE u32 pair(float low, float high) { return OUT == 1 ? to_fp16_pair(low, high) : to_bf16_pair(low, high); }
+DEVICE Target written(float v) { return (u16)pair(v, v); }
 #endif
-}
 
 // 16 elements at an address of 16 bytes' alignment.
-DEVICE void read_block(const void* w, u64 at, float* v) {
-#if IN == 2
-    const float4* from = (const float4*)((const float*)w + at);
+DEVICE void read_block(const Source* from, float* v) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float4 four = from[i];
-        v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
-    }
-#else
-    const uint4* from = (const uint4*)((const u16*)w + at);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint4 eight = from[i];
-        const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
+    for (int i = 0; i < sizeof(Source); i++) {
+        const uint4 q = ((const uint4*)from)[i];
+        const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-#if IN == 1
-            v[8 * i + 2 * j] = fp16_to_float((u16)words[j]);
-            v[8 * i + 2 * j + 1] = fp16_to_float((u16)(words[j] >> 16));
+#if IN == 2
+            v[4 * i + j] = as_float(words[j]);
 #else
-            v[8 * i + 2 * j] = as_float(words[j] << 16);
-            v[8 * i + 2 * j + 1] = as_float(words[j] & 0xFFFF0000u);
+            v[8 * i + 2 * j] = source_float((u16)words[j]);
+            v[8 * i + 2 * j + 1] = source_float((u16)(words[j] >> 16));
 #endif
         }
     }
-#endif
 }
-DEVICE void write_block(void* out, u64 at, const float* v) {
+DEVICE void write_block(Target* to, const float* v) {
+#pragma unroll
 #if OUT == 2
-    float4* to = (float4*)((float*)out + at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = float4{v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]};
+    for (int i = 0; i < 4; i++)
+        ((float4*)to)[i] = float4{v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]};
 #else
-    u32 words[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        words[i] = OUT == 1 ? to_fp16_pair(v[2 * i], v[2 * i + 1]) : to_bf16_pair(v[2 * i], v[2 * i + 1]);
-    uint4* to = (uint4*)((u16*)out + at);
-    to[0] = make_uint4(words[0], words[1], words[2], words[3]);
-    to[1] = make_uint4(words[4], words[5], words[6], words[7]);
+    for (int i = 0; i < 2; i++)
+        ((uint4*)to)[i] = make_uint4(pair(v[8 * i], v[8 * i + 1]), pair(v[8 * i + 2], v[8 * i + 3]),
+                                     pair(v[8 * i + 4], v[8 * i + 5]), pair(v[8 * i + 6], v[8 * i + 7]));
 #endif
 }
 
 // `aligned`: whether every block of both matrices begins at a multiple of 16 bytes and is whole.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
-two_part_round(const void* w, const u8* scales, const float* tensor_scale, void* out, int N, int K, int row_stride, int aligned) {
+two_part_round(const Source* w, const u8* scales, const float* tensor_scale, Target* out, int N, int K, int row_stride,
+               int aligned) {
     let_next_start();
     const u32 blocks = ((u32)K + 15) / 16;
     const u64 index = (u64)blockIdx.x * ROUND_THREADS + threadIdx.x;
@@ -103,24 +83,22 @@ two_part_round(const void* w, const u8* scales, const float* tensor_scale, void*
     const u64 from = (u64)row * row_stride + block * 16, to = (u64)row * K + block * 16;
     if (aligned) {
         float v[16];
-        read_block(w, from, v);
+        read_block(w + from, v);
 #pragma unroll
         for (int i = 0; i < 16; i++) v[i] = round_to_parts(v[i], divisor, scale, unit);
-        write_block(out, to, v);
+        write_block(out + to, v);
     } else {
         for (int i = 0; i < min(16, K - (int)(block * 16)); i++)
-            write_one(out, to + i, round_to_parts(read_one(w, from + i), divisor, scale, unit));
+            out[to + i] = written(round_to_parts(source_float(w[from + i]), divisor, scale, unit));
     }
 }
 
-// -- how far a weight has drifted from its scales, and new ones where it has: numerics/separation.py, renewed_scales
-// ----------------------
+// -- how far a weight has drifted from its scales, and new ones (numerics/separation.py: renewed_scales) --------------
 
 // 256 threads' values at `mine`, added or the largest of them, in a fixed order; `memory` has room for them.
 DEVICE void reduce_three(float* memory, float* sums, u32* top) {
     const int tid = threadIdx.x;
-    float* first = memory;
-    float* second = memory + ROUND_THREADS;
+    float *first = memory, *second = memory + ROUND_THREADS;
     u32* tops = (u32*)(memory + 2 * ROUND_THREADS);
     first[tid] = sums[0], second[tid] = sums[1], tops[tid] = *top;
     for (int half = ROUND_THREADS / 2; half > 0; half /= 2) {
@@ -138,8 +116,8 @@ DEVICE void reduce_three(float* memory, float* sums, u32* top) {
 // The largest magnitude of each block of 16, NaN above all; and for each CTA the sums of |amax - old| and of old, what
 // the kept scales were made for, and the largest of all. `scales` may be null.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
-two_part_measure(const void* w, const u8* scales, const float* tensor_scale, float* amax, float* partials, int N, int K, int row_stride,
-              int aligned, int ctas) {
+two_part_measure(const Source* w, const u8* scales, const float* tensor_scale, float* amax, float* partials, int N,
+                 int K, int row_stride, int aligned, int ctas) {
     SHARED_MEMORY(memory);
     let_next_start();
     const u32 blocks = ((u32)K + 15) / 16;
@@ -154,11 +132,12 @@ two_part_measure(const void* w, const u8* scales, const float* tensor_scale, flo
         u32 bits = 0;  // of magnitudes, whose order is that of their bits
         if (aligned) {
             float v[16];
-            read_block(w, from, v);
+            read_block(w + from, v);
 #pragma unroll
             for (int i = 0; i < 16; i++) bits = max(bits, as_bits(v[i]) & 0x7FFFFFFFu);
         } else {
-            for (int i = 0; i < min(16, K - (int)(block * 16)); i++) bits = max(bits, as_bits(read_one(w, from + i)) & 0x7FFFFFFFu);
+            for (int i = 0; i < min(16, K - (int)(block * 16)); i++)
+                bits = max(bits, as_bits(source_float(w[from + i])) & 0x7FFFFFFFu);
         }
         amax[index] = as_float(bits);
         top = max(top, bits);
@@ -184,11 +163,10 @@ DEVICE u32 e4m3_code(float v) {
     return ((bits + 0x7FFFFu + ((bits >> 20) & 1)) >> 20) - (120 << 3);
 }
 
-// `kept` where it may stay, or the scales of `amax`: `scales` (total) and `tensor_scale`. Without `kept` (null) new
-// ones.
+// To `scales` (total) and `tensor_scale`: `kept` where it is not null and may stay, or those of `amax`.
 extern "C" __global__ void __launch_bounds__(ROUND_THREADS)
-two_part_renew(const float* amax, const float* partials, const u8* kept, const float* kept_tensor, u8* scales, float* tensor_scale,
-               float* drift, int total, int ctas, float threshold) {
+two_part_renew(const float* amax, const float* partials, const u8* kept, const float* kept_tensor, u8* scales,
+               float* tensor_scale, float* drift, int total, int ctas, float threshold) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();

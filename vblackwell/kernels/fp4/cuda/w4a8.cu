@@ -8,17 +8,16 @@
 // at a time, so that one warpgroup adds while the other's products run.
 //
 // Of the other eight warps the first brings stages, a step of both operands: tiles of 128-byte rows with the 128-byte
-// swizzle, each one bulk copy. Seven make those tiles. All blocks' together take work from one queue: the weight's
-// items (32 rows by a step), in the order in which products need them, then rows of x. They write E4M3 to global
-// memory, where it stays in the L2, and count what is done of a tile. Warps that multiply wait for counts alone, and
-// any block that runs takes work until there is no more: none waits for a block that has not started.
+// swizzle, each one bulk copy. Seven make those tiles, from one queue for all blocks: the weight's items (32 rows by a
+// step), in the order in which products need them, then rows of x. They write E4M3 to global memory, where it stays in
+// the L2, and count what is done of a tile. Warps that multiply wait for counts alone, and any block that runs takes
+// work until there is no more: none waits for a block that has not started.
 //
 // Weights of a row are relative to its largest scale, which becomes 2^6; that factor and the token's go onto the sums
 // at the end.
 //
 // Set by the launcher: FP16 (0: decoding is bf16's), X_FP16 (x and y are fp16), KEPT, ROUND_WARPS (4), COLUMNS (half of
-// FEATURES), STAGES, SPLITS (2: blocks of a cluster), HEAD_ROWS and HEAD_STEPS: what `w4a8_head` does, the steps of the
-// first `chunk` columns of tiles.
+// FEATURES), STAGES, SPLITS (2: blocks of a cluster), HEAD_ROWS and HEAD_STEPS (what `w4a8_head` does).
 #define FEATURES (2 * COLUMNS)
 #define CONSUMERS 256
 #define THREADS (CONSUMERS + 256)
@@ -27,11 +26,12 @@
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 #define OUT_PITCH 144  // of 64 outputs of a row, such that eight rows are in different banks
 #define OUT (STAGES * STAGE_BYTES)
-#define UNITS (OUT + 8 * 16 * OUT_PITCH)  // of this tile and the next one: of two columns what their sums are multiplied by and what is added
+// Of this tile and the next one: of two columns what their sums are multiplied by and what is added.
+#define UNITS (OUT + 8 * 16 * OUT_PITCH)
 #define TOKEN_UNITS (UNITS + 2 * COLUMNS * 16)
 #define BARRIERS (TOKEN_UNITS + 2 * 128 * 4)
 #define TILE_BANDS (FEATURES / 32)
-#define FIRST_COUNTER 32  // the queue has a cache line of its own
+#define FIRST_COUNTER 32  // the queue has a cache line to itself
 #if X_FP16
 #define TO_PAIR to_fp16_pair
 #else
@@ -43,7 +43,8 @@ struct Item {
     uint4 codes[4];
     u32 scales[2], top;  // of row 8 t + g
 };
-DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_top, int band, int step, int lane, int N, int K) {
+DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_top, int band, int step, int lane,
+                      int N, int K) {
     const int windows = (K + 63) / 64;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -57,30 +58,24 @@ DEVICE void load_item(Item& v, const u8* codes, const u8* scales, const u8* row_
 // To its place in the tiles of `w`; zeros beyond K.
 DEVICE void store_item(const Item& v, u8* w, int band, int step, int lane, int K) {
     const int g = lane >> 2, t = lane & 3, steps = (K + 127) / 128;
-    u32 tops[4];
+    u32 units[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) tops[r] = (E4M3_UNIT - (shuffle(v.top, (lane & ~3) + r) >> 3 << 7)) * 0x00010001u;
+    for (int r = 0; r < 4; r++) units[r] = e4m3_unit(shuffle(v.top, (lane & ~3) + r));
     u8* tile = w + ((u64)(band / TILE_BANDS) * steps + step) * B_BYTES + (band % TILE_BANDS * 32 + g) * 128;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const bool inside = (2 * step + i) * 64 + 16 * t < K;
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const uint4 q = v.codes[2 * i + (r >> 1)];
-            // scales are 2^(field - 15), like the row's largest
-            u32 scale = permute_bytes(v.scales[i], 0, 0x4040u + 0x0101u * r) * 16u + tops[r];
-            if (!inside) scale = 0;
-            u32 low[4], high[4];
-            decode(r & 1 ? q.z : q.x, scale, low);
-            decode(r & 1 ? q.w : q.y, scale, high);
-            *(uint4*)(tile + r * 8 * 128 + (((4 * i + t) ^ g) << 4)) = make_uint4(e4m3_bytes(low[0], low[1]), e4m3_bytes(low[2], low[3]),
-                                                                                  e4m3_bytes(high[0], high[1]), e4m3_bytes(high[2], high[3]));
+            const uint4 bytes = e4m3_row(v.codes[2 * i + (r >> 1)], v.scales[i], r, units[r], inside);
+            *(uint4*)(tile + r * 8 * 128 + (((4 * i + t) ^ g) << 4)) = bytes;
         }
     }
 }
 // Where eight elements of row `m` of x go, from column `k` on.
 DEVICE u8* place_of_x(u8* x_tiles, int m, int k, int steps) {
-    return x_tiles + (((u64)(m / 128) * steps + (k >> 7)) * 128 + m % 128) * 128 + ((((k >> 4) & 7) ^ (m & 7)) << 4) + (k & 8);
+    const u64 row = ((u64)(m / 128) * steps + (k >> 7)) * 128 + m % 128;
+    return x_tiles + row * 128 + ((((k >> 4) & 7) ^ (m & 7)) << 4) + (k & 8);
 }
 // A quotient of less than 2^22, by an estimate that is off by one at most.
 DEVICE int divide(int a, int b) {
@@ -89,13 +84,15 @@ DEVICE int divide(int a, int b) {
 }
 
 extern "C" __global__ void __cluster_dims__(1, SPLITS, 1) __launch_bounds__(THREADS, 1)
-w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const float* tensor_scale, const u8* row_top,
-     const u16* bias, u16* y, u8* w, u32* counters, int M, int N, int K, int activation, int clusters, int chunk) {
+w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const float* tensor_scale,
+     const u8* row_top, const u16* bias, u16* y, u8* w, u32* counters, int M, int N, int K, int activation,
+     int clusters, int chunk) {
     SHARED_MEMORY(memory);
     const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
     const int bands = (N + 31) / 32, steps = (K + 127) / 128;
     const int columns = (N + FEATURES - 1) / FEATURES, pairs = (M + 255) / 256, tiles = columns * pairs;
-    const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES, read = empty + 8 * STAGES;
+    const u32 shared = shared_address(memory), full = shared + BARRIERS, empty = full + 8 * STAGES;
+    const u32 read = empty + 8 * STAGES;
     const int rank = blockIdx.y;
     u32 *weights_done = counters + FIRST_COUNTER, *rows_done = weights_done + columns * steps;
     if (tid == 0) {
@@ -125,19 +122,19 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
                 const int m_tile = pair * 2 + rank;
                 const u8* a = x_tiles + (u64)m_tile * steps * A_BYTES;
                 const u8* b = w + (u64)column * steps * B_BYTES + rank * (B_BYTES / 2);
-                const u32 bands_here = min(TILE_BANDS, bands - column * TILE_BANDS);
-                const int rows_here = min(128, M - m_tile * 128);  // none, or fewer, after the last one
-                bool rows_there = false;
+                const u32 tile_bands = min(TILE_BANDS, bands - column * TILE_BANDS);
+                const int tile_rows = min(128, M - m_tile * 128);  // none, or fewer, after the last one
+                bool rows_ready = false;
                 u32 ready = 0;
                 for (int i = 0; i < steps; i++) {
                     if (i % 32 == 0) ready = 0;
-                    while (!(ready >> (i % 32) & 1) || !rows_there) {  // of 32 steps, which are there
+                    while (!(ready >> (i % 32) & 1) || !rows_ready) {  // of 32 steps, which are there
                         const int at = i / 32 * 32 + lane;
-                        const int rows_now = rows_there ? rows_here : (int)load_acquire(rows_done + m_tile);
+                        const int rows_now = rows_ready ? tile_rows : (int)load_acquire(rows_done + m_tile);
                         const u32 count = at < steps ? load_acquire(weights_done + column * steps + at) : 0;
-                        rows_there = warp_ballot(rows_now >= rows_here) == 0xFFFFFFFFu;
+                        rows_ready = warp_ballot(rows_now >= tile_rows) == 0xFFFFFFFFu;
                         publish_global();
-                        ready = warp_ballot(count >= bands_here);
+                        ready = warp_ballot(count >= tile_bands);
                         warp_sync();
                     }
                     if (i == min(2, steps - 1)) {  // after the first stages, which are urgent
@@ -154,7 +151,8 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
                             units[c] = float4{unit[0], unit[1], more[0], more[1]};
                         }
                         float* tokens = (float*)(memory + TOKEN_UNITS) + turn * 128;
-                        for (int m = lane; m < rows_here; m += 32) tokens[m] = x_scale[m_tile * 128 + m] * tensor_scale[0];
+                        for (int m = lane; m < tile_rows; m += 32)
+                            tokens[m] = x_scale[m_tile * 128 + m] * tensor_scale[0];
                         turn ^= 1;
                         if (turn == 0) read_parity ^= 1;
                         warp_sync();
@@ -162,24 +160,18 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
                     if (lane == 0) {
                         barrier_wait(empty + 8 * stage, parity);
                         barrier_expect(full + 8 * stage, STAGE_BYTES);
-                        const u32 to = shared + stage * STAGE_BYTES;
+                        const u32 to = shared + stage * STAGE_BYTES, to_b = to + A_BYTES + rank * (B_BYTES / 2);
                         copy_bulk(to, a + (u64)i * A_BYTES, A_BYTES, full + 8 * stage);
-                        copy_bulk_to_cluster(to + A_BYTES + rank * (B_BYTES / 2), b + (u64)i * B_BYTES, B_BYTES / 2, full + 8 * stage);
+                        copy_bulk_to_cluster(to_b, b + (u64)i * B_BYTES, B_BYTES / 2, full + 8 * stage);
                     }
                     warp_sync();
-                    if (++stage == STAGES) {
-                        stage = 0;
-                        parity ^= 1;
-                    }
+                    next_stage<STAGES>(stage, parity);
                 }
             }
             // The other block releases stages here until its products end. Its outputs need not be waited for.
             for (int s = 0; s < STAGES; s++) {
                 barrier_wait(empty + 8 * stage, parity);
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+                next_stage<STAGES>(stage, parity);
             }
             // `w4a8_head` has done all its work, but a kernel after this one may not ask whether it has ended
             wait_for_previous();
@@ -195,8 +187,9 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
             };
             int item = warp_uniform(claim());
             while (item < items) {
-                const int first = divide(item, chunk_bands * steps) * chunk_bands, here = min(chunk_bands, bands - first);
-                const int step = divide(item - first * steps, here), band = first + item - first * steps - step * here;
+                const int first = divide(item, chunk_bands * steps) * chunk_bands, rest = item - first * steps;
+                const int count = min(chunk_bands, bands - first), step = divide(rest, count);
+                const int band = first + rest - step * count;
                 Item now;
                 load_item(now, codes, scales, row_top, band, step, lane, N, K);
                 const int claimed = claim();
@@ -234,7 +227,8 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
                 const u32 at = shared + stage * STAGE_BYTES;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const u64 a = wgmma_operand(at + group * 64 * 128), b = wgmma_operand(at + A_BYTES + half * COLUMNS * 128);
+                    const u64 a = wgmma_operand(at + group * 64 * 128);
+                    const u64 b = wgmma_operand(at + A_BYTES + half * COLUMNS * 128);
                     wgmma_fence();
 #pragma unroll
                     for (int s = 0; s < 4; s++) wgmma_e4m3(part, a + 2 * s, b + 2 * s, s > 0);
@@ -244,10 +238,7 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
 #pragma unroll
                     for (int j = 0; j < COLUMNS / 2; j++) acc[half][j] += part[j];
                 }
-                if (++stage == STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
+                next_stage<STAGES>(stage, parity);
             }
             // A warp's 16 tokens by 64 features at a time, through its own memory: fragments come as pairs of columns,
             // rows leave in whole lines.
@@ -306,16 +297,17 @@ w4a8(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scale
 // The first HEAD_ROWS rows of x, two a block; the first HEAD_STEPS steps of the first `chunk` columns of tiles, a warp
 // an item. `w4a8` waits for counters alone. `stale`: those of the launch before, which are cleared for the next one.
 extern "C" __global__ void __launch_bounds__(256, 5)
-w4a8_head(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w, u32* counters, u32* stale,
-          int stale_count, int M, int N, int K, int chunk) {
+w4a8_head(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* scales, const u8* row_top, u8* w,
+          u32* counters, u32* stale, int stale_count, int M, int N, int K, int chunk) {
     SHARED_MEMORY(memory);
-    const int steps = (K + 127) / 128, bands = (N + 31) / 32, rows = min(M, HEAD_ROWS), here = min(chunk * TILE_BANDS, bands);
-    const int columns = (N + FEATURES - 1) / FEATURES, items = min(HEAD_STEPS, steps) * here, row_blocks = (rows + 1) / 2;
+    const int steps = (K + 127) / 128, columns = (N + FEATURES - 1) / FEATURES;
+    const int row_blocks = (min(M, HEAD_ROWS) + 1) / 2;
+    const int bands = min(chunk * TILE_BANDS, (N + 31) / 32), items = min(HEAD_STEPS, steps) * bands;
     const int block = blockIdx.x, tid = threadIdx.x;
     u32 *weights_done = counters + FIRST_COUNTER, *rows_done = weights_done + columns * steps;
     if (block >= row_blocks) {
         const int item = (block - row_blocks) * 8 + (tid >> 5), lane = tid & 31;
-        const int step = divide(item, here), band = item - step * here;
+        const int step = divide(item, bands), band = item - step * bands;
         Item now;
         if (item < items) load_item(now, codes, scales, row_top, band, step, lane, N, K);
         wait_for_previous();  // w may lie where the previous kernel still reads
@@ -331,8 +323,9 @@ w4a8_head(const u16* x, u8* x_tiles, float* x_scale, const u8* codes, const u8* 
     let_next_start();
     for (int i = block * 256 + tid; i < stale_count; i += row_blocks * 256) stale[i] = 0;
     const int half = tid / (32 * ROUND_WARPS), m = min(2 * block + half, M - 1);  // the last row perhaps twice
-    round_row(x + (u64)m * K, x_scale + m, K, steps * 128, tid % (32 * ROUND_WARPS), (float*)memory + half * ROUND_WARPS,
-              [=](int k, uint2 v) { *(uint2*)place_of_x(x_tiles, m, k, steps) = v; });
+    auto put = [=](int k, uint2 v) { *(uint2*)place_of_x(x_tiles, m, k, steps) = v; };
+    float* tops = (float*)memory + half * ROUND_WARPS;
+    round_row(x + (u64)m * K, x_scale + m, K, steps * 128, tid % (32 * ROUND_WARPS), tops, put);
     publish_global();
     __syncthreads();
     if (tid == 0) add_release(rows_done + 2 * block / 128, min(2, M - 2 * block));

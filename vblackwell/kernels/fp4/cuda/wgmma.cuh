@@ -31,9 +31,9 @@ DEVICE u64 wgmma_operand(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)64 << 32) | ((u64)1 << 62);
 }
 
-// A thread's sums are operands 0 to TOKENS / 2 - 1 of the instruction, sixteen to a line here; after them come its four
-// words of weights and x.
-#define SUMS_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+// A thread's sums are operands 0 to TOKENS / 2 - 1 of the instruction; after them come its four words of weights and x.
+#define SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
@@ -44,8 +44,10 @@ DEVICE u64 wgmma_operand(u32 address) {
 #define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_80 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_96 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_112 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define NAMES_128 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NAMES_104 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 #if TOKENS == 16
 #define SUMS SUMS_8(0)

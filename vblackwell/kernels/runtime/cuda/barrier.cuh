@@ -9,11 +9,12 @@ DEVICE void barrier_arrive(u32 barrier) {
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of `parity` is over. SCOPE: whose writes are seen after it, where it is more than the block
-// (".acquire.cluster").
+// Until the phase of `parity` is over. SCOPE: ".acquire.cluster" where writes of other blocks are to be seen.
 #define BARRIER_WAIT(SCOPE)                                                                                            \
-    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"     \
-                 "@!done bra AGAIN;\n}" ::"r"(barrier), "r"(parity) : "memory")
+    asm volatile("{\n.reg .pred done;\nAGAIN:\n"                                                                       \
+                 "mbarrier.try_wait.parity" SCOPE ".shared::cta.b64 done, [%0], %1;\n"                                 \
+                 "@!done bra AGAIN;\n}"                                                                                \
+                 ::"r"(barrier), "r"(parity) : "memory")
 DEVICE void barrier_wait(u32 barrier, u32 parity) { BARRIER_WAIT(""); }
 // `bytes` contiguous bytes from global to shared memory; `barrier` counts them in.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -39,7 +40,8 @@ DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
 }
 // `copy_bulk` to the same place in all blocks of the cluster; in each, `barrier` counts the bytes in.
 DEVICE void copy_bulk_to_cluster(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1], %2, [%3], %4;"
                  :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << SPLITS) - 1)) : "memory");
 }
 // `barrier_wait` where the bytes are other blocks'.

@@ -1,5 +1,4 @@
-// The instructions the FP4 kernels are built from, one function each. tests/kernels/emulator.h gives the same functions
-// for a CPU, so that the kernels' own source can run without a GPU.
+// The instructions of the FP4 kernels, one function each; tests/kernels/emulator.h gives the same ones for a CPU.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
@@ -19,7 +18,7 @@ DEVICE u32 load_scales(const u8* p) {
     asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-// A byte in a word of its own: bytes the compiler packs together, for which it waits.
+// A byte as a whole word: bytes are packed together by the compiler, which waits for them to do so.
 DEVICE u32 load_byte(const u8* p) {
     u32 v;
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
@@ -40,7 +39,8 @@ DEVICE void store_shared(u32 address, uint4 v) {
 }
 // To global memory, and out of the L2 before what is read there again and again.
 DEVICE void store_streaming(void* p, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -92,7 +92,7 @@ DEVICE u32 to_e4m3(float a, float b, float c, float d) {
 
 // Programmatic dependent launch: the next kernel of the stream may start now; wait until the previous one has finished
 // and its writes are seen. Before the wait a kernel may touch only what no kernel writes: weights, and the launcher
-// sees to it that the first launch after a write to one does not overlap (kernels/runtime/overlap.py).
+// sees to it that the first launch after a write to one does not overlap (kernels/runtime/launch.py).
 DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -109,7 +109,9 @@ DEVICE u32 load_acquire(const u32* p) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-DEVICE void add_release(u32* p, u32 by) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(by) : "memory"); }
+DEVICE void add_release(u32* p, u32 by) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(by) : "memory");
+}
 DEVICE u32 add_relaxed(u32* p, u32 by) {
     u32 v;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "r"(by) : "memory");
@@ -167,8 +169,7 @@ DEVICE void cluster_sync() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Say that this block runs; wait until all of the cluster do, and their shared memory may be written. Each once, before
-// any `cluster_sync`.
+// Say that this block runs; wait until all of the cluster do. Each once, before any `cluster_sync`.
 DEVICE void cluster_arrive_started() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
