@@ -23,6 +23,7 @@ from vblackwell.offload.movement import state as module
 from vblackwell.offload.movement.state import Worker, set_worker_delay
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.step import StepControl
 
 MLP = CASES[0]
 STEPS = 4
@@ -200,8 +201,10 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("acquire", "unpack", "drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
+    for name in ("drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
         monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
+    for name in ("acquire", "unpack"):
+        monkeypatch.setattr(StepControl, name, late(getattr(StepControl, name)))
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -28,8 +28,7 @@ from vblackwell.offload.layout.placement import (
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore, top_hooks
-from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
-from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
+from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker
 from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (
     SiteHook,
@@ -41,6 +40,7 @@ from vblackwell.offload.parameters import (
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
+from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl
 from vblackwell.offload.storage.initialize import Source, move_buffers
 from vblackwell.offload.storage.masters import (
@@ -71,9 +71,14 @@ def offload_of(model: nn.Module) -> Offload | Resident | None:
 
 
 def stream(
-    model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: Source,
-    store: ActivationStore | None = None, measured: Measured | None = None,
-) -> Offload:  # fmt: skip
+    model: nn.Module,
+    stack: VGPUStack,
+    name: str,
+    options: StreamingOptions,
+    source: Source,
+    store: ActivationStore | None = None,
+    measured: Measured | None = None,
+) -> Offload:
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
     """
@@ -101,9 +106,12 @@ def stream(
 
 
 def _close_parts(
-    stack: weakref.ref[VGPUStack], storage: Storage, worker: Worker, prefetcher: Callable[[Any], bool],
+    stack: weakref.ref[VGPUStack],
+    storage: Storage,
+    worker: Worker,
+    prefetcher: Callable[[Any], bool],
     store: ActivationStore | None,
-) -> None:  # fmt: skip
+) -> None:
     """Called by `Offload.close`, or when the model is collected: must not refer to it."""
     if store is not None:
         store.close()
@@ -129,9 +137,14 @@ class Offload:
     placement = "streamed"
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, found: StreamedPlacement, storage: Storage,
+        self,
+        model: nn.Module,
+        stack: VGPUStack,
+        name: str,
+        found: StreamedPlacement,
+        storage: Storage,
         activations: ActivationStore | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.stack, self.name = model, stack, name
         self.groups = found.groups
         self.storage = storage
@@ -141,9 +154,9 @@ class Offload:
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
-        room = Level0Room(stack, storage)
-        self.lock = room.lock
-        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, room)
+        budget = Level0Budget(stack, storage)
+        self.lock = budget.lock
+        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
         self.step_control = control = StepControl(self._shared, found)
         self.weights, self.gradients = control.weights, control.gradients
         self.host_updates, self.level0 = control.host_updates, control.level0
@@ -176,12 +189,9 @@ class Offload:
         for slot in self.slots():
             self.used.hide(slot)
         leaves = {
-            group: SlicedLeaf(
-                self._shared, group, num_rows, self.weights, self.gradients, self.step_control.wait_for_updates,
-                self.step_control.before_gradient,
-            )
+            group: SlicedLeaf(self._shared, group, num_rows, self.step_control)
             for group, num_rows in self._slice_rows.items()
-        }  # fmt: skip
+        }
         for site in sites:
             if site.groups[0] in leaves:
                 swap_class(site.module, leaves[site.groups[0]])
@@ -268,7 +278,7 @@ class Offload:
             group = next((group for group in self.groups if self.key_of(group) == item), None)
         if group is not None and threading.get_ident() == self._thread:
             with self.lock:
-                self.weights.prefetch(group)
+                self.step_control.prefetch(group)
         elif group is not None:
             self.weights.asked[group] = None
         return group is not None
@@ -298,7 +308,7 @@ class Offload:
         if isinstance(packed, SavedTensor):
             return packed.unchanged()
         with self.lock:
-            return self.weights.unpack(packed)
+            return self.step_control.unpack(packed)
 
     def _take_gradient(self, param: Tensor) -> None:
         slot: Slot = param.__dict__["_vb_slot"]
@@ -307,13 +317,12 @@ class Offload:
             self._backward_ends.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         with self.lock:
-            self.step_control.before_gradient(slot.group)
-            self.gradients.take(slot)
+            self.step_control.take_gradient(slot)
 
     def _end_backward(self, task: int) -> None:
         self._backward_ends.discard(task)
         with self.lock:
-            self.gradients.finish_backward()
+            self.step_control.finish_backward()
 
     # -- what parameters ask for ------------------------------------------------------------------------------------
 
@@ -342,7 +351,7 @@ class Offload:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
         for group in dict.fromkeys(slot.group for slot in slots):
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written
-            buffer = self.weights.acquire(group)
+            buffer = self.step_control.acquire(group)
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
             self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
@@ -439,12 +448,12 @@ class Offload:
     def finish(self) -> None:
         """Wait until every update whose step came is in storage; undo the others."""
         with self.lock:
-            self.gradients.finish_backward()
+            self.step_control.finish_backward()
             self.step_control.roll_back()
             self.step_control.scale_stored()
             self.worker.drain()
             self.step_control.drain()
-            self.gradients.leaving.sweep()
+            self.gradients.in_flight.sweep()
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""

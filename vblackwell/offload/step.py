@@ -47,7 +47,7 @@ from vblackwell.offload.movement.state import (
     defer_sigint,
 )
 from vblackwell.offload.movement.update_loop import HostUpdates
-from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.movement.weights import PackedView, WeightStreamer
 from vblackwell.offload.storage.storage import Ranges, Shadows, spaces_of
 
 ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
@@ -122,9 +122,14 @@ class DeviceUpdates(Mover):
             job.step.copy_(step)
 
     def _queue(
-        self, group: Group, jobs: Sequence[Job], targets: Ranges, loaded: LoadedWeights | None,
-        gradient: Tensor | None, factor: Tensor | None,
-    ) -> LaneEnd:  # fmt: skip
+        self,
+        group: Group,
+        jobs: Sequence[Job],
+        targets: Ranges,
+        loaded: LoadedWeights | None,
+        gradient: Tensor | None,
+        factor: Tensor | None,
+    ) -> LaneEnd:
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, sources = None, self._storage.own_ranges(group)
         if loaded is None:
@@ -201,17 +206,23 @@ class DeviceUpdates(Mover):
         if group not in self._due:
             return
         with defer_sigint():
-            jobs, factor = due = self._due.pop(group)
-            try:
-                self._unlock_group(group)
-                # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
-                fetched = group not in self._sliced and self._weights.prefetch(group)
-                loaded = self._weights.lock(group, arriving=True) if fetched else None
-                self._queue(group, jobs, self._storage.own_ranges(group), loaded, None, factor)
-            except BaseException:
-                self._due[group] = due
-                raise
+            jobs, factor = self._due[group]
+            self._unlock_group(group)
+            self._queue(group, jobs, self._storage.own_ranges(group), self._fetch(group), None, factor)
+            del self._due[group]
             self._states[group].update_is_queued()
+
+    def _fetch(self, group: Group) -> LoadedWeights | None:
+        """The group's weights, locked, on level 0 or on their way there; None where they have no room."""
+        weights = self._weights
+        if not weights.is_loaded(group):
+            # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
+            if group in self._sliced or self.is_busy(group) or not weights.free_for(group):
+                return None
+            self._order_loads(group)
+            if not weights.load_ahead(group):
+                return None
+        return weights.lock(group, arriving=True)
 
     def start_all_due(self) -> None:
         for group in list(self._due):
@@ -227,6 +238,9 @@ class DeviceUpdates(Mover):
     def order_loads(self, group: Group) -> None:
         """Weights that are loaded from now on are those after the group's last update."""
         self._start_due(group)
+        self._order_loads(group)
+
+    def _order_loads(self, group: Group) -> None:
         state = self._states[group]
         if state.update_end is not None:
             self._lane.order_loads(state.update_end)
@@ -279,19 +293,19 @@ class StepControl(Mover):
 
     def __init__(self, shared: Shared, found: StreamedPlacement) -> None:
         super().__init__(shared)
-        self.weights = WeightStreamer(shared, found.budget_bytes, self.order_loads, self.is_busy)
-        self.gradients = GradientCollector(shared, self.before_leaving, self.gradient_arrived)
+        self.weights = WeightStreamer(shared, found.budget_bytes)
+        self.gradients = GradientCollector(shared)
         self.host_updates = host = HostUpdates(shared, self.weights)
         level0 = DeviceUpdates(shared, found, self.weights, self.gradients) if found.ring_bytes else None
         self.level0 = level0
         self._places = {
             group: level0 if level0 is not None and group in level0.groups else host for group in self._groups
         }
-        room = shared.room
-        room.drop_weights, room.end_gradient = self.weights.drop_one, self.gradients.end_oldest
+        budget = shared.budget
+        budget.drop_weights, budget.end_gradient = self.weights.drop_one, self.gradients.end_oldest
         if level0 is not None:
-            room.end_update, room.sweep_updates, room.free_spare = level0.end_oldest, level0.sweep, level0.free_shadows
-        self._early: dict[Group, EarlyUpdate] = {}
+            budget.end_update, budget.sweep_updates = level0.end_oldest, level0.sweep
+            budget.free_spare = level0.free_shadows
         self._forwards = 0
         self._open_window = False  # gradients have come since the last step
         self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
@@ -306,31 +320,45 @@ class StepControl(Mover):
 
     def begin_forward(self) -> None:
         """A forward of the whole model starts: a step that was speculated upon has not come."""
-        self.gradients.leaving.sweep()
+        self.gradients.in_flight.sweep()
         self.roll_back()
         if torch.is_grad_enabled():
             self._forwards += 1
 
     def before_gradient(self, group: Group) -> None:
         """More gradient for ``group``: if it was thought complete, that was wrong."""
-        if group in self._early:
-            self.roll_back(group)
-        if group in self._unscaled:
-            self.scale_stored(group)
+        if self.source is not None:
+            self._open_window = True
+            self.gradients.measuring = self.source.max_grad_norm is not None
+        self.roll_back(group)
+        self.scale_stored(group)
         if self.level0 is not None:
             self.level0.expect_backward()
 
-    def before_leaving(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
-        """A group's gradient is about to leave level 0 (``adding``: to be added in host memory): measure it there, and
-        update from it if that was asked for and is possible.
+    def take_gradient(self, slot: Slot) -> None:
+        """Autograd has made ``slot``'s gradient."""
+        self.before_gradient(slot.group)
+        whole = self.gradients.take(slot)
+        if whole is not None:
+            self._send_gradient(whole)
+
+    def finish_backward(self) -> None:
+        """Backward is over: groups that got only part of their gradients send these too."""
+        for buffer in self.gradients.unsent:
+            self._send_gradient(buffer)
+
+    @defer_sigint()
+    def _send_gradient(self, buffer: GradientBuffer) -> None:
+        adding = self.gradients.close(buffer)
+        self.gradients.send(buffer, self._update_from(buffer, adding))
+        self.gradient_sent(buffer.group)
+
+    def _update_from(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
+        """Update from a gradient on level 0 (``adding``: there is more of it in host memory), if that was asked for and
+        is possible.
         """
         source, group = self.source, buffer.group
-        if source is None:
-            return None
-        self._open_window = True
-        if source.max_grad_norm is not None and buffer.bytes.is_cuda and not adding:
-            self.gradients.measure_on_level0(buffer)
-        if not self._may_start_early(group):
+        if source is None or not self._may_start_early(group):
             return None
         if adding and not (buffer.is_whole() and self.gradients.has_all_on_host(group)):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
@@ -357,8 +385,8 @@ class StepControl(Mover):
             return False
         return all(self.gradients.has(slot) for slot in group.slots) and not self.weights.is_pinned(group)
 
-    def gradient_arrived(self, group: Group) -> None:
-        """The group's gradient is under way; update after it if that was asked for and is possible."""
+    def gradient_sent(self, group: Group) -> None:
+        """The group's gradient is on its way; update after it if that was asked for and is possible."""
         source = self.source
         if source is None:
             return
@@ -377,7 +405,7 @@ class StepControl(Mover):
         with defer_sigint():
             early = self._places[group].start_early(group, jobs, gradient, final=not self.source.undo)
             if early is not None:
-                self._early[group] = early
+                self._states[group].early = early
                 self._states[group].to(Phase.EARLY)
         return early
 
@@ -389,28 +417,31 @@ class StepControl(Mover):
             self._shadowed = set(shadowed_groups(filter(Group.all_trainable, early), plan))
         return self._shadowed
 
-    def _keep(self, group: Group) -> None:
-        early = self._early.pop(group)
-        self._states[group].update_is_queued()
+    def _keep(self, group: Group) -> EarlyUpdate:
+        state = self._states[group]
+        early, state.early = state.early, None
+        assert early is not None
+        state.update_is_queued()
         if early.is_final:
             self.gradients.clear(group.slots)
+        return early
 
     def roll_back(self, *groups: Group) -> None:
         """Undo the early updates of ``groups``, or all. One that is final has consumed its gradient and stays: where it
         should be undone, `StepAbandoned` is raised.
         """
-        early = [group for group in groups or list(self._early) if group in self._early]
-        final = [group for group in early if self._early[group].is_final]
+        early = {group: found for group in groups or self._groups if (found := self._states[group].early) is not None}
+        final = [group for group, update in early.items() if update.is_final]
         for group in final:
             self._keep(group)
-        early = [group for group in early if group not in final]
+            del early[group]
         with defer_sigint() if early else nullcontext():  # of all: what is cancelled must not be committed
             for group in early:
                 self._worker.cancel(self._states[group].update_end)
-            for group in early:
+            for group, update in early.items():
                 place, state = self._places[group], self._states[group]
-                place.roll_back(group, self._early[group])
-                del self._early[group]
+                place.roll_back(group, update)
+                state.early = None
                 state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
                 place.wait(group)
         if final:  # after everything else is in order: the error comes once
@@ -430,13 +461,54 @@ class StepControl(Mover):
 
     def order_loads(self, group: Group) -> None:
         """Return when weights that are loaded from now on will be those of the last `step`."""
-        if group in self._early:
-            self.roll_back(group)
+        self.roll_back(group)
         self._places[group].order_loads(group)
 
-    def is_busy(self, group: Group) -> bool:
-        """Whether `order_loads` would wait, or roll something back."""
-        return self._states[group].phase is Phase.EARLY or self._places[group].is_busy(group)
+    def acquire(self, group: Group) -> Tensor:
+        """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
+        self._use(group)
+        buffer = self.weights.pin(group)
+        try:
+            self._prefetch_upcoming()
+        except BaseException:
+            self.weights.unpin(group)
+            raise
+        return buffer
+
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was updated since."""
+        self.order_loads(packed.group)
+        self.weights.check_unchanged(packed)
+        self._use(packed.group)
+        tensor = self.weights.unpack(packed)
+        self._prefetch_upcoming()
+        return tensor
+
+    def prefetch(self, group: Group) -> bool:
+        """Start loading ``group`` if that costs nothing that is needed sooner; False if not. Never blocks."""
+        weights, state = self.weights, self._states[group]
+        if weights.is_loaded(group):
+            return True
+        # Where an update is on its way, a load would wait for it, or undo it.
+        if state.phase is Phase.EARLY or self._places[group].is_busy(group) or not weights.free_for(group):
+            return False
+        self.order_loads(group)
+        return weights.is_loaded(group) or weights.load_ahead(group)  # by an update that was due, or here
+
+    def _use(self, group: Group) -> None:
+        """Have ``group`` on level 0, arrived."""
+        self.weights.use(group)
+        state = self._states[group]
+        if state.loaded is None or state.phase in (Phase.EARLY, Phase.DUE):  # not the last step's, or not for long
+            self.order_loads(group)
+        self.weights.arrive(group)
+
+    def _prefetch_upcoming(self) -> None:
+        for group in self.weights.take_asked():
+            self.prefetch(group)
+        for group in self.weights.upcoming():
+            if not self.prefetch(group):
+                return
 
     def drain(self) -> None:
         """Return when every update whose step came has read its gradient."""
@@ -459,7 +531,7 @@ class StepControl(Mover):
         """Let gradients be in host memory, or on their way. Early updates stay, unless they consumed them."""
         if self.source is not None and not self.source.undo:
             self.roll_back()
-        self.gradients.finish_backward()
+        self.finish_backward()
         self.scale_stored()
 
     def gradient_norm(self, slot: Slot) -> Tensor:
@@ -499,7 +571,7 @@ class StepControl(Mover):
     def zero_gradients(self, slots: list[Slot]) -> None:
         """Make gradients zero."""
         self.roll_back()
-        self.gradients.finish_backward()
+        self.finish_backward()
         self.drain()  # updates may still read what is about to be zero
         for group, held in by_group(slots).items():
             self.gradients.scale_later(group, held, None)
@@ -507,7 +579,7 @@ class StepControl(Mover):
     def clear_gradients(self, slots: list[Slot]) -> None:
         """Forget gradients."""
         self.roll_back()
-        self.gradients.finish_backward()
+        self.finish_backward()
         self.gradients.clear(slots)
 
     # -- the step ------------------------------------------------------------------------------------------------------
@@ -522,16 +594,15 @@ class StepControl(Mover):
 
     def commit_step(self, wanted: Callable[[Slot], bool], factor: Tensor | None) -> None:
         """The step has come: commit early updates that are as it asks, queue others with gradients times ``factor``."""
-        self.gradients.finish_backward()
+        self.finish_backward()
         self.scale_stored()
         if factor is not None:
             self.roll_back()
         for group in self._groups:
-            jobs, early = self.jobs(group, wanted), self._early.get(group)
+            jobs, early = self.jobs(group, wanted), self._states[group].early
             if early is not None and early.jobs == jobs:
                 with defer_sigint():
-                    self._keep(group)
-                    self._places[group].commit(group, early)
+                    self._places[group].commit(group, self._keep(group))
                 continue
             self.roll_back(group)
             if jobs:

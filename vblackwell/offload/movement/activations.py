@@ -201,9 +201,13 @@ class ActivationStore:
     """
 
     def __init__(
-        self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES,
+        self,
+        stack: VGPUStack,
+        name: str = "activations",
+        *,
+        smallest_bytes: int = SMALLEST_BYTES,
         may_stay: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._may_stay = may_stay
         self._stack = stack
         self._device = stack.level0_device

@@ -210,9 +210,15 @@ class Filled(NamedTuple):
 
 
 def update_part(
-    slot: Slot, part: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, *, previous: Tensor | None = None,
-    factor: Tensor | None = None, offset: int = 0,
-) -> None:  # fmt: skip
+    slot: Slot,
+    part: Mapping[str, Tensor],
+    gradient: Tensor,
+    numbers: AdamWStep,
+    *,
+    previous: Tensor | None = None,
+    factor: Tensor | None = None,
+    offset: int = 0,
+) -> None:
     """AdamW in place on a part of a parameter, which begins at element ``offset``, in the formats of its group.
 
     ``part``: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
@@ -248,10 +254,14 @@ def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None
             own = slice(start - piece.start, stop - piece.start)
             scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
             update_part(
-                slot, {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}, gradient[own],
-                job.numbers[slot], previous=None if previous is None else previous[own], factor=job.factor,
+                slot,
+                {kind: each[scales if kind in SCALES else own] for kind, each in values.items()},
+                gradient[own],
+                job.numbers[slot],
+                previous=None if previous is None else previous[own],
+                factor=job.factor,
                 offset=start - first_element(slot),
-            )  # fmt: skip
+            )
 
 
 class Lane:
@@ -433,9 +443,16 @@ class Lane:
         self._queues.run(self._queues.update, lambda: update_piece(job, piece, here))
 
     def _move(
-        self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, Tensor],
-        memory: Any, *, up: bool,
-    ) -> Transfer:  # fmt: skip
+        self,
+        group: Group,
+        piece: Piece,
+        held: Mapping[str, int],
+        ranges: Ranges,
+        far: Mapping[str, Tensor],
+        memory: Any,
+        *,
+        up: bool,
+    ) -> Transfer:
         """Queue a piece's copies between level 0 (``held``, in ``memory``) and ``ranges``, or what stands for them."""
         copies, links = list[tuple[int, int, int]](), Counter[tuple[int, int]]()
         for kind, reservation in ranges.items():

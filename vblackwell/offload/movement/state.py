@@ -1,4 +1,4 @@
-"""What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's room.
+"""What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's budget.
 
 One thread a model works on gradients and states in storage, because order is the cheapest lock: a group's gradient
 arrives, is summed, measured and applied by tasks submitted in that order. Gradients of the last groups come first, but
@@ -60,7 +60,7 @@ LONGEST_CLOSE_S = 10.0  # then its memory comes back when its updates are over
 
 
 class Outcome(Future[Any]):
-    """Of a task. A failure is raised once by `settle` or the worker's next call, and each time by `result`."""
+    """Of a task. A failure is raised once by `wait` or the worker's next call, and each time by `result`."""
 
     raised = False
 
@@ -72,8 +72,8 @@ class Outcome(Future[Any]):
         finally:
             del self  # a failure holds this frame, and must not hold itself by it
 
-    def settle(self) -> None:
-        """Wait for the end; raise its failure if nobody has."""
+    def wait(self) -> None:
+        """Return at the end, as `Transfer.wait`; raise the failure if nobody has."""
         try:
             if self.exception() is not None and not self.raised:
                 self.result()
@@ -116,9 +116,13 @@ class Worker:
         self.broken = False  # an update of a step that came has failed, while others of it may have been made
 
     def submit(
-        self, work: Callable[..., Any], *args: Any, group: int | None = None, postponable: bool = False,
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        group: int | None = None,
+        postponable: bool = False,
         arriving: Transfer | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """Run ``work(*args)`` after the earlier tasks of ``group``, to whose ranges it keeps; None: after all tasks.
 
         Other groups' tasks may go before a ``postponable`` one, and before one whose ``arriving`` is not over.
@@ -200,7 +204,7 @@ class Worker:
         if self._failed is not None:
             failed, self._failed = self._failed, None
             try:
-                failed.settle()
+                failed.wait()
             finally:
                 del failed  # as in `Outcome.result`
 
@@ -329,14 +333,14 @@ class LoadedWeights:
 
 @dataclass(eq=False)
 class GradientBuffer:
-    """A group's flat gradient on level 0, being filled or (``leaving``) on its way; opened for ``expected`` parts."""
+    """A group's flat gradient on level 0, being filled or (``closed``) on its way; opened for ``expected`` parts."""
 
     group: Group
     reservation: Reservation
     bytes: Tensor
     expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
-    leaving: bool = False
+    closed: bool = False
     landing: str = "gradient"  # the range that it goes to
 
     def is_whole(self) -> bool:
@@ -369,6 +373,7 @@ class GroupState:
     version: int = 0  # counts the changes of the weights; counted down where one was undone
     last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
     update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
+    early: EarlyUpdate | None = None  # in EARLY
     gradient: GradientState = field(default_factory=GradientState)
 
     def to(self, phase: Phase) -> None:
@@ -419,9 +424,7 @@ class InFlightQueue:
         on_stream = stream is not None and all(isinstance(end, EventTransfer) for end in ends)
         try:
             for end in ends:
-                if isinstance(end, Outcome):
-                    end.settle()
-                elif on_stream:
+                if on_stream and isinstance(end, EventTransfer):
                     end.wait_on(stream)
                     end.let_go()
                 else:
@@ -460,10 +463,18 @@ class Stalls:
             self._stack.add_stall(before.elapsed_time(after) / 1e3)
 
 
-# -- room on level 0 ---------------------------------------------------------------------------------------------------
+# -- bytes of level 0 -------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
+
+
+def free_until(enough: Callable[[], object], *free_some: FreeSome) -> bool:
+    """Free until there is ``enough``, from the first of ``free_some`` that has some; False if none has any more."""
+    while not enough():
+        if not any(free() for free in free_some):
+            return False
+    return True
 
 
 def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
@@ -476,24 +487,23 @@ def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
                 raise
 
 
-_Rooms = tuple[threading.RLock, "weakref.WeakSet[Level0Room]"]
-_rooms: weakref.WeakKeyDictionary[VGPUStack, _Rooms] = weakref.WeakKeyDictionary()
+_Budgets = tuple[threading.RLock, "weakref.WeakSet[Level0Budget]"]
+_budgets: weakref.WeakKeyDictionary[VGPUStack, _Budgets] = weakref.WeakKeyDictionary()
 
 
-def _rooms_of(stack: VGPUStack) -> _Rooms:
-    return _rooms.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
+def _budgets_of(stack: VGPUStack) -> _Budgets:
+    return _budgets.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
 
 
 def drop_idle_weights(stack: VGPUStack) -> None:
     """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    lock, rooms = _rooms_of(stack)
+    lock, budgets = _budgets_of(stack)
     with lock:
-        for room in rooms:
-            while room.end_update() or room.drop_weights():
-                pass
+        for budget in budgets:
+            free_until(lambda: False, budget.end_update, budget.drop_weights)
 
 
-class Level0Room:
+class Level0Budget:
     """Level 0 as one model sees it, which shares it with the other models of the stack.
 
     ``lock`` is held while a thread, of a model or of autograd, changes what level 0 holds of the stack's models. No
@@ -501,7 +511,7 @@ class Level0Room:
     """
 
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
-        self.lock, self._rooms = _rooms_of(stack)
+        self.lock, self._all = _budgets_of(stack)
         # `StepControl` sets these.
         self.drop_weights: FreeSome = lambda: False  # of an idle group
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
@@ -509,28 +519,27 @@ class Level0Room:
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
         self._stack, self._storage = stack, storage
-        self._rooms.add(self)
+        self._all.add(self)
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
     ) -> Reservation:
-        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `no_room`."""
+        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `exhausted`."""
         level = self._stack.levels[0]
 
         def take() -> Reservation:
             check()
-            # Where no key could give way, room is made before it is asked for: asking in vain costs an error each time.
-            while not level.can_allocate(num_bytes) and not self._stack.keys() and any(free() for free in free_some):
-                pass
+            # Where no key could give way, bytes are freed before they are asked for: an attempt in vain costs an error.
+            free_until(lambda: level.can_allocate(num_bytes) or self._stack.keys(), *free_some)
             return self._storage.take(what, num_bytes, 0)
 
         def give_up() -> bool:
-            raise self.no_room(what, num_bytes)
+            raise self.exhausted(what, num_bytes)
 
         with self.lock:
             return reserve(take, *free_some, give_up)
 
-    def no_room(self, what: str, num_bytes: int) -> InsufficientMemory:
+    def exhausted(self, what: str, num_bytes: int) -> InsufficientMemory:
         """The InsufficientMemory where everything on level 0 is in use."""
         level = self._stack.levels[0]
         return InsufficientMemory(
@@ -546,15 +555,15 @@ class Level0Room:
         return (
             self.end_gradient()
             or self.end_update()
-            or any(room.drop_weights() or room.end_gradient() or room.end_update() for room in self._others())
+            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in self._others())
         )
 
     def free_weights(self) -> bool:
         """Drop weights, of this model first; wait for an update that holds some."""
-        return any(room.drop_weights() or room.end_update() for room in (self, *self._others()))
+        return any(budget.drop_weights() or budget.end_update() for budget in (self, *self._others()))
 
-    def _others(self) -> list[Level0Room]:
-        return [room for room in self._rooms if room is not self]
+    def _others(self) -> list[Level0Budget]:
+        return [budget for budget in self._all if budget is not self]
 
 
 class Shared(NamedTuple):
@@ -566,9 +575,9 @@ class Shared(NamedTuple):
     storage: Storage
     worker: Worker
     states: dict[Group, GroupState]
-    room: Level0Room
+    budget: Level0Budget
 
 
 class Mover:
     def __init__(self, shared: Shared) -> None:
-        self._name, self._stack, self._groups, self._storage, self._worker, self._states, self._room = shared
+        self._name, self._stack, self._groups, self._storage, self._worker, self._states, self._budget = shared

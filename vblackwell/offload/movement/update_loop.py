@@ -88,9 +88,20 @@ def _adamw(
             if old_exp_avg_sqs[index].numel() > 0:
                 exp_avg_sq[0].copy_(old_exp_avg_sqs[index].narrow(0, start, count))
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                master, gradient, exp_avg, exp_avg_sq, none, step,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                master,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                none,
+                step,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+            )
             # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because
             # TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
             torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
@@ -260,10 +271,22 @@ class MasterLoop(Loop):
     _function = staticmethod(_adamw)
 
     def add(
-        self, master: Tensor, weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
-        factor: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+        self,
+        master: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        factor: Tensor | None,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
         old: Sequence[Tensor | None] = (None, None, None),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One AdamW step; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
 
         ``old``: what master and moments were, where that is other memory; None: they are changed in place.
@@ -374,7 +397,7 @@ class HostUpdates(Mover):
             state.update_end = None
         state.update_is_stored()
         if task is not None:
-            task.settle()
+            task.wait()
 
     order_loads = wait  # a load reads what the host has written
 
@@ -387,18 +410,34 @@ class HostUpdates(Mover):
         self._weights.invalidate(group)
         state = self._states[group]
         state.update_end = self._worker.submit(
-            self._update, group, jobs, self._own_ranges(group), shadows, state.gradient.kind, factor,
-            state.last_load, self._worker.forgiven[group.index], group=group.index, postponable=True,
-        )  # fmt: skip
+            self._update,
+            group,
+            jobs,
+            self._own_ranges(group),
+            shadows,
+            state.gradient.kind,
+            factor,
+            state.last_load,
+            self._worker.forgiven[group.index],
+            group=group.index,
+            postponable=True,
+        )
         state.gradient.task = state.update_end
         if factor is not None:
             state.gradient.measured = None
             state.gradient.level0_norms.clear()
 
     def _update(
-        self, group: Group, jobs: list[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
-        factor: Tensor | None, load: Transfer | None, forgiven: int,
-    ) -> bool:  # fmt: skip
+        self,
+        group: Group,
+        jobs: list[Job],
+        own: Ranges,
+        shadows: Ranges | None,
+        gradient_kind: str,
+        factor: Tensor | None,
+        load: Transfer | None,
+        forgiven: int,
+    ) -> bool:
         """Whether it was made. ``own``: the group's ranges when it was queued, which a commit may have replaced.
         ``forgiven``: failures of the group's tasks that concern no gradient of this update.
         """
@@ -436,9 +475,14 @@ class HostUpdates(Mover):
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
     def apply(
-        self, group: Group, jobs: Sequence[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
+        self,
+        group: Group,
+        jobs: Sequence[Job],
+        own: Ranges,
+        shadows: Ranges | None,
+        gradient_kind: str,
         factor: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does.
 
         With ``shadows`` its ``own`` ranges stay what they are, and those hold what the step makes of them.
@@ -465,9 +509,13 @@ class HostUpdates(Mover):
             storage.store(group, gradient_kind, gradient)
 
     def _update_whole(
-        self, jobs: Sequence[Job], opened: dict[str, Tensor], old: dict[str, Tensor], gradient: Tensor,
+        self,
+        jobs: Sequence[Job],
+        opened: dict[str, Tensor],
+        old: dict[str, Tensor],
+        gradient: Tensor,
         factor: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """All fp32: one call for all parameters that share their numbers."""
         for kind, flat in old.items():
             opened[kind].copy_(flat)
