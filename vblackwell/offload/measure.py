@@ -28,6 +28,7 @@ from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import map_slab
 from vblackwell.offload.engine import stream
 from vblackwell.offload.layout.placement import StreamingOptions
+from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.movement.update_loop import MIN_PART, MasterLoop, SumLoop, update_threads
 from vblackwell.offload.optimizer import VGPUAdamW
 from vblackwell.offload.storage.initialize import Source
@@ -338,7 +339,7 @@ class HostUpdate:
         self._step.add_(1)
         self._loop.add(
             self._master, self._weight, self._weight, self._exp_avg, self._exp_avg_sq, self._step, None,
-            lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0,
+            Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0),
         )  # fmt: skip
         self._loop.run()
 
