@@ -27,12 +27,12 @@ from vblackwell.offload.step import StepControl
 
 MLP = CASES[0]
 STEPS = 4
-Choose = Callable[[Worker], "module._Task"]
+Choose = Callable[[Worker], "module.Task"]
 
 
-def allowed(worker: Worker) -> list[module._Task]:
+def allowed(worker: Worker) -> list[module.Task]:
     """The tasks that may come next: each the first of its group, none past one without a group."""
-    found: dict[int | None, module._Task] = {}
+    found: dict[int | None, module.Task] = {}
     for task in worker._waiting:
         if task.group is None:
             return list(found.values()) or [task]
@@ -51,7 +51,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     def begin(seed: int) -> None:
         chance, late = random.Random(seed), random.Random(seed)
 
-        def pick(worker: Worker) -> module._Task:
+        def pick(worker: Worker) -> module.Task:
             found = chance.choice(allowed(worker))
             passed.append(worker._waiting.index(found))
             return found

@@ -43,6 +43,7 @@ from vblackwell.offload.movement.state import (
     Mover,
     Phase,
     Shared,
+    Task,
     current_stream,
     defer_sigint,
 )
@@ -103,23 +104,17 @@ class DeviceUpdates(Mover):
             self.shadows.give_back(shadows or {})
             raise
         self._trace.use(group.index)
-        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows), end.computed)
+        return EarlyUpdate(jobs, steps, shadows, end.computed)
 
-    def commit(self, group: Group, early: EarlyUpdate) -> None:
-        if early.rollback is not None:
-            _, shadows = early.rollback
-            self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
+    def commit(self, group: Group, shadows: Ranges) -> None:
+        self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
 
-    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
+    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
         self._trace.forget_pass()
         self.wait(group)
         self._unlock_group(group)
         self._weights.drop(group)
-        self._states[group].version -= 1
-        steps, shadows = early.rollback
         self.shadows.give_back(shadows)
-        for job, step in zip(early.jobs, steps, strict=True):
-            job.step.copy_(step)
 
     def _queue(
         self,
@@ -417,21 +412,20 @@ class StepControl(Mover):
             self._shadowed = set(shadowed_groups(filter(Group.all_trainable, early), plan))
         return self._shadowed
 
-    def _keep(self, group: Group) -> EarlyUpdate:
+    def _keep(self, group: Group) -> None:
         state = self._states[group]
         early, state.early = state.early, None
         assert early is not None
         state.update_is_queued()
-        if early.is_final:
+        if early.shadows is None:
             self.gradients.clear(group.slots)
-        return early
 
     def roll_back(self, *groups: Group) -> None:
         """Undo the early updates of ``groups``, or all. One that is final has consumed its gradient and stays: where it
         should be undone, `StepAbandoned` is raised.
         """
         early = {group: found for group in groups or self._groups if (found := self._states[group].early) is not None}
-        final = [group for group, update in early.items() if update.is_final]
+        final = [group for group, update in early.items() if update.shadows is None]
         for group in final:
             self._keep(group)
             del early[group]
@@ -440,8 +434,12 @@ class StepControl(Mover):
                 self._worker.cancel(self._states[group].update_end)
             for group, update in early.items():
                 place, state = self._places[group], self._states[group]
-                place.roll_back(group, update)
+                assert update.shadows is not None
+                place.roll_back(group, update.shadows, update.earlier)
+                for job, step in zip(update.jobs, update.steps, strict=True):
+                    job.step.copy_(step)
                 state.early = None
+                state.version -= 1
                 state.to(Phase.STORED if state.loaded is None else Phase.LOADING)
                 place.wait(group)
         if final:  # after everything else is in order: the error comes once
@@ -602,7 +600,9 @@ class StepControl(Mover):
             jobs, early = self.jobs(group, wanted), self._states[group].early
             if early is not None and early.jobs == jobs:
                 with defer_sigint():
-                    self._places[group].commit(group, self._keep(group))
+                    self._keep(group)
+                    if early.shadows is not None:
+                        self._places[group].commit(group, early.shadows)
                 continue
             self.roll_back(group)
             if jobs:

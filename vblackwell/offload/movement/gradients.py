@@ -29,8 +29,8 @@ from vblackwell.offload.movement.state import (
     GradientState,
     InFlightQueue,
     Mover,
-    Outcome,
     Shared,
+    Task,
     current_stream,
     defer_sigint,
     flat_of,
@@ -84,7 +84,7 @@ class GradientCollector(Mover):
         state = self._state(group)
         return replace(state, slots=state.slots.copy(), task=None)
 
-    def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
+    def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Task:
         self._state(group).measured = None
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
 
@@ -152,7 +152,7 @@ class GradientCollector(Mover):
         state = self._state(group)
         adding = bool(state.slots)
         readers = () if update is None or update.reads_until is None else (update.reads_until,)
-        final = update is not None and update.is_final  # nobody needs the gradient in host memory
+        final = update is not None and update.shadows is None  # nobody needs the gradient in host memory
         under_way = list[Transfer](readers)
         try:
             if buffer.landing == "gradient" and not final:
@@ -176,7 +176,7 @@ class GradientCollector(Mover):
         buffer.bytes = torch.empty(0)
         state.slots.update(buffer.slots)
 
-    def _free_after(self, ends: Iterable[Transfer | Outcome], reservation: Reservation) -> None:
+    def _free_after(self, ends: Iterable[Transfer | Task], reservation: Reservation) -> None:
         self.in_flight.add(tuple(ends), lambda: self._storage.give(reservation))
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:

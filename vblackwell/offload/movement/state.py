@@ -33,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +45,7 @@ from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.storage.storage import Ranges, Storage
 from vblackwell.units import format_bytes
 
 _delay: Callable[[], None] | None = None
@@ -59,10 +60,24 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
 LONGEST_CLOSE_S = 10.0  # then its memory comes back when its updates are over
 
 
-class Outcome(Future[Any]):
-    """Of a task. A failure is raised once by `wait` or the worker's next call, and each time by `result`."""
+class Task(Future[Any]):
+    """Work of the worker. A failure is raised once by `wait` or the worker's next call, and each time by `result`."""
 
     raised = False
+
+    def __init__(
+        self, work: Callable[[], Any], group: int | None, postponable: bool, arriving: Transfer | None
+    ) -> None:
+        super().__init__()
+        self.work: Callable[[], Any] | None = work  # until it is done
+        self.group, self.postponable, self.arriving = group, postponable, arriving
+
+    def has_arrived(self) -> bool:
+        """Whether it need not wait. A transfer that failed is raised by the work itself."""
+        try:
+            return self.arriving is None or self.arriving.done()
+        except Exception:
+            return True
 
     def result(self, timeout: float | None = None) -> Any:
         try:
@@ -81,23 +96,6 @@ class Outcome(Future[Any]):
             del self  # as in `result`
 
 
-@dataclass(eq=False)
-class _Task:
-    work: Callable[..., Any]
-    args: tuple[Any, ...]
-    group: int | None
-    postponable: bool
-    arriving: Transfer | None
-    future: Outcome
-
-    def has_arrived(self) -> bool:
-        """Whether it need not wait. A transfer that failed is raised by the task itself."""
-        try:
-            return self.arriving is None or self.arriving.done()
-        except Exception:
-            return True
-
-
 class Worker:
     """Runs tasks in a separate thread. The first failure is raised at the next `submit` or `drain`, once."""
 
@@ -105,12 +103,12 @@ class Worker:
         self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
         self._lock = threading.Lock()
-        self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
-        self._running: Outcome | None = None
+        self._waiting = deque[Task]()  # at most as many as the pool has calls of `_run_next` to come
+        self._running: Task | None = None
         self._ends = deque[tuple[Callable[[], None], threading.Event]]()
         self._closed = False
         self._thread: int | None = None
-        self._failed: Outcome | None = None
+        self._failed: Task | None = None
         self.failures = Counter[int | None]()  # raised or not, by the group's number
         self.forgiven = Counter[int | None]()  # those of them that were there when all gradients were last given up
         self.broken = False  # an update of a step that came has failed, while others of it may have been made
@@ -122,7 +120,7 @@ class Worker:
         group: int | None = None,
         postponable: bool = False,
         arriving: Transfer | None = None,
-    ) -> Outcome:
+    ) -> Task:
         """Run ``work(*args)`` after the earlier tasks of ``group``, to whose ranges it keeps; None: after all tasks.
 
         Other groups' tasks may go before a ``postponable`` one, and before one whose ``arriving`` is not over.
@@ -130,20 +128,20 @@ class Worker:
         self.raise_failure()
         if self._closed:
             raise RuntimeError("nothing is submitted after the shutdown")
-        task = _Task(work, args, group, postponable, arriving, Outcome())
+        task = Task(partial(work, *args), group, postponable, arriving)
         with self._lock:
             self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
             self._waiting.append(task)
-        return task.future
+        return task
 
-    def cancel(self, outcome: Outcome) -> bool:
+    def cancel(self, task: Task) -> bool:
         """Forget a task that has not begun: its result is None. False if it has."""
         with self._lock:
-            task = next((each for each in self._waiting if each.future is outcome), None)
-            if task is None:
+            if task not in self._waiting:
                 return False
             self._waiting.remove(task)
-        outcome.set_result(None)
+        task.work = None
+        task.set_result(None)
         return True
 
     def _run_next(self) -> None:
@@ -152,28 +150,30 @@ class Worker:
             if not self._waiting:  # an interrupt came between the call and its task
                 return
             task = self._choose()
-            self._running = task.future  # first: `close` must not find neither
+            self._running = task  # first: `close` must not find neither
             self._waiting.remove(task)
-        task.future.set_running_or_notify_cancel()
+        task.set_running_or_notify_cancel()
+        work, task.work = task.work, None
+        assert work is not None
         try:
             if _delay is not None:
                 _delay()
-            result = task.work(*task.args)
+            result = work()
         except BaseException as failure:
-            self._failed = self._failed or task.future
+            self._failed = self._failed or task
             self.failures[task.group] += 1
-            task.future.set_exception(failure)
+            task.set_exception(failure)
         else:
-            task.future.set_result(result)
+            task.set_result(result)
         finally:
             self._running = None
-            del task  # as in `Outcome.result`
+            del task, work  # as in `Task.result`
             self._end()
 
-    def _choose(self) -> _Task:
+    def _choose(self) -> Task:
         """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
         seen: set[int] = set()
-        postponed: _Task | None = None
+        postponed: Task | None = None
         for task in self._waiting:
             if task.group is None:
                 if task is self._waiting[0]:
@@ -192,11 +192,9 @@ class Worker:
     def drain(self) -> None:
         """Wait until everything submitted so far is done; raise the first failure."""
         with self._lock:
-            unfinished = [task.future for task in self._waiting]
-            if self._running is not None:
-                unfinished.append(self._running)
+            unfinished = [*self._waiting, *([] if self._running is None else [self._running])]
         wait(unfinished)
-        del unfinished  # as in `Outcome.result`
+        del unfinished  # as in `Task.result`
         self.raise_failure()
 
     def raise_failure(self) -> None:
@@ -206,7 +204,7 @@ class Worker:
             try:
                 failed.wait()
             finally:
-                del failed  # as in `Outcome.result`
+                del failed  # as in `Task.result`
 
     def check_whole(self) -> None:
         """Raise StaleTensor if an update failed: some groups are a step ahead of others."""
@@ -311,12 +309,10 @@ class EarlyUpdate:
     """An update that was queued before its step."""
 
     jobs: list[Job]
-    rollback: Any  # what its place (host or level 0) needs to undo it; None: it is final
+    steps: list[Tensor]  # the jobs' before it
+    shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
     reads_until: Transfer | None = None  # until then it reads the gradient on level 0; None: it does not
-
-    @property
-    def is_final(self) -> bool:
-        return self.rollback is None
+    earlier: Task | None = None  # the worker's last before it that touches the gradient
 
 
 @dataclass(eq=False)
@@ -355,9 +351,9 @@ class GradientState:
     slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
     # The range that holds it when the worker has done what is queued, in compute type; or "accumulated", the fp32 sum.
     kind: str = "gradient"
-    task: Outcome | None = None  # the worker's last that touches the gradient's range
+    task: Task | None = None  # the worker's last that touches the gradient's range
     level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
-    measured: Outcome | None = None  # the worker's task that takes the others, if the gradient has not changed since
+    measured: Task | None = None  # the worker's task that takes the others, if the gradient has not changed since
     norms: dict[Slot, Tensor] = field(default_factory=dict)  # the worker's, of what it finds in host memory
 
 
@@ -403,12 +399,12 @@ class InFlightQueue:
     """Bytes that are free again when copies, or tasks of the worker that read them in place, are over; oldest first."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Sequence[Transfer | Outcome], Callable[[], None]]] = deque()
+        self._queue: deque[tuple[Sequence[Transfer | Task], Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, ends: Sequence[Transfer | Outcome], free: Callable[[], None] = lambda: None) -> None:
+    def add(self, ends: Sequence[Transfer | Task], free: Callable[[], None] = lambda: None) -> None:
         """Call ``free`` once, when ``ends`` are over or have failed."""
         self._queue.append((ends, free))
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from vblackwell.errors import StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group
-from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Outcome, Shared, defer_sigint, flat_of
+from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
@@ -333,7 +333,7 @@ class HostUpdates(Mover):
         self._weights = weights
         self._loop = MasterLoop()
         self.shadows = Shadows(self._storage)
-        self._ends: dict[Group, Outcome] = {}  # of committed updates: the ranges are those to read from then on
+        self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
     def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` before its step, from the gradient in host memory; None if there is no room for shadows."""
@@ -348,12 +348,11 @@ class HostUpdates(Mover):
         except BaseException:
             self.shadows.give_up(shadows or {})
             raise
-        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows, earlier))
+        return EarlyUpdate(jobs, steps, shadows, earlier=earlier)
 
-    def commit(self, group: Group, early: EarlyUpdate) -> None:
-        if early.rollback is None:
-            return
-        old = self.shadows.swap(group, early.rollback[1])
+    def commit(self, group: Group, shadows: Ranges) -> None:
+        """The step of an early update has come."""
+        old = self.shadows.swap(group, shadows)
         try:
             update = self._states[group].update_end
             self._ends[group] = self._worker.submit(self._end_commit, group, update, old, group=group.index)
@@ -362,17 +361,13 @@ class HostUpdates(Mover):
             self._worker.broken = True
             raise
 
-    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`; or raise what an earlier task did."""
+    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
+        """Make the group's ranges what they were before `start_early`; or raise what an earlier task did."""
         self._worker.raise_failure()
         state = self._states[group]
         state.update_end.exception()
-        steps, shadows, earlier = early.rollback
-        for job, step in zip(early.jobs, steps, strict=True):
-            job.step.copy_(step)
         self.shadows.give_up(shadows)
         state.update_end, state.gradient.task = None, earlier  # which may still add to the gradient
-        state.version -= 1
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
@@ -427,7 +422,7 @@ class HostUpdates(Mover):
             raise
         return True
 
-    def _end_commit(self, group: Group, update: Outcome, old: Ranges) -> None:
+    def _end_commit(self, group: Group, update: Task, old: Ranges) -> None:
         """After an ``update`` whose step has come: give up what it replaced, or, where it was not made, take it back:
         the group is a step behind others then.
         """
