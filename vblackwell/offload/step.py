@@ -13,7 +13,7 @@ the ranges themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -46,6 +46,7 @@ from vblackwell.offload.movement.state import (
     Task,
     current_stream,
     defer_sigint,
+    free_until,
 )
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -99,7 +100,7 @@ class DeviceUpdates(Mover):
             return None
         steps = [job.step.clone() for job in jobs]
         try:
-            end = self._queue(group, jobs, shadows or own, self._weights.lock(group), gradient, None)
+            end = self._queue(group, jobs, shadows or own, gradient, None)
         except BaseException:
             self.shadows.give_back(shadows or {})
             raise
@@ -117,16 +118,12 @@ class DeviceUpdates(Mover):
         self.shadows.give_back(shadows)
 
     def _queue(
-        self,
-        group: Group,
-        jobs: Sequence[Job],
-        targets: Ranges,
-        loaded: LoadedWeights | None,
-        gradient: Tensor | None,
-        factor: Tensor | None,
+        self, group: Group, jobs: list[Job], targets: Ranges, gradient: Tensor | None, factor: Tensor | None
     ) -> LaneEnd:
+        """``gradient``: on level 0, where the weights are too; None: everything is in storage."""
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
         kind, sources = None, self._storage.own_ranges(group)
+        loaded = self._fetch(group) if gradient is None else weights.lock(group)
         if loaded is None:
             weights.invalidate(group)
         try:
@@ -156,8 +153,7 @@ class DeviceUpdates(Mover):
         if loaded is not None:
             weights.mark_updated(loaded, end.computed)
             self._locked.add((end.stored,), partial(weights.unlock, loaded))
-            while len(self._locked) > MAX_LOCKED:
-                self.end_oldest()
+            free_until(lambda: len(self._locked) <= MAX_LOCKED, self.end_oldest)
         return end
 
     def end_oldest(self) -> bool:
@@ -170,8 +166,7 @@ class DeviceUpdates(Mover):
     def _unlock_group(self, group: Group) -> None:
         """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
         state = self._states[group]
-        while state.loaded is not None and state.loaded.locked and self.end_oldest():
-            pass
+        free_until(lambda: state.loaded is None or not state.loaded.locked, self.end_oldest)
 
     # -- at the step ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +198,7 @@ class DeviceUpdates(Mover):
         with defer_sigint():
             jobs, factor = self._due[group]
             self._unlock_group(group)
-            self._queue(group, jobs, self._storage.own_ranges(group), self._fetch(group), None, factor)
+            self._queue(group, jobs, self._storage.own_ranges(group), None, factor)
             del self._due[group]
             self._states[group].update_is_queued()
 

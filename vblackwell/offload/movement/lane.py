@@ -276,8 +276,7 @@ class Lane:
         self._storage = storage
         self._ring = memory.split(size)[:num_buffers]
         self._queues = queues
-        self._has_disk = any(level.device is None for level in stack.levels)
-        self._stage: Stage | None = None  # made when an update first has ranges on a disk
+        self._stage = Stage(storage) if any(level.device is None for level in stack.levels) else None  # with a disk
         self._worker = worker
         self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
@@ -296,9 +295,11 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, () if self._is_here(group) else self._storage.states_of(group)))
+            self._expected.extend(
+                self._pieces(group, () if self._is_resident(group) else self._storage.states_of(group))
+            )
 
-    def _is_here(self, group: Group) -> bool:
+    def _is_resident(self, group: Group) -> bool:
         """Whether the group lives on level 0, with its states: they are changed where they are."""
         return self._storage.range(group, "weight").level == 0
 
@@ -325,20 +326,19 @@ class Lane:
         while self._free and self._expected:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
-            staged = None
-            if self._has_disk and on_disk(sources):
-                staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
+            far: dict[str, Tensor] = {}
+            if self._stage is not None and on_disk(sources):
+                staged = self._stage.ready(wanted.group, sources)
                 if staged is None:
                     return
+                far = staged.views
             self._expected.popleft()
-            self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
+            self._ahead.append(self._bring(wanted, sources, far))
 
     def submit(self, job: LaneJob) -> LaneEnd:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
-        states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
+        states = [] if self._is_resident(job.group) else self._storage.states_of(job.group)
         sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
-        if self._has_disk and self._stage is None and (on_disk(sources) or on_disk(job.targets)):
-            self._stage = Stage(self._storage)
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]
@@ -353,7 +353,7 @@ class Lane:
     def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> LaneEnd:
         group, queues = job.group, self._queues
         memory = self._far_memory(sources, staged)
-        own = self._storage.states_of(group) if self._is_here(group) else []
+        own = self._storage.states_of(group) if self._is_resident(group) else []
         targets = {kind: target for kind, target in job.targets.items() if kind not in own}
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
@@ -435,12 +435,12 @@ class Lane:
 
     def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
         """Queue AdamW on a piece; ``held``: where it is on level 0, by kind."""
-        here = {} if filled is None else {kind: filled.buffer[at] for kind, at in filled.wanted.places.items()}
-        if self._is_here(job.group):
+        parts = {} if filled is None else {kind: filled.buffer[at] for kind, at in filled.wanted.places.items()}
+        if self._is_resident(job.group):
             for kind in self._storage.states_of(job.group):
                 start, stop = (bytes_of(job.group, kind, end) for end in (piece.start, piece.stop))
-                here[kind] = job.sources[kind].part(start, stop)
-        self._queues.run(self._queues.update, lambda: update_piece(job, piece, here))
+                parts[kind] = job.sources[kind].part(start, stop)
+        self._queues.run(self._queues.update, lambda: update_piece(job, piece, parts))
 
     def _move(
         self,
@@ -581,7 +581,7 @@ class CudaLane(Lane):
 
     def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
         group, dtype = job.group, job.group.slots[0].dtype
-        if group.formats.packed or self._is_here(group):
+        if group.formats.packed or self._is_resident(group):
             return super()._compute(job, piece, filled, held)
         gradients = list[tuple[int, torch.dtype]]()  # the fresh one, which never left, first
         if job.gradient is not None:
