@@ -96,7 +96,7 @@ def stream(
         move_buffers(model, stack.level0_device)
         params = [slot.param for group in found.groups for slot in group.slots]
         plain = [(param, param.data, type(param)) for param in params]
-        return Offload(model, stack, name, found, storage, store)
+        return Offload(model, name, found, storage, store)
     except BaseException:
         for param, data, kind in plain:
             make_plain(param, kind, data)
@@ -139,13 +139,13 @@ class Offload:
     def __init__(
         self,
         model: nn.Module,
-        stack: VGPUStack,
         name: str,
         found: StreamedPlacement,
         storage: Storage,
-        activations: ActivationStore | None = None,
+        activations: ActivationStore | None,
     ) -> None:
-        self.model, self.stack, self.name = model, stack, name
+        self.model, self.name = model, name
+        self.stack = stack = storage.stack
         self.groups = found.groups
         self.storage = storage
         self.budget_bytes = found.budget_bytes
@@ -208,7 +208,7 @@ class Offload:
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
-    def _free_spare(self, _: Any) -> bool:
+    def _free_spare(self) -> bool:
         """Give the memory of shadows that are not in use back to its level; False if there is none."""
         with self.lock:
             return self.level0 is not None and self.level0.free_shadows()
@@ -523,15 +523,15 @@ def _refuse_assignment(module: nn.Module, state_dict: Any, prefix: str, metadata
         )
 
 
-def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` while its object is alive. C++ and the stack hold hooks out of the collector's sight: they keep
     nothing alive.
     """
     alive = weakref.WeakMethod(method)
 
-    def call(item: Any) -> Any:
+    def call(*args: Any) -> Any:
         found = alive()
-        return None if found is None else found(item)
+        return None if found is None else found(*args)
 
     return call
 
