@@ -104,7 +104,7 @@ class SlicedLeaf(Mover):
             num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
             with lock:
                 reservation = self._reserve("slice-gradient", num_bytes)
-                gradients.send_slice(self.slot, start, rows, reservation, self._pool)
+                gradients.send_slice(self.slot, start, rows, reservation)
         with lock:
             gradients.finish_slices(self.slot)
             self._control.gradient_sent(self.group)

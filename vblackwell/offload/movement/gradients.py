@@ -9,9 +9,9 @@ added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -181,26 +180,38 @@ class GradientCollector(Mover):
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
         """The worker adds it to the sum in host memory, after ``readers`` have read that."""
-        group, slots, reservation = buffer.group, list(buffer.slots), buffer.reservation
-        state, held = self._state(group), self._held(group)
+        group, state, slots = buffer.group, self._state(buffer.group), list(buffer.slots)
+        add = partial(self._add, group, self._held(group), slots)
         state.level0_norms.clear()
-        if buffer.bytes.device.type == "cpu":  # the arena: the worker reads it where it is
-            self._stack.count_link(0, self._storage.range(group, "gradient").level, buffer.bytes.nbytes)
-            state.task = self._later(self._add, group, held, slots, reservation, readers, False)
-            self._free_after((state.task, *readers), reservation)
-        else:
-            incoming, under_way = self._reserve_incoming(group.num_bytes), list[Transfer]()
-            try:
-                transfer = self._stack.write(incoming, buffer.bytes)
-                under_way.append(transfer)
-                before = (transfer, *readers)
-                state.task = self._later(self._add, group, held, slots, incoming, before, True, arriving=transfer)
-            except Exception:
-                self._give_after(under_way, incoming)
-                raise
-            self._summing.add((state.task,))
-            self._free_after(before, reservation)
+        self._hand_over(group, buffer.reservation, buffer.bytes, readers, add)
         state.kind = sum_kind(group)
+
+    def _hand_over(
+        self,
+        group: Group,
+        reservation: Reservation,
+        fresh: Tensor,
+        readers: tuple[Transfer, ...],
+        take: Callable[[Tensor], None],
+    ) -> None:
+        """The worker will ``take`` the ``fresh`` bytes of a ``reservation``, after ``readers`` have read the latter."""
+        state = self._state(group)
+        if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
+            self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
+            state.task = self._later(self._take, group, take, reservation, readers, False)
+            self._free_after((state.task, *readers), reservation)
+            return
+        incoming, under_way = self._reserve_incoming(reservation.num_bytes), list[Transfer]()
+        try:
+            transfer = self._stack.write(incoming, fresh)
+            under_way.append(transfer)
+            before = (transfer, *readers)
+            state.task = self._later(self._take, group, take, incoming, before, True, arriving=transfer)
+        except Exception:
+            self._give_after(under_way, incoming)
+            raise
+        self._summing.add((state.task,))
+        self._free_after(before, reservation)
 
     def end_oldest(self) -> bool:
         """Free the oldest bytes in flight for what the current stream queues from now on; False if there are none."""
@@ -251,29 +262,17 @@ class GradientCollector(Mover):
         state.kind = sum_kind(group) if adding else "gradient"
 
     @defer_sigint()
-    def send_slice(
-        self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, pool: ThreadPoolExecutor
-    ) -> None:
+    def send_slice(self, slot: Slot, start: int, rows: Tensor, reservation: Reservation) -> None:
         """Send ``rows``, from row ``start`` on, through the level-0 ``reservation``, which this ends."""
         self._wait_for_place()
-        source, transfer = reservation, None
         try:
-            buffer = reservation.bytes
+            fresh, adding = reservation.bytes, bool(self._state(slot.group).slots)
             with torch.no_grad():
-                buffer.view(slot.dtype).view(rows.shape).copy_(rows)
-            self._stack.count_link(0, self._storage.range(slot.group, "gradient").level, rows.nbytes)
-            if buffer.device.type != "cpu":
-                source = self._reserve_incoming(buffer.nbytes)
-                transfer = start_copy(source.bytes, buffer, pool)
-            adding = bool(self._state(slot.group).slots)
-            task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
+                fresh.view(slot.dtype).view(rows.shape).copy_(rows)
+            self._hand_over(slot.group, reservation, fresh, (), partial(self._take_rows, slot, start, adding))
         except Exception:
-            self._give_after(() if transfer is None else (transfer,), *{reservation, source})
+            self._storage.give(reservation)
             raise
-        self._state(slot.group).task = task
-        if transfer is not None:
-            self._summing.add((task,))
-        self._free_after((task if transfer is None else transfer,), reservation)
 
     def finish_slices(self, slot: Slot) -> None:
         self._state(slot.group).slots[slot] = None
@@ -295,15 +294,11 @@ class GradientCollector(Mover):
         self.wait_idle(group)
         return self._state(group).kind
 
-    def is_measured(self, group: Group) -> bool:
-        """Whether the norms of all of the group's gradients were taken on level 0."""
-        state = self._state(group)
-        return all(slot in state.level0_norms for slot in state.slots)
-
     def measure_later(self, group: Group) -> None:
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0 or are queued."""
-        if self._state(group).measured is None and not self.is_measured(group):
-            self._state(group).measured = self._later(self._measure, group, self._held(group))
+        state = self._state(group)
+        if state.measured is None and not all(slot in state.level0_norms for slot in state.slots):
+            state.measured = self._later(self._measure, group, self._held(group))
 
     def measure(self, groups: Iterable[Group]) -> None:
         """Return when the norms of all gradients of ``groups`` are taken; updates that read them may go on."""
@@ -345,39 +340,33 @@ class GradientCollector(Mover):
         transfer.wait()
         self._state(group).norms.clear()
 
-    def _add(
+    def _take(
         self,
         group: Group,
-        held: GradientState,
-        slots: list[Slot],
-        incoming: Reservation,
+        take: Callable[[Tensor], None],
+        found: Reservation,
         before: tuple[Transfer, ...],
         owned: bool,
     ) -> None:
-        """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
+        """After ``before``, ``take`` what lies in ``found``, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()
-        fresh = incoming.bytes
-        self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
+        take(found.bytes)
         if owned:
-            self._storage.give(incoming)
-        held.norms.clear()
-
-    def _land_slice(
-        self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
-    ) -> None:
-        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
-        if transfer is not None:
-            transfer.wait()
-        slot, kind = group.slots[0], sum_kind(group) if adding else "gradient"
-        rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
-        total = self._storage.open(group, kind)
-        target = _shaped(slot, total, kind)[start : start + num_rows]
-        target.add_(rows) if adding else target.copy_(rows)
-        self._storage.store(group, kind, total)
+            self._storage.give(found)
         self._state(group).norms.clear()
-        if transfer is not None:
-            self._storage.give(source)
+
+    def _add(self, group: Group, held: GradientState, slots: list[Slot], fresh: Tensor) -> None:
+        self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
+
+    def _take_rows(self, slot: Slot, start: int, adding: bool, fresh: Tensor) -> None:
+        """Copy or add rows of ``slot``, the only one of its group."""
+        kind = sum_kind(slot.group) if adding else "gradient"
+        rows = fresh.view(slot.dtype).view(-1, slot.shape[1])
+        total = self._storage.open(slot.group, kind)
+        target = _shaped(slot, total, kind)[start : start + len(rows)]
+        target.add_(rows) if adding else target.copy_(rows)
+        self._storage.store(slot.group, kind, total)
 
     def _sum(self, group: Group, held: GradientState, fresh: dict[Slot, Tensor]) -> None:
         """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""
