@@ -105,20 +105,12 @@ def stream(
         raise
 
 
-def _close_parts(
-    stack: weakref.ref[VGPUStack],
-    storage: Storage,
-    worker: Worker,
-    prefetcher: Callable[[Any], bool],
-    store: ActivationStore | None,
-) -> None:
+def _close_parts(storage: Storage, worker: Worker, prefetcher: Any, store: ActivationStore | None) -> None:
     """Called by `Offload.close`, or when the model is collected: must not refer to it."""
     if store is not None:
         store.close()
     worker.close(storage.close)
-    alive = stack()
-    if alive is not None:
-        alive.prefetchers.remove(prefetcher)
+    storage.stack.prefetchers.remove(prefetcher)
 
 
 class _Entered(threading.local):
@@ -178,9 +170,7 @@ class Offload:
             activations.leave_out(self.weights, _weakly(self._free_spare))
         prefetcher = _weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
-        self.finalizer = weakref.finalize(
-            model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations
-        )
+        self.finalizer = weakref.finalize(model, _close_parts, storage, self.worker, prefetcher, activations)
         self.finalizer.atexit = False  # at exit the stack closes itself
 
     def _take_modules(self, sites: list[Site]) -> None:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ class DeviceUpdates(Mover):
                 self._start_due(min(self._due, key=lambda due: due.index))
 
     def _start_due(self, group: Group) -> None:
-        """Queue the group's due update, on the weights that the forward will use if level 0 has room for them."""
+        """Queue the group's due update."""
         if group not in self._due:
             return
         with defer_sigint():
@@ -203,7 +203,7 @@ class DeviceUpdates(Mover):
             self._states[group].update_is_queued()
 
     def _fetch(self, group: Group) -> LoadedWeights | None:
-        """The group's weights, locked, on level 0 or on their way there; None where they have no room."""
+        """The weights that the next forward will use, locked, or on their way there; None where they have no room."""
         weights = self._weights
         if not weights.is_loaded(group):
             # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
@@ -301,7 +301,6 @@ class StepControl(Mover):
         self.steps = defaultdict[Slot, Tensor](lambda: torch.zeros((), dtype=torch.float32))
         self.source: Any = None
         self.follow_clipping = True
-        self._shadowed: set[Group] | None = None  # groups for whose shadows there was room at the first early update
         self._clipped = False
         # Gradients in storage that a step multiplied only as it read them, and by what.
         self._unscaled: dict[Group, tuple[list[Slot], Tensor]] = {}
@@ -344,21 +343,19 @@ class StepControl(Mover):
         self.gradient_sent(buffer.group)
 
     def _update_from(self, buffer: GradientBuffer, adding: bool) -> EarlyUpdate | None:
-        """Update from a gradient on level 0 (``adding``: there is more of it in host memory), if that was asked for and
-        is possible.
-        """
+        """Update from a gradient on level 0, if that is possible; ``adding``: there is more of it in host memory."""
         source, group = self.source, buffer.group
         if source is None or not self._may_start_early(group):
             return None
         if adding and not (buffer.is_whole() and self.gradients.has_all_on_host(group)):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
-        if self.level0 is None or self._places[group] is not self.level0:
+        if self._places[group] is self.host_updates:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
             # master. If that is sure to come, the gradient needs no range of its own.
             if not adding and not source.undo and (group, "master") in self._storage:
                 buffer.landing = "weight"
             return None
-        return None if group in self.level0.deferred else self._start_early(group, buffer.bytes)
+        return None if self.level0 and group in self.level0.deferred else self._start_early(group, buffer.bytes)
 
     def _may_start_early(self, group: Group) -> bool:
         """Whether the group's gradient is whole and its step is expected to be as announced.
@@ -382,14 +379,14 @@ class StepControl(Mover):
             return
         if source.max_grad_norm is not None and self._forwards >= source.accumulation_steps:
             self.gradients.measure_later(group)
-        if self._places[group] is not self.level0 and self._may_start_early(group):
+        if self._places[group] is self.host_updates and self._may_start_early(group):
             self._start_early(group, None)
 
     # -- updates before their step -------------------------------------------------------------------------------------
 
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
         """Update ``group`` now; None if there is no room for a rollback."""
-        if self.source.undo and group not in self._shadowed_groups():
+        if self.source.undo and group not in self._shadowed:
             return None
         jobs = self.jobs(group)
         with defer_sigint():
@@ -399,13 +396,12 @@ class StepControl(Mover):
                 self._states[group].to(Phase.EARLY)
         return early
 
-    def _shadowed_groups(self) -> set[Group]:
-        """Those whose shadows have room. Asked when gradients and states are placed and a forward has run."""
-        if self._shadowed is None:
-            level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
-            early = [group for group in self._groups if level0 is None or group not in level0.deferred]
-            self._shadowed = set(shadowed_groups(filter(Group.all_trainable, early), plan))
-        return self._shadowed
+    @cached_property
+    def _shadowed(self) -> set[Group]:
+        """Groups whose shadows have room. Asked when gradients and states are placed and a forward has run."""
+        level0, plan = self.level0, replace(self._storage.plan, levels=tuple(spaces_of(self._stack)))
+        early = [group for group in self._groups if level0 is None or group not in level0.deferred]
+        return set(shadowed_groups(filter(Group.all_trainable, early), plan))
 
     def _keep(self, group: Group) -> None:
         state = self._states[group]
@@ -416,9 +412,7 @@ class StepControl(Mover):
             self.gradients.clear(group.slots)
 
     def roll_back(self, *groups: Group) -> None:
-        """Undo the early updates of ``groups``, or all. One that is final has consumed its gradient and stays: where it
-        should be undone, `StepAbandoned` is raised.
-        """
+        """Undo the early updates of ``groups``, or all; `StepAbandoned` where one is final, which stays."""
         early = {group: found for group in groups or self._groups if (found := self._states[group].early) is not None}
         final = [group for group, update in early.items() if update.shadows is None]
         for group in final:
@@ -551,8 +545,8 @@ class StepControl(Mover):
         self.gradients.scale_later(group, slots, factor)
 
     def scale_stored(self, *groups: Group) -> None:
-        """Multiply gradients in storage, of ``groups`` or all, that a step with a factor left behind by it, as torch's
-        clipping does at once: rarely needed, as nearly every step is followed by `zero_grad`.
+        """Multiply gradients in storage, of ``groups`` or all, by the factor of the last step, as torch's clipping does
+        at once: rarely needed, as nearly every step is followed by `zero_grad`.
         """
         for group in groups or list(self._unscaled):
             if group in self._unscaled:

@@ -76,9 +76,9 @@ class Queues(Transfer):
     def all(self) -> tuple[Queue, Queue, Queue]:
         return self.states_in, self.update, self.states_out
 
-    @abstractmethod
     def computing(self) -> Queue:
-        """Where the model is computed now, in the caller's thread."""
+        """Where the model is computed now, in the caller's thread: by the host."""
+        return None
 
     @abstractmethod
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
@@ -94,6 +94,10 @@ class Queues(Transfer):
 
         ``memory``: what the addresses belong to, ranges and others; kept where a stack may be closed before.
         """
+
+    def synchronize(self) -> None:
+        for queue in self.all:
+            queue.synchronize()
 
     def wait(self) -> None:
         for queue in self.all:
@@ -135,9 +139,6 @@ class WorkerQueues(Queues):
         self.leaving = None  # the host: gradients in its memory are landed by earlier tasks of the worker
         self.loading = (None,)
         self._worker = worker
-
-    def computing(self) -> None:
-        return None
 
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
         task = None if queue is None else queue.last
@@ -475,7 +476,7 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         try:
-            self.synchronize()
+            self._queues.synchronize()
         finally:
             self._free = deque((buffer, DoneTransfer()) for buffer in self._ring)
 
@@ -486,13 +487,9 @@ class Lane:
         if self._stage is not None:
             self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
-    def synchronize(self) -> None:
-        for queue in self._queues.all:
-            queue.synchronize()
-
     def drain(self) -> None:
         """Return when everything submitted is stored."""
-        self.synchronize()
+        self._queues.synchronize()
         if self._stage is not None:
             self._stage.drain()
 
