@@ -289,9 +289,9 @@ def update_resident(
             flat, state["step"], hyper,
         )  # fmt: skip
         return
-    part = {"weight": slot.flat(opened["weight"]), **moments}
+    part = {"weight": slot.flat(opened["weight"]), "gradient": flat, **moments}
     if "remainder" in opened:
         part["remainder"] = slot.flat(opened["remainder"], torch.int16)
-    update_part(slot, part, flat, AdamWStep(**vars(hyper), step=int(state["step"])), factor=factor)  # a product in fp32
+    update_part(slot, part, AdamWStep(**vars(hyper), step=int(state["step"])), factor)  # a product in fp32
     if factor is not None:
         flat.mul_(factor)  # as torch's clipping leaves it

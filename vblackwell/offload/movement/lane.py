@@ -211,22 +211,16 @@ class Filled(NamedTuple):
 
 
 def update_part(
-    slot: Slot,
-    part: Mapping[str, Tensor],
-    gradient: Tensor,
-    numbers: AdamWStep,
-    *,
-    previous: Tensor | None = None,
-    factor: Tensor | None = None,
-    offset: int = 0,
+    slot: Slot, part: Mapping[str, Tensor], numbers: AdamWStep, factor: Tensor | None = None, offset: int = 0
 ) -> None:
     """AdamW in place on a part of a parameter, which begins at element ``offset``, in the formats of its group.
 
     ``part``: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
-    / 256),). The gradient is (``previous`` + ``gradient``) * ``factor``: (n,) in compute type or fp32, an fp32 scalar.
+    / 256),); ``gradient`` and, if there is more of it, ``previous``, (n,) in compute type or fp32. ``factor``: an fp32
+    scalar that gradients are multiplied by.
     """
     formats = slot.group.formats
-    tensors: dict[str, Any] = {"remainder": None, **part, "gradient": gradient, "previous": previous, "factor": factor}
+    tensors: dict[str, Any] = {"remainder": None, "previous": None, **part, "factor": factor}
     if formats.packed:
         adamw8_piece(**tensors, numbers=numbers, seed=formats.seed_of(slot.name), offset=offset)
     else:
@@ -236,33 +230,19 @@ def update_part(
 def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None:
     """AdamW in place on a piece, of which level 0 holds ``held``, bytes by kind, and what the job itself has there."""
     group, dtype = job.group, job.group.slots[0].dtype
-
-    def typed(kind: str, flat: Tensor | None) -> Tensor | None:
-        if flat is None:
-            return None
-        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
-        return flat[start:stop].view(element_type(kind, dtype))
-
     values = {kind: flat.view(element_type(kind, dtype)) for kind, flat in held.items()}
-    on_host = None if job.gradient_kind is None else values.pop(job.gradient_kind)
-    fresh, weight = typed("gradient", job.gradient), typed("weight", job.weight)
-    gradient, previous = (on_host, None) if fresh is None else (fresh, on_host)
-    assert gradient is not None, "a gradient is on level 0 or in host memory"
-    if weight is not None:
-        values["weight"] = weight
+    if job.gradient_kind is not None:
+        values["gradient" if job.gradient is None else "previous"] = values.pop(job.gradient_kind)
+    for kind, flat in (("weight", job.weight), ("gradient", job.gradient)):
+        if flat is not None:
+            start, stop = (bytes_of(group, kind, end) for end in (piece.start, piece.stop))
+            values[kind] = flat[start:stop].view(element_type(kind, dtype))
     for slot, start, stop in parts_of(group, piece):
         if slot in job.numbers:
             own = slice(start - piece.start, stop - piece.start)
             scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
-            update_part(
-                slot,
-                {kind: each[scales if kind in SCALES else own] for kind, each in values.items()},
-                gradient[own],
-                job.numbers[slot],
-                previous=None if previous is None else previous[own],
-                factor=job.factor,
-                offset=start - first_element(slot),
-            )
+            part = {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}
+            update_part(slot, part, job.numbers[slot], job.factor, start - first_element(slot))
 
 
 class Lane:
