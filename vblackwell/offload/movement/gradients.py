@@ -8,7 +8,7 @@ added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from vblackwell.offload.movement.state import (
 from vblackwell.offload.movement.update_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
+Take = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
 MAX_IN_FLIGHT = 3  # buffers next to the one that fills: more would only wait for the link, on level 0
 
 
@@ -187,12 +188,7 @@ class GradientCollector(Mover):
         state.kind = sum_kind(group)
 
     def _hand_over(
-        self,
-        group: Group,
-        reservation: Reservation,
-        fresh: Tensor,
-        readers: tuple[Transfer, ...],
-        take: Callable[[Tensor], None],
+        self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], take: Take
     ) -> None:
         """The worker will ``take`` the ``fresh`` bytes of a ``reservation``, after ``readers`` have read the latter."""
         state = self._state(group)
@@ -340,14 +336,7 @@ class GradientCollector(Mover):
         transfer.wait()
         self._state(group).norms.clear()
 
-    def _take(
-        self,
-        group: Group,
-        take: Callable[[Tensor], None],
-        found: Reservation,
-        before: tuple[Transfer, ...],
-        owned: bool,
-    ) -> None:
+    def _take(self, group: Group, take: Take, found: Reservation, before: Sequence[Transfer], owned: bool) -> None:
         """After ``before``, ``take`` what lies in ``found``, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()

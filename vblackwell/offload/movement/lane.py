@@ -276,26 +276,28 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(
-                self._pieces(group, () if self._is_resident(group) else self._storage.states_of(group))
-            )
+            self._expected.extend(self._pieces(group, self._moved_states(group)))
 
     def _is_resident(self, group: Group) -> bool:
         """Whether the group lives on level 0, with its states: they are changed where they are."""
         return self._storage.range(group, "weight").level == 0
 
+    def _moved_states(self, group: Group) -> list[str]:
+        return [] if self._is_resident(group) else self._storage.states_of(group)
+
     def _pieces(self, group: Group, kinds: Iterable[str]) -> list[Wanted]:
         """The pieces in which all ``kinds`` of the group fit one buffer."""
-        key = group.index, tuple(kinds)
+        kinds = tuple(kinds)
+        key = group.index, kinds
         if key not in self._cut:
             found = self._cut[key] = []
-            fit = self._buffer_bytes - ALIGNMENT * len(key[1])
-            block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in key[1])
+            fit = self._buffer_bytes - ALIGNMENT * len(kinds)
+            block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds)
             most = fit // block_bytes * SCALE_BLOCK if block_bytes else 0
-            assert most or not key[1], f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
+            assert most or not kinds, f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
             for piece in pieces_of(group, most - most % group.formats.cut) if most else []:
                 start, places = 0, {}
-                for kind in key[1]:
+                for kind in kinds:
                     num_bytes = bytes_of(group, kind, len(piece))
                     places[kind] = slice(start, start + num_bytes)
                     start += align_up(num_bytes, ALIGNMENT)
@@ -318,8 +320,8 @@ class Lane:
 
     def submit(self, job: LaneJob) -> LaneEnd:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
-        states = [] if self._is_resident(job.group) else self._storage.states_of(job.group)
-        sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
+        kinds = [*self._moved_states(job.group), *(["weight"] if job.weight is None else [])]
+        sources = {kind: job.sources[kind] for kind in kinds}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]
