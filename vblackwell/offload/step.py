@@ -110,7 +110,7 @@ class StepControl(Mover):
             return None  # some parameters have earlier gradients, others not: the worker sorts that out
         if self._places[group] is self.host_updates:
             # The compute weight in storage is dead once backward has loaded it: the update makes it anew, from the
-            # master. If that is sure to come, the gradient needs no range of its own.
+            # master. If that is sure to come, the gradient needs no separate range.
             if not adding and not source.undo and (group, "master") in self._storage:
                 buffer.landing = "weight"
             return None

@@ -39,7 +39,7 @@ from vblackwell.offload.movement.state import (
 from vblackwell.offload.movement.update_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
-Take = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
+Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
 MAX_IN_FLIGHT = 3  # buffers next to the one that fills: more would only wait for the link, on level 0
 
 
@@ -180,7 +180,7 @@ class GradientCollector(Mover):
         self.in_flight.add(tuple(ends), lambda: self._storage.give(reservation))
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
-        """The worker adds it to the sum in host memory, after ``readers`` have read that."""
+        """The worker adds it to the sum in host memory, after ``readers`` have read that sum."""
         group, state, slots = buffer.group, self._state(buffer.group), list(buffer.slots)
         add = partial(self._add, group, self._held(group), slots)
         state.level0_norms.clear()
@@ -188,13 +188,13 @@ class GradientCollector(Mover):
         state.kind = sum_kind(group)
 
     def _hand_over(
-        self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], take: Take
+        self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], receive: Receive
     ) -> None:
-        """The worker will ``take`` the ``fresh`` bytes of a ``reservation``, after ``readers`` have read the latter."""
+        """The worker will ``receive`` the ``fresh`` bytes of ``reservation``, after ``readers`` have read what changes."""
         state = self._state(group)
         if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
-            state.task = self._later(self._take, group, take, reservation, readers, False)
+            state.task = self._later(self._receive, group, receive, reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
             return
         incoming, under_way = self._reserve_incoming(reservation.num_bytes), list[Transfer]()
@@ -202,7 +202,7 @@ class GradientCollector(Mover):
             transfer = self._stack.write(incoming, fresh)
             under_way.append(transfer)
             before = (transfer, *readers)
-            state.task = self._later(self._take, group, take, incoming, before, True, arriving=transfer)
+            state.task = self._later(self._receive, group, receive, incoming, before, True, arriving=transfer)
         except Exception:
             self._give_after(under_way, incoming)
             raise
@@ -336,11 +336,13 @@ class GradientCollector(Mover):
         transfer.wait()
         self._state(group).norms.clear()
 
-    def _take(self, group: Group, take: Take, found: Reservation, before: Sequence[Transfer], owned: bool) -> None:
-        """After ``before``, ``take`` what lies in ``found``, and give that back if it is ``owned``."""
+    def _take(
+        self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
+    ) -> None:
+        """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()
-        take(found.bytes)
+        receive(found.bytes)
         if owned:
             self._storage.give(found)
         self._state(group).norms.clear()

@@ -69,7 +69,7 @@ class Queues(Transfer):
     states_in: Queue  # copies to level 0
     update: Queue  # arithmetic there
     states_out: Queue  # copies back
-    leaving: Queue  # where gradients leave level 0
+    gradients_out: Queue  # where gradients leave level 0
     loading: Sequence[Queue]  # where compute weights are loaded
 
     @property
@@ -136,7 +136,7 @@ class WorkerQueues(Queues):
 
     def __init__(self, worker: Worker) -> None:
         self.states_in = self.update = self.states_out = WorkerQueue()
-        self.leaving = None  # the host: gradients in its memory are landed by earlier tasks of the worker
+        self.gradients_out = None  # the host: gradients in its memory are landed by earlier tasks of the worker
         self.loading = (None,)
         self._worker = worker
 
@@ -341,7 +341,7 @@ class Lane:
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
-            queues.follow(queues.states_in, queues.leaving)  # it is on its way out there
+            queues.follow(queues.states_in, queues.gradients_out)  # it is on its way out there
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
@@ -506,7 +506,7 @@ class CudaQueues(Queues):
         self.device = device
         self.states_in, self.update, self.states_out, yield_in, yield_out = lane_streams(device)
         streams = copy_streams(device)
-        self.leaving, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
+        self.gradients_out, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
         self._yields = {self.states_in: yield_in, self.states_out: yield_out}
 
     def computing(self) -> torch.cuda.Stream:
@@ -523,10 +523,10 @@ class CudaQueues(Queues):
     def copy(self, queue: torch.cuda.Stream, copies: Copies, *memory: Any) -> Transfer:
         """See `Queues.copy`; on the current device, after copies that other streams have ready.
 
-        A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,
-        of however many streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy
-        of another stream between two of its own makes the engine go round; it costs 12 us (docs/journal/offload.md). So
-        the first bytes go through a separate stream. The clock starts when the rest has its turn.
+        A copy engine prefers the stream that it served last, even one that waits for events: the weights of the next
+        group waited 106 ms for the states of four. A copy by another stream between two of one stream's makes the
+        engine serve all in turn, for 12 us (docs/journal/offload.md): so the first bytes go through a separate stream.
+        The clock starts when the rest has its turn.
         """
         _hold_back(queue)
         (target, source, num_bytes), *others = copies

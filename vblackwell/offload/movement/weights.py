@@ -113,6 +113,8 @@ class WeightStreamer(Mover):
 
     def take_asked(self) -> list[Group]:
         """The groups that other threads have asked for since."""
+        if not self.asked:
+            return []
         asked, self.asked = self.asked, {}
         return list(asked)
 
