@@ -1,4 +1,4 @@
-"""Compute weights on level 0: loaded before they are needed, dropped when something else needs the room.
+"""Compute weights on level 0: loaded before they are needed, dropped when something else needs the bytes.
 
 A load gets a new buffer, which is never overwritten: what still holds a view of a dropped one (autograd, a caller)
 keeps its memory alive. On CUDA buffers come from the stream that computes, and a load starts after what that had
@@ -13,6 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ class WeightStreamer(Mover):
         return loaded.buffer
 
     def unpin(self, group: Group) -> None:
-        """End of `pin`. The bytes stay until room is needed."""
+        """End of `pin`. They stay until their bytes are needed."""
         self._of(group).pins -= 1
 
     def buffer(self, group: Group) -> Tensor:
@@ -186,15 +187,10 @@ class WeightStreamer(Mover):
     @defer_sigint()  # what has been reserved is known, or given back, when it comes
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
-        self._budget.sweep_updates()
+        budget, name, check = self._budget, f"{group.name}/loaded", partial(self._keep_budget, group)
+        budget.sweep_updates()
         with torch.inference_mode(False):
-            reservation = self._budget.reserve(
-                f"{group.name}/loaded",
-                group.num_bytes,
-                self._budget.free_any,
-                self.drop_one,
-                check=lambda: self._keep_budget(group),
-            )
+            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, check=check)
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
@@ -280,7 +276,7 @@ class WeightStreamer(Mover):
     def hold(self) -> list[Group]:
         """Load a frozen model's groups that stay, which it returns, hold them until `let_go`, and drop idle others.
 
-        Holds none where one finds no room (InsufficientMemory).
+        Holds none where one does not fit (InsufficientMemory).
         """
         for loaded in list(self._by_storage.values()):
             if loaded.pins == 0 and loaded.group.index not in self.staying:
@@ -398,14 +394,14 @@ def groups_that_stay(groups: Sequence[Group], budget_bytes: int) -> list[Group]:
     if sum(group.num_bytes for group in groups) <= budget_bytes:
         return list(groups)
     largest = max(group.num_bytes for group in groups)
-    room, chosen = budget_bytes - WEIGHT_PLACES * largest, list[Group]()
+    free_bytes, chosen = budget_bytes - WEIGHT_PLACES * largest, list[Group]()
     for group in sorted((group for group in groups if group.num_bytes < largest), key=lambda group: group.num_bytes):
-        if group.num_bytes <= room:
+        if group.num_bytes <= free_bytes:
             chosen.append(group)
-            room -= group.num_bytes
+            free_bytes -= group.num_bytes
     rest = [group for group in groups if group not in chosen]
     for count in range(len(rest), 0, -1):
         spread = [rest[(2 * place + 1) * len(rest) // (2 * count)] for place in range(count)]
-        if sum(group.num_bytes for group in spread) <= room:
+        if sum(group.num_bytes for group in spread) <= free_bytes:
             return chosen + spread
     return chosen
