@@ -414,7 +414,7 @@ class HostUpdates(Mover):
                 raise StaleTensor(f"the gradient of {update.group.name!r} did not arrive: its update was not made")
             if update.load is not None:
                 update.load.wait()  # a stream that waits is not enough: the host writes what the copy reads
-            self._apply(update)
+            self.apply(update)
             if update.factor is not None:
                 self._states[update.group].gradient.norms.clear()
         except BaseException:
@@ -440,7 +440,7 @@ class HostUpdates(Mover):
     def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
-    def _apply(self, update: _Update) -> None:
+    def apply(self, update: _Update) -> None:
         """One AdamW step; fp32 gradients are multiplied by the factor where they are, as torch's clipping does."""
         group, jobs, own, shadows, gradient_kind, factor, *_ = update
         storage = self._storage
