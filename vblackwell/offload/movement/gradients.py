@@ -190,7 +190,7 @@ class GradientCollector(Mover):
     def _hand_over(
         self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], receive: Receive
     ) -> None:
-        """The worker will ``receive`` what is ``fresh`` in ``reservation``, after ``readers`` have read what changes."""
+        """The worker will ``receive`` the ``fresh`` bytes, after ``readers`` have read what that changes."""
         state = self._state(group)
         if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
             self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
@@ -336,7 +336,7 @@ class GradientCollector(Mover):
         transfer.wait()
         self._state(group).norms.clear()
 
-    def _take(
+    def _receive(
         self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
     ) -> None:
         """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
