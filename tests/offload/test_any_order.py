@@ -23,15 +23,16 @@ from vblackwell.offload.movement import state as module
 from vblackwell.offload.movement.state import Worker, set_worker_delay
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.optimizer import VGPUAdamW
+from vblackwell.offload.step import StepControl
 
 MLP = CASES[0]
 STEPS = 4
-Choose = Callable[[Worker], "module._Task"]
+Choose = Callable[[Worker], "module.Task"]
 
 
-def allowed(worker: Worker) -> list[module._Task]:
+def allowed(worker: Worker) -> list[module.Task]:
     """The tasks that may come next: each the first of its group, none past one without a group."""
-    found: dict[int | None, module._Task] = {}
+    found: dict[int | None, module.Task] = {}
     for task in worker._waiting:
         if task.group is None:
             return list(found.values()) or [task]
@@ -50,7 +51,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     def begin(seed: int) -> None:
         chance, late = random.Random(seed), random.Random(seed)
 
-        def pick(worker: Worker) -> module._Task:
+        def pick(worker: Worker) -> module.Task:
             found = chance.choice(allowed(worker))
             passed.append(worker._waiting.index(found))
             return found
@@ -200,8 +201,10 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("acquire", "unpack", "drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
+    for name in ("drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
         monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
+    for name in ("acquire", "unpack"):
+        monkeypatch.setattr(StepControl, name, late(getattr(StepControl, name)))
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])

@@ -22,9 +22,9 @@ from tests.offload.models import CASES, build, equal
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor, Unsupported
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
+from vblackwell.offload import sliced
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.movement import sliced
 from vblackwell.offload.movement.state import GradientBuffer, set_worker_delay
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.parameters import UsedParameters
@@ -742,10 +742,10 @@ def test_a_committed_update_that_fails_leaves_what_the_group_was(make_stack: Mak
     before = {name: held["weight"] for name, held in export_state(model)}
     apply = engine.host_updates.apply
 
-    def fail(group: Any, jobs: Any, own: Any, shadows: Any, *more: Any) -> None:
+    def fail(update: Any) -> None:
         go.wait(60)
-        apply(group, jobs, own, shadows, *more)
-        for each in shadows.values():
+        apply(update)
+        for each in update.shadows.values():
             each.bytes.fill_(0xFF)
         raise OSError("the disk said no")
 

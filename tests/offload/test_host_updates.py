@@ -57,10 +57,10 @@ def test_a_rollback_does_not_wait_for_updates_that_have_not_begun(twins: Callabl
     model, ours, engine, plain, theirs = pair
     hold, begun, apply = threading.Event(), list[str](), engine.host_updates.apply
 
-    def counted(group, *more) -> None:
-        begun.append(group.name)
+    def counted(update) -> None:
+        begun.append(update.group.name)
         hold.wait(60)
-        apply(group, *more)
+        apply(update)
 
     engine.host_updates.apply = counted
     MLP.loss(model, 0).backward()
@@ -80,10 +80,10 @@ def test_a_step_that_does_not_clip_leaves_updates_on_the_host_running(twins: Cal
     model, ours, engine, plain, theirs = twins(max_grad_norm=1e9)
     go, apply = threading.Event(), engine.host_updates.apply
 
-    def late(group, *more) -> None:
-        if group is engine.groups[0]:
+    def late(update) -> None:
+        if update.group is engine.groups[0]:
             go.wait(60)
-        apply(group, *more)
+        apply(update)
 
     engine.host_updates.apply = late
     MLP.loss(model, 0).backward()

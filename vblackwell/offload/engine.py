@@ -28,8 +28,7 @@ from vblackwell.offload.layout.placement import (
     refuse_slices_on_disk,
 )
 from vblackwell.offload.movement.activations import ActivationStore, top_hooks
-from vblackwell.offload.movement.sliced import SlicedLeaf, swap_class
-from vblackwell.offload.movement.state import GroupState, Level0Room, Shared, Worker
+from vblackwell.offload.movement.state import GroupState, Level0Budget, Shared, Worker
 from vblackwell.offload.movement.weights import PackedView, SavedTensor
 from vblackwell.offload.parameters import (
     SiteHook,
@@ -41,6 +40,7 @@ from vblackwell.offload.parameters import (
     refuse_wrapping,
 )
 from vblackwell.offload.resident import Resident
+from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl
 from vblackwell.offload.storage.initialize import ModelSource, move_buffers
 from vblackwell.offload.storage.masters import (
@@ -71,9 +71,14 @@ def offload_of(model: nn.Module) -> Offload | Resident | None:
 
 
 def stream(
-    model: nn.Module, stack: VGPUStack, name: str, options: StreamingOptions, source: ModelSource,
-    store: ActivationStore | None = None, measured: Measured | None = None,
-) -> Offload:  # fmt: skip
+    model: nn.Module,
+    stack: VGPUStack,
+    name: str,
+    options: StreamingOptions,
+    source: ModelSource,
+    store: ActivationStore | None = None,
+    measured: Measured | None = None,
+) -> Offload:
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
     """
@@ -91,7 +96,7 @@ def stream(
         move_buffers(model, stack.level0_device)
         params = [slot.param for group in found.groups for slot in group.slots]
         plain = [(param, param.data, type(param)) for param in params]
-        return Offload(model, stack, name, found, storage, store)
+        return Offload(model, name, found, storage, store)
     except BaseException:
         for param, data, kind in plain:
             make_plain(param, kind, data)
@@ -100,17 +105,12 @@ def stream(
         raise
 
 
-def _close_parts(
-    stack: weakref.ref[VGPUStack], storage: Storage, worker: Worker, prefetcher: Callable[[Any], bool],
-    store: ActivationStore | None,
-) -> None:  # fmt: skip
+def _close_parts(storage: Storage, worker: Worker, prefetcher: Any, store: ActivationStore | None) -> None:
     """Called by `Offload.close`, or when the model is collected: must not refer to it."""
     if store is not None:
         store.close()
     worker.close(storage.close)
-    alive = stack()
-    if alive is not None:
-        alive.prefetchers.remove(prefetcher)
+    storage.stack.prefetchers.remove(prefetcher)
 
 
 class _Entered(threading.local):
@@ -129,10 +129,15 @@ class Offload:
     placement = "streamed"
 
     def __init__(
-        self, model: nn.Module, stack: VGPUStack, name: str, found: StreamedPlacement, storage: Storage,
-        activations: ActivationStore | None = None,
-    ) -> None:  # fmt: skip
-        self.model, self.stack, self.name = model, stack, name
+        self,
+        model: nn.Module,
+        name: str,
+        found: StreamedPlacement,
+        storage: Storage,
+        activations: ActivationStore | None,
+    ) -> None:
+        self.model, self.name = model, name
+        self.stack = stack = storage.stack
         self.groups = found.groups
         self.storage = storage
         self.budget_bytes = found.budget_bytes
@@ -141,9 +146,9 @@ class Offload:
         self._slice_rows = found.slice_rows
         self.worker = Worker(name)
         self.states = {group: GroupState() for group in found.groups}
-        room = Level0Room(stack, storage)
-        self.lock = room.lock
-        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, room)
+        budget = Level0Budget(stack, storage)
+        self.lock = budget.lock
+        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
         self.step_control = control = StepControl(self._shared, found)
         self.weights, self.gradients = control.weights, control.gradients
         self.host_updates, self.level0 = control.host_updates, control.level0
@@ -165,9 +170,7 @@ class Offload:
             activations.leave_out(self.weights, _weakly(self._free_spare))
         prefetcher = _weakly(self._prefetch)
         stack.prefetchers.append(prefetcher)
-        self.finalizer = weakref.finalize(
-            model, _close_parts, weakref.ref(stack), storage, self.worker, prefetcher, activations
-        )
+        self.finalizer = weakref.finalize(model, _close_parts, storage, self.worker, prefetcher, activations)
         self.finalizer.atexit = False  # at exit the stack closes itself
 
     def _take_modules(self, sites: list[Site]) -> None:
@@ -176,12 +179,9 @@ class Offload:
         for slot in self.slots():
             self.used.hide(slot)
         leaves = {
-            group: SlicedLeaf(
-                self._shared, group, num_rows, self.weights, self.gradients, self.step_control.wait_for_updates,
-                self.step_control.before_gradient,
-            )
+            group: SlicedLeaf(self._shared, group, num_rows, self.step_control)
             for group, num_rows in self._slice_rows.items()
-        }  # fmt: skip
+        }
         for site in sites:
             if site.groups[0] in leaves:
                 swap_class(site.module, leaves[site.groups[0]])
@@ -198,7 +198,7 @@ class Offload:
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(SiteHook(self._export_own)))
 
-    def _free_spare(self, _: Any) -> bool:
+    def _free_spare(self) -> bool:
         """Give the memory of shadows that are not in use back to its level; False if there is none."""
         with self.lock:
             return self.level0 is not None and self.level0.free_shadows()
@@ -268,7 +268,7 @@ class Offload:
             group = next((group for group in self.groups if self.key_of(group) == item), None)
         if group is not None and threading.get_ident() == self._thread:
             with self.lock:
-                self.weights.prefetch(group)
+                self.step_control.prefetch(group)
         elif group is not None:
             self.weights.asked[group] = None
         return group is not None
@@ -298,7 +298,7 @@ class Offload:
         if isinstance(packed, SavedTensor):
             return packed.unchanged()
         with self.lock:
-            return self.weights.unpack(packed)
+            return self.step_control.unpack(packed)
 
     def _take_gradient(self, param: Tensor) -> None:
         slot: Slot = param.__dict__["_vb_slot"]
@@ -307,13 +307,12 @@ class Offload:
             self._backward_ends.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         with self.lock:
-            self.step_control.before_gradient(slot.group)
-            self.gradients.take(slot)
+            self.step_control.take_gradient(slot)
 
     def _end_backward(self, task: int) -> None:
         self._backward_ends.discard(task)
         with self.lock:
-            self.gradients.finish_backward()
+            self.step_control.finish_backward()
 
     # -- what parameters ask for ------------------------------------------------------------------------------------
 
@@ -342,7 +341,7 @@ class Offload:
         """The slots' loaded bytes were changed in place: write them to storage, and into their masters."""
         for group in dict.fromkeys(slot.group for slot in slots):
             self.step_control.wait_for_updates(group)  # an update of the step before may still be written
-            buffer = self.weights.acquire(group)
+            buffer = self.step_control.acquire(group)
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
             self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
@@ -439,12 +438,12 @@ class Offload:
     def finish(self) -> None:
         """Wait until every update whose step came is in storage; undo the others."""
         with self.lock:
-            self.gradients.finish_backward()
+            self.step_control.finish_backward()
             self.step_control.roll_back()
             self.step_control.scale_stored()
             self.worker.drain()
             self.step_control.drain()
-            self.gradients.leaving.sweep()
+            self.gradients.in_flight.sweep()
 
     def summary(self) -> dict[str, Any]:
         """Where the model's bytes are, for reports: kinds by level, groups, and level 0's budget for weights."""
@@ -514,15 +513,15 @@ def _refuse_assignment(module: nn.Module, state_dict: Any, prefix: str, metadata
         )
 
 
-def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` while its object is alive. C++ and the stack hold hooks out of the collector's sight: they keep
     nothing alive.
     """
     alive = weakref.WeakMethod(method)
 
-    def call(item: Any) -> Any:
+    def call(*args: Any) -> Any:
         found = alive()
-        return None if found is None else found(item)
+        return None if found is None else found(*args)
 
     return call
 

@@ -327,13 +327,13 @@ class HostUpdate:
         *states, weight = map_slab(sum(sizes))[: sum(sizes)].split(sizes)
         self._master, *self._moments = (each.view(torch.float32) for each in states)
         self._weight, self._step, self._loop = weight.view(torch.bfloat16), torch.zeros(()), MasterLoop()
-        self._hyper = vars(Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0))
+        self._hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
 
     def __call__(self) -> None:
         exp_avg, exp_avg_sq = self._moments
         self._step.add_(1)
         # The memory of the gradient is the weight's.
-        self._loop.add(self._master, self._weight, self._weight, exp_avg, exp_avg_sq, self._step, None, **self._hyper)
+        self._loop.add(self._master, self._weight, self._weight, exp_avg, exp_avg_sq, self._step, None, self._hyper)
         self._loop.run()
 
 

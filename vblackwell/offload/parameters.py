@@ -121,8 +121,8 @@ class OffloadedParameter(nn.Parameter):
         if func is _T.copy_ and first is not None and first._vb_binding.overwrite(first._vb_slot, args[1]):
             return first
         found = tree_leaves((args, kwargs))
-        if any(isinstance(item, DepartedGradient) for item in found):
-            return DepartedGradient.__torch_function__(func, types, args, kwargs)
+        if any(isinstance(item, OffloadedGradient) for item in found):
+            return OffloadedGradient.__torch_function__(func, types, args, kwargs)
         managed = [item for item in found if type(item) is OffloadedParameter]
         if not managed:  # only plain ones are left: their group is in use further up
             with torch._C.DisableTorchFunctionSubclass():
@@ -271,7 +271,7 @@ class UsedParameters:
             with engine.lock, _unseen():
                 for slot in slots:
                     if not groups or slot.group is not groups[-1]:
-                        engine.weights.acquire(slot.group)
+                        engine.step_control.acquire(slot.group)
                         groups.append(slot.group)
                     self._pin(slot)
                     taken.append(slot)
@@ -328,7 +328,7 @@ class UsedParameters:
 # -- what p.grad is ----------------------------------------------------------------------------------------------------
 
 
-class DepartedGradient(Tensor):
+class OffloadedGradient(Tensor):
     """What ``p.grad`` is once a gradient has left level 0: shape, type and device, without values. What torch's
     ``clip_grad_norm_`` and ``zero_grad`` do to it happens in host memory, in the arithmetic of
     `vblackwell.clip_grad_norm_`. Anything else is refused: torch's own optimizers and scalers must not pass it by.
@@ -344,7 +344,7 @@ class DepartedGradient(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, DepartedGradient):
+        if isinstance(first, OffloadedGradient):
             said = {name: value for name, value in kwargs.items() if value is not None and value is not False}
             engine, slot, rest = first._vb_engine, first._vb_slot, (*args[1:], *said.values())
             if slot.param.__dict__.get("_vb_binding") is not engine or not engine.gradients.has(slot):
@@ -366,7 +366,7 @@ class DepartedGradient(Tensor):
                     return first
                 if func is _T.cpu and not rest:
                     return control.read_gradient(slot)
-        known = [item._vb_slot.name for item in tree_leaves((args, kwargs)) if isinstance(item, DepartedGradient)]
+        known = [item._vb_slot.name for item in tree_leaves((args, kwargs)) if isinstance(item, OffloadedGradient)]
         raise Unsupported(
             f"{getattr(func, '__name__', func)} on the gradient of "
             f"{repr(known[0]) if known else 'an offloaded parameter'}, which has left level 0 for "
@@ -376,7 +376,7 @@ class DepartedGradient(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"DepartedGradient(of {self._vb_slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"OffloadedGradient(of {self._vb_slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _is_scalar(value: Any) -> bool:
@@ -388,13 +388,13 @@ def _read_gradient(param: OffloadedParameter) -> Tensor | None:
     if not param._vb_binding.gradients.has(param._vb_slot):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        view = Tensor._make_subclass(DepartedGradient, param.data)
+        view = Tensor._make_subclass(OffloadedGradient, param.data)
     view._vb_engine, view._vb_slot = param._vb_binding, param._vb_slot
     return view
 
 
 def _write_gradient(param: OffloadedParameter, value: Any) -> None:
-    if isinstance(value, DepartedGradient) and value._vb_slot is param._vb_slot:
+    if isinstance(value, OffloadedGradient) and value._vb_slot is param._vb_slot:
         return  # what `p.grad *= x` ends with
     if value is not None:
         raise Unsupported(

@@ -273,9 +273,9 @@ def update_resident(
         master, weight = slot.flat_fp32(opened["master"]), slot.flat(opened["weight"])
         update_master(master, weight, moments["exp_avg"], moments["exp_avg_sq"], flat, state["step"], hyper)
         return
-    part = {"weight": slot.flat(opened["weight"]), **moments}
+    part = {"weight": slot.flat(opened["weight"]), "gradient": flat, **moments}
     if "remainder" in opened:
         part["remainder"] = slot.flat(opened["remainder"], torch.int16)
-    update_part(slot, part, flat, AdamWStep(**vars(hyper), step=int(state["step"])), factor=factor)  # a product in fp32
+    update_part(slot, part, AdamWStep(**vars(hyper), step=int(state["step"])), factor)  # a product in fp32
     if factor is not None:
         flat.mul_(factor)  # as torch's clipping leaves it

@@ -145,7 +145,7 @@ class LateQueues(Queues):
     def __init__(self, adversary: Adversary) -> None:
         self.adversary = adversary
         self.states_in, self.update, self.states_out = (LateQueue(adversary) for _ in range(3))
-        self.model, self.leaving, self.loads = (LateQueue(adversary) for _ in range(3))
+        self.model, self.gradients_out, self.loads = (LateQueue(adversary) for _ in range(3))
         self.loading = (self.loads,)
 
     def computing(self) -> Any:

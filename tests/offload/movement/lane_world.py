@@ -216,9 +216,9 @@ class World:
             self.storage.store(group, "gradient", opened)
             return
         if group in self.ends:
-            self.ends[group].computed.wait_on(self.queues.leaving)
-        self.queues.run(self.queues.leaving, lambda: home.fill_(GARBAGE))
-        self.queues.run(self.queues.leaving, lambda: home.copy_(values))
+            self.ends[group].computed.wait_on(self.queues.gradients_out)
+        self.queues.run(self.queues.gradients_out, lambda: home.fill_(GARBAGE))
+        self.queues.run(self.queues.gradients_out, lambda: home.copy_(values))
 
     def _spoil_after(self, transfer: Transfer, memory: torch.Tensor) -> None:
         """As soon as ``transfer`` is over the memory is somebody else's."""

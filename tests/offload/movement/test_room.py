@@ -11,7 +11,7 @@ import pytest
 from tests.offload.conftest import MakeStack
 from vblackwell.errors import InsufficientMemory
 from vblackwell.memory.transfer import DoneTransfer, FutureTransfer
-from vblackwell.offload.movement.state import InFlightQueue, Level0Room, reserve
+from vblackwell.offload.movement.state import InFlightQueue, Level0Budget, reserve
 
 
 def test_the_oldest_is_freed_first_and_once():
@@ -62,12 +62,12 @@ def test_room_is_asked_of_the_first_that_has_some(make_stack: MakeStack):
 def test_who_finds_no_room_on_another_level_says_so(make_stack: MakeStack):
     """A gradient that is to leave level 0 may find host memory full: to raise level 0 would not help."""
     stack = make_stack(64 << 10)
-    room = Level0Room(stack, SimpleNamespace(take=stack.reserve))  # type: ignore[arg-type]
+    budget = Level0Budget(stack, SimpleNamespace(take=stack.reserve))  # type: ignore[arg-type]
     with pytest.raises(InsufficientMemory, match=r"'wanted' needs .* on level 0 .*raise fast_memory"):
-        room.reserve("wanted", 128 << 10, lambda: False)
+        budget.reserve("wanted", 128 << 10, lambda: False)
 
     def leave() -> bool:
         raise InsufficientMemory("host memory is full", needed_bytes=1, available_bytes=0)
 
     with pytest.raises(InsufficientMemory, match="host memory is full"):
-        room.reserve("wanted", 128 << 10, leave)
+        budget.reserve("wanted", 128 << 10, leave)

@@ -177,8 +177,8 @@ def test_slices_change_what_level_0_holds_under_the_lock_of_its_stack(
         (engine.gradients, "send_slice"),
         (engine.gradients, "finish_slices"),
         (engine.weights, "wait_for"),
-        (leaf, "_wait_for_updates"),
-        (leaf, "_before_gradient"),
+        (leaf._control, "wait_for_updates"),
+        (leaf._control, "before_gradient"),
     ):
         monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     loss_of(model, 0).backward()

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from hypothesis import strategies as st
 
 from vblackwell.kernels.optimizer import adamw
 from vblackwell.offload.movement import update_loop
+from vblackwell.offload.movement.state import Hyper
 from vblackwell.offload.movement.update_loop import CHUNK, MIN_PART, MasterLoop, SumLoop
 from vblackwell.offload.storage.masters import join, round_from_fp32
 from vblackwell.offload.storage.masters import split as masters_split
 
-NUMBERS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+NUMBERS = Hyper(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 def reference(
@@ -39,7 +41,7 @@ def reference(
         [torch.tensor(float(step))],
         amsgrad=False,
         maximize=False,
-        **NUMBERS,
+        **vars(NUMBERS),
     )
     weight = torch.empty(len(master), dtype=torch.bfloat16)
     round_from_fp32(master, weight)
@@ -71,7 +73,7 @@ def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool],
                 weight.copy_(gradient)
                 gradient = weight
             step.add_(1)
-            loop.add(ours, weight, gradient, *ours_moments, step, factor, **NUMBERS)
+            loop.add(ours, weight, gradient, *ours_moments, step, factor, NUMBERS)
             loop.run()
             assert torch.equal(ours, master) and torch.equal(weight, expected)
             assert all(map(torch.equal, ours_moments, moments))
@@ -98,9 +100,9 @@ def test_a_nan_master_stays_a_nan(way: str, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(update_loop, "compiled", lambda loop: loop)
     master = torch.tensor(ODD_BITS, dtype=torch.int32).view(torch.float32).repeat(CHUNK // 8)
     was, weight, loop = master.clone(), torch.zeros(len(master), dtype=torch.bfloat16), MasterLoop()
-    numbers = NUMBERS | {"lr": 0.0, "weight_decay": 0.0}
+    numbers = replace(NUMBERS, lr=0.0, weight_decay=0.0)
     states = [torch.zeros_like(master), torch.ones_like(master)]
-    loop.add(master, weight, torch.zeros_like(weight), *states, torch.ones(()), None, **numbers)
+    loop.add(master, weight, torch.zeros_like(weight), *states, torch.ones(()), None, numbers)
     loop.run()
     assert torch.equal(master.isnan(), was.isnan()) and torch.equal(weight.isnan(), was.isnan())
     finite = ~was.isnan()
@@ -129,7 +131,7 @@ def test_the_loop_is_compiled_and_lets_other_threads_run():
     arguments = (tensors[0], weight, gradient, *tensors[1:], step, None)
 
     def update() -> None:
-        loop.add(*arguments, **NUMBERS)
+        loop.add(*arguments, NUMBERS)
         loop.run()
 
     update()  # compiled, and memory made
@@ -176,11 +178,11 @@ def test_an_error_is_raised_when_no_thread_is_at_work():
     length, loop, step = 3 * MIN_PART, MasterLoop(), torch.ones(())
     tensors = [torch.zeros(length) for _ in range(3)]
     weight, gradient = torch.zeros(length, dtype=torch.bfloat16), torch.ones(length, dtype=torch.bfloat16)
-    loop.add(tensors[0], weight, gradient[:MIN_PART], *tensors[1:], step, None, **NUMBERS)  # too short for the others
+    loop.add(tensors[0], weight, gradient[:MIN_PART], *tensors[1:], step, None, NUMBERS)  # too short for the others
     with pytest.raises(RuntimeError):
         loop.run()
     tensors = [torch.zeros(length) for _ in range(3)]
-    loop.add(tensors[0], weight, gradient, *tensors[1:], step, None, **NUMBERS)
+    loop.add(tensors[0], weight, gradient, *tensors[1:], step, None, NUMBERS)
     loop.run()
     assert len(tensors[0].unique()) == 1
 
@@ -226,7 +228,7 @@ def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.Mon
     length, loop = 8 * MIN_PART, MasterLoop()
     tensors = [torch.zeros(length) for _ in range(3)]
     weight = torch.zeros(length, dtype=torch.bfloat16)
-    loop.add(tensors[0], weight, weight, *tensors[1:], torch.ones(()), None, **NUMBERS)
+    loop.add(tensors[0], weight, weight, *tensors[1:], torch.ones(()), None, NUMBERS)
     monkeypatch.setattr(MasterLoop, "_work", update)
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(update_loop, "_pool", lambda: (Interrupted(), 2))

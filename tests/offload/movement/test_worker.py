@@ -97,8 +97,8 @@ def test_a_failure_is_raised_once_whoever_hears_it_first(first: str):
     held = Held()
     failing = held.worker.submit([].pop, group=4)
     with pytest.raises(IndexError):
-        held.go() if first == "drain" else (held._gate.set(), failing.settle())
-    failing.settle()
+        held.go() if first == "drain" else (held._gate.set(), failing.wait())
+    failing.wait()
     held.worker.drain()
     with pytest.raises(IndexError):
         failing.result()  # whose value is wanted

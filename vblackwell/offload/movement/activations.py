@@ -31,7 +31,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_streams
 from vblackwell.nn.decoder.checkpoint import inputs_saved_under
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
-from vblackwell.offload.movement.state import Stalls, current_stream
+from vblackwell.offload.movement.state import FreeSome, InFlightQueue, Stalls, current_stream, reserve
 from vblackwell.offload.movement.weights import SavedTensor, WeightStreamer
 from vblackwell.units import KiB, MiB, align_up, format_bytes
 
@@ -49,7 +49,7 @@ class HostBuffers:
                 f"{name!r} needs host memory, and the stack has no level in RAM below level 0: add a 'cpu' level"
             )
         self.level = level
-        self.free_some: Callable[[Any], bool] = lambda _: False  # gives RAM that is not in use back to its level
+        self.free_some: FreeSome = lambda: False  # gives RAM that is not in use back to its level
         self._stack = stack
         self._name = name
         # Of each range the last copies into and out of it, which may still be under way.
@@ -80,13 +80,9 @@ class HostBuffers:
             return buffer
         if self._free:
             self._end(max(self._free, key=_size))
+        name = f"{self._name}#{next(self._serial)}"
         try:
-            try:
-                buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
-            except InsufficientMemory:
-                if not self.free_some(None):
-                    raise
-                buffer = self._stack.reserve(f"{self._name}#{next(self._serial)}", wanted, self.level)
+            buffer = reserve(lambda: self._stack.reserve(name, wanted, self.level), self.free_some)
         except InsufficientMemory as error:
             level = self._stack.levels[self.level]
             raise InsufficientMemory(
@@ -126,17 +122,17 @@ class Load(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
-Departed = deque[tuple[Reservation, Load | None]]
+Dropped = deque[tuple[Reservation, Load | None]]
 
 
 class Boundary:
-    """One tensor that left level 0, or may leave. Only tickets refer to it strongly; ``departed`` notes its death.
+    """One tensor that left level 0, or may leave. Only tickets refer to it strongly; ``dropped`` notes its death.
 
     Its address keeps the distance from an aligned one (``lead_bytes``), by which kernels choose. The ``span_bytes``
     from its first to its last element travel.
     """
 
-    def __init__(self, tensor: Tensor, departed: Departed) -> None:
+    def __init__(self, tensor: Tensor, dropped: Dropped) -> None:
         self.resident: Tensor | None = tensor.detach()  # while it is on level 0
         self.version = tensor._version
         self.spoiled = False  # it was written to before its copy was over
@@ -147,7 +143,7 @@ class Boundary:
         self.sent: Transfer | None = None  # the copy there
         self.load: Load | None = None  # the copy to level 0, until backward asks
         self.saves, self.calls, self.last_call = 0, 0, -1  # how often, by how many checkpoints, the last of them
-        self._departed = departed
+        self._dropped = dropped
         self._identity = StorageWeakRef(tensor.untyped_storage())  # so that no other storage gets this one's address
 
     def view(self, flat: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ class Boundary:
     def __del__(self) -> None:
         # In any thread and at any moment, even while the store's lock is held: so it only leaves a note.
         if self.buffer is not None:
-            self._departed.append((self.buffer, self.load))
+            self._dropped.append((self.buffer, self.load))
 
 
 class Ticket:
@@ -201,9 +197,13 @@ class ActivationStore:
     """
 
     def __init__(
-        self, stack: VGPUStack, name: str = "activations", *, smallest_bytes: int = SMALLEST_BYTES,
+        self,
+        stack: VGPUStack,
+        name: str = "activations",
+        *,
+        smallest_bytes: int = SMALLEST_BYTES,
         may_stay: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._may_stay = may_stay
         self._stack = stack
         self._device = stack.level0_device
@@ -218,8 +218,8 @@ class ActivationStore:
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], Boundary] = weakref.WeakValueDictionary()
         self._window: list[weakref.ref[Boundary]] = []  # on level 0, to leave when newer ones come; oldest first
         self._coming: list[weakref.ref[Boundary]] = []  # on their way to level 0; oldest first
-        self._departed: Departed = deque()
-        self._retired: list[Transfer] = []  # copies of which nobody wants anything but their end
+        self._dropped: Dropped = deque()
+        self._in_flight = InFlightQueue()  # copies of which nobody wants anything but their end
         self._closed = False
 
     @contextmanager
@@ -239,7 +239,7 @@ class ActivationStore:
             self._tape, self._count, self._count_before = before
             raise
 
-    def leave_out(self, weights: WeightStreamer, free_some: Callable[[Any], bool] | None = None) -> None:
+    def leave_out(self, weights: WeightStreamer, free_some: FreeSome | None = None) -> None:
         """Weights that these have loaded stay; ``free_some`` gives spare RAM back. Neither keeps a dead model alive."""
         self._weights = weakref.ref(weights)
         self._buffers.free_some = free_some or self._buffers.free_some
@@ -274,7 +274,7 @@ class ActivationStore:
         with self._lock:
             self._closed = True
             self._buffers.close()
-            self._retired.clear()
+            self._in_flight = InFlightQueue()
 
     def pack(self, tensor: Tensor) -> Tensor | Ticket:
         """What autograd holds instead of ``tensor``: a ticket, or the tensor itself where it stays."""
@@ -305,7 +305,7 @@ class ActivationStore:
         key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         boundary = self._known.get(key)
         if boundary is None:
-            boundary = Boundary(tensor, self._departed)
+            boundary = Boundary(tensor, self._dropped)
             rest = self._count_before - self._count
             self._count += 1
             if not 0 < rest <= NEWEST:  # if it goes as the last time, the newest are still on level 0 at the end
@@ -415,19 +415,17 @@ class ActivationStore:
     def _cancel(self, boundary: Boundary) -> None:
         """Forget a load that is under way; its memory is free when the copy is over."""
         if boundary.load is not None:
-            self._retired.append(boundary.load.transfer)
+            self._in_flight.add((boundary.load.transfer,))
             boundary.load = None
 
     def _collect(self) -> None:
         """Take the buffers of graphs that have died."""
-        while self._departed:
-            buffer, load = self._departed.popleft()
-            self._retired += self._buffers.pending.get(buffer, [])  # none where the store was closed
-            self._retired += [] if load is None else [load.transfer]
+        while self._dropped:
+            buffer, load = self._dropped.popleft()
+            self._in_flight.add(self._buffers.pending.get(buffer, ()))  # none where the store was closed
+            self._in_flight.add(() if load is None else (load.transfer,))
             self._buffers.give(buffer)
-        retired, self._retired = self._retired, []
-        for transfer in retired:
-            transfer.let_go() if transfer.done() else self._retired.append(transfer)
+        self._in_flight.sweep()
 
 
 def _alive(refs: list[weakref.ref[Boundary]]) -> list[Boundary]:

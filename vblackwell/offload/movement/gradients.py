@@ -1,17 +1,17 @@
 """Gradients leave level 0 as soon as a group has all of them, as one flat range, and are summed in host memory.
 
 A hook copies what autograd accumulates into ``p.grad`` into the group's flat buffer and clears it. When the last has
-arrived (or backward ends without it) the buffer leaves level 0. The first arrival since `zero_grad` lies in the
+arrived (or backward ends without it) the buffer is sent. The first arrival since `zero_grad` lies in the
 ``gradient`` range in compute type; when more come, all are added in fp32, in the order in which PyTorch would have
 added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
-from vblackwell.memory.transfer import start_copy
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -29,17 +28,19 @@ from vblackwell.offload.movement.state import (
     GradientState,
     InFlightQueue,
     Mover,
-    Outcome,
     Shared,
+    Task,
     current_stream,
     defer_sigint,
     flat_of,
+    free_until,
     reserve,
 )
 from vblackwell.offload.movement.update_loop import SumLoop
 
 LONGEST_WIDENED = 1 << 24  # elements: 64 MiB
-MAX_LEAVING = 3  # buffers next to the one that fills: more would only wait for the link on level 0, not in host memory
+Receive = Callable[[Tensor], None]  # what the worker does with the bytes of a gradient
+MAX_IN_FLIGHT = 3  # buffers next to the one that fills: more would only wait for the link, on level 0
 
 
 def _shaped(slot: Slot, flat: Tensor, kind: str) -> Tensor:
@@ -64,22 +65,13 @@ def sum_kind(group: Group) -> str:
 
 
 class GradientCollector(Mover):
-    """Gathers the gradients of one model.
+    """Gathers the gradients of one model; ``measuring``: their norms are wanted."""
 
-    In the caller's thread ``before_leaving`` gets a buffer, and whether it will be added to an earlier gradient, and
-    gives the update that reads it, if one does; ``arrived`` gets a group whose gradient of this backward is complete
-    and under way.
-    """
-
-    def __init__(
-        self, shared: Shared, before_leaving: Callable[[GradientBuffer, bool], EarlyUpdate | None],
-        arrived: Callable[[Group], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        self._before_leaving = before_leaving
-        self._arrived = arrived
+        self.measuring = False
         self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
-        self.leaving = InFlightQueue()  # level-0 buffers
+        self.in_flight = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
         self._sums = SumLoop()
         self._wide = torch.empty(0)  # the worker's
@@ -92,7 +84,7 @@ class GradientCollector(Mover):
         state = self._state(group)
         return replace(state, slots=state.slots.copy(), task=None)
 
-    def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Outcome:
+    def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Task:
         self._state(group).measured = None
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
 
@@ -106,51 +98,61 @@ class GradientCollector(Mover):
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def take(self, slot: Slot) -> None:
-        """Copy ``slot``'s fresh gradient into its group's buffer and clear it."""
+    def take(self, slot: Slot) -> GradientBuffer | None:
+        """Copy ``slot``'s fresh gradient into its group's buffer and clear it; the buffer if that makes it whole."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient, slot.param.grad = slot.param.grad, None
         if gradient is None:
-            return
+            return None
         if gradient.layout != torch.strided:
             raise Unsupported(
                 f"{slot.name!r} has a sparse gradient: offloaded parameters need dense ones (sparse=False)"
             )
         buffer = self._filling.get(slot.group)
         if buffer is not None and slot in buffer.slots:  # a second part of the same backward (reentrant checkpoint)
-            self._leave(buffer, early=True)
+            self._send_unfinished(buffer)
             buffer = None
         if buffer is None:
             self._wait_for_place()
             with torch.inference_mode(False):
                 group, what = slot.group, f"{slot.group.name}/gradient"
-                reservation = self._room.reserve(what, group.num_bytes, self.end_oldest, self._room.free_weights)
+                reservation = self._budget.reserve(what, group.num_bytes, self.end_oldest, self._budget.free_weights)
                 buffer = GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
             self._filling[group] = buffer
         with torch.no_grad():
             slot.view(buffer.bytes).copy_(gradient)
         buffer.slots[slot] = None
-        if buffer.is_whole():
-            self._leave(buffer)
+        return buffer if buffer.is_whole() else None
 
-    def finish_backward(self) -> None:
-        """Backward is over: groups that got only part of their gradients leave too."""
-        for buffer in list(self._filling.values()):
-            self._leave(buffer)
+    @property
+    def unsent(self) -> list[GradientBuffer]:
+        return list(self._filling.values())
 
     def _wait_for_place(self) -> None:
-        while len(self.leaving) >= MAX_LEAVING:
-            self.end_oldest()
+        free_until(lambda: len(self.in_flight) < MAX_IN_FLIGHT, self.end_oldest)
+
+    def close(self, buffer: GradientBuffer) -> bool:
+        """No gradient more comes into ``buffer``; whether it will be added to those in host memory."""
+        buffer.closed = True
+        adding = bool(self._state(buffer.group).slots)
+        if self.measuring and buffer.bytes.is_cuda and not adding:  # no pass over it on the host
+            norms = {slot: gradient_norm(slot.flat(buffer.bytes)) for slot in buffer.slots}
+            self._state(buffer.group).level0_norms.update(norms)
+        return adding
+
+    def _send_unfinished(self, buffer: GradientBuffer) -> None:
+        """Send what there is so far; what comes later is added to it."""
+        self.close(buffer)
+        self.send(buffer, None)
 
     @defer_sigint()  # between a copy's start and its being known nothing could wait for it
-    def _leave(self, buffer: GradientBuffer, *, early: bool = False) -> None:
-        """Send what fills on its way; ``early``: before it is known whether more comes, so that no update follows."""
-        group, buffer.leaving = buffer.group, True
+    def send(self, buffer: GradientBuffer, update: EarlyUpdate | None) -> None:
+        """Send what was closed on its way to host memory; ``update`` reads it on level 0."""
+        group = buffer.group
         state = self._state(group)
         adding = bool(state.slots)
-        update = self._before_leaving(buffer, adding)
         readers = () if update is None or update.reads_until is None else (update.reads_until,)
-        final = update is not None and update.is_final  # nobody needs the gradient in host memory
+        final = update is not None and update.shadows is None  # nobody needs the gradient in host memory
         under_way = list[Transfer](readers)
         try:
             if buffer.landing == "gradient" and not final:
@@ -173,59 +175,64 @@ class GradientCollector(Mover):
             del self._filling[group]
         buffer.bytes = torch.empty(0)
         state.slots.update(buffer.slots)
-        if not early:
-            self._arrived(group)
 
-    def _free_after(self, ends: Iterable[Transfer | Outcome], reservation: Reservation) -> None:
-        self.leaving.add(tuple(ends), lambda: self._storage.give(reservation))
+    def _free_after(self, ends: Iterable[Transfer | Task], reservation: Reservation) -> None:
+        self.in_flight.add(tuple(ends), lambda: self._storage.give(reservation))
 
     def _send_to_sum(self, buffer: GradientBuffer, readers: tuple[Transfer, ...]) -> None:
-        """What leaves is added to the sum in host memory by the worker, after ``readers`` have read that."""
-        group, slots, reservation = buffer.group, list(buffer.slots), buffer.reservation
-        state, held = self._state(group), self._held(group)
+        """The worker adds it to the sum in host memory, after ``readers`` have read that sum."""
+        group, state, slots = buffer.group, self._state(buffer.group), list(buffer.slots)
+        add = partial(self._add, group, self._held(group), slots)
         state.level0_norms.clear()
-        if buffer.bytes.device.type == "cpu":  # the arena: the worker reads it where it is
-            self._stack.count_link(0, self._storage.range(group, "gradient").level, buffer.bytes.nbytes)
-            state.task = self._later(self._add, group, held, slots, reservation, readers, False)
-            self._free_after((state.task, *readers), reservation)
-        else:
-            incoming, under_way = self._reserve_incoming(group.num_bytes), list[Transfer]()
-            try:
-                transfer = self._stack.write(incoming, buffer.bytes)
-                under_way.append(transfer)
-                before = (transfer, *readers)
-                state.task = self._later(self._add, group, held, slots, incoming, before, True, arriving=transfer)
-            except Exception:
-                self._give_after(under_way, incoming)
-                raise
-            self._summing.add((state.task,))
-            self._free_after(before, reservation)
+        self._hand_over(group, buffer.reservation, buffer.bytes, readers, add)
         state.kind = sum_kind(group)
 
+    def _hand_over(
+        self, group: Group, reservation: Reservation, fresh: Tensor, readers: Sequence[Transfer], receive: Receive
+    ) -> None:
+        """The worker will ``receive`` the ``fresh`` bytes, after ``readers`` have read what that changes."""
+        state = self._state(group)
+        if fresh.device.type == "cpu":  # the arena: the worker reads it where it is
+            self._stack.count_link(0, self._storage.range(group, "gradient").level, fresh.nbytes)
+            state.task = self._later(self._receive, group, receive, reservation, readers, False)
+            self._free_after((state.task, *readers), reservation)
+            return
+        incoming, under_way = self._reserve_incoming(reservation.num_bytes), list[Transfer]()
+        try:
+            transfer = self._stack.write(incoming, fresh)
+            under_way.append(transfer)
+            before = (transfer, *readers)
+            state.task = self._later(self._receive, group, receive, incoming, before, True, arriving=transfer)
+        except Exception:
+            self._give_after(under_way, incoming)
+            raise
+        self._summing.add((state.task,))
+        self._free_after(before, reservation)
+
     def end_oldest(self) -> bool:
-        """Free the oldest leaving bytes for what the current stream queues from now on; False if there are none."""
-        if not self.leaving:
-            # What has waited longest for the rest of its gradients leaves without it: there may be none, as for
-            # experts that got no token, and what comes is added.
-            waiting = next((buffer for buffer in self._filling.values() if not buffer.leaving), None)
+        """Free the oldest bytes in flight for what the current stream queues from now on; False if there are none."""
+        if not self.in_flight:
+            # What has waited longest for the rest of its gradients is sent without it: there may be none, as for
+            # experts that got no token.
+            waiting = next((buffer for buffer in self._filling.values() if not buffer.closed), None)
             if waiting is not None:
-                self._leave(waiting, early=True)
-        return self.leaving.free_oldest(current_stream(self._stack.level0_device))
+                self._send_unfinished(waiting)
+        return self.in_flight.free_oldest(current_stream(self._stack.level0_device))
 
     def _reserve_range(self, group: Group, adding: bool) -> None:
         kinds = ["gradient", *(["accumulated"] if adding and not group.is_fp32 else [])]
         if all((group, kind) in self._storage for kind in kinds):
             return
-        while self._summing.free_oldest():  # what is taken for a moment must not push it to a disk for good
-            pass
+        # What is taken for a moment must not push it to a disk for good.
+        free_until(lambda: not self._summing, self._summing.free_oldest)
         # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
-        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._room.free_spare)
+        reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._budget.free_spare)
 
     def _reserve_incoming(self, num_bytes: int) -> Reservation:
         """Host memory for a gradient that will be added: its range holds the sum so far."""
         self._summing.sweep()
-        free_some = self.leaving.free_oldest, self._summing.free_oldest, self._room.free_spare
+        free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_spare
         return reserve(lambda: self._storage.take_host("incoming", num_bytes), *free_some)
 
     def wait_idle(self, group: Group) -> None:
@@ -235,7 +242,7 @@ class GradientCollector(Mover):
         if task is not None:
             task.exception()  # an interrupt leaves it to be waited for by the next copy
             state.task = None
-            task.settle()
+            task.wait()
 
     # -- in slices of rows (`SlicedLeaf`) ------------------------------------------------------------------------------
 
@@ -251,33 +258,20 @@ class GradientCollector(Mover):
         state.kind = sum_kind(group) if adding else "gradient"
 
     @defer_sigint()
-    def send_slice(
-        self, slot: Slot, start: int, rows: Tensor, reservation: Reservation, pool: ThreadPoolExecutor
-    ) -> None:
+    def send_slice(self, slot: Slot, start: int, rows: Tensor, reservation: Reservation) -> None:
         """Send ``rows``, from row ``start`` on, through the level-0 ``reservation``, which this ends."""
         self._wait_for_place()
-        source, transfer = reservation, None
         try:
-            buffer = reservation.bytes
+            fresh, adding = reservation.bytes, bool(self._state(slot.group).slots)
             with torch.no_grad():
-                buffer.view(slot.dtype).view(rows.shape).copy_(rows)
-            self._stack.count_link(0, self._storage.range(slot.group, "gradient").level, rows.nbytes)
-            if buffer.device.type != "cpu":
-                source = self._reserve_incoming(buffer.nbytes)
-                transfer = start_copy(source.bytes, buffer, pool)
-            adding = bool(self._state(slot.group).slots)
-            task = self._later(self._land_slice, slot.group, start, len(rows), adding, source, transfer)
+                fresh.view(slot.dtype).view(rows.shape).copy_(rows)
+            self._hand_over(slot.group, reservation, fresh, (), partial(self._take_rows, slot, start, adding))
         except Exception:
-            self._give_after(() if transfer is None else (transfer,), *{reservation, source})
+            self._storage.give(reservation)
             raise
-        self._state(slot.group).task = task
-        if transfer is not None:
-            self._summing.add((task,))
-        self._free_after((task if transfer is None else transfer,), reservation)
 
     def finish_slices(self, slot: Slot) -> None:
         self._state(slot.group).slots[slot] = None
-        self._arrived(slot.group)
 
     # -- between backward and step -------------------------------------------------------------------------------------
 
@@ -296,20 +290,11 @@ class GradientCollector(Mover):
         self.wait_idle(group)
         return self._state(group).kind
 
-    def measure_on_level0(self, buffer: GradientBuffer) -> None:
-        """Take the norms of a gradient that is on level 0, which is CUDA: no pass over it on the host."""
-        norms = {slot: gradient_norm(slot.flat(buffer.bytes)) for slot in buffer.slots}
-        self._state(buffer.group).level0_norms.update(norms)
-
-    def is_measured(self, group: Group) -> bool:
-        """Whether the norms of all of the group's gradients were taken on level 0."""
-        state = self._state(group)
-        return all(slot in state.level0_norms for slot in state.slots)
-
     def measure_later(self, group: Group) -> None:
         """Queue the norms of the group's gradients for the worker, unless they were taken on level 0 or are queued."""
-        if self._state(group).measured is None and not self.is_measured(group):
-            self._state(group).measured = self._later(self._measure, group, self._held(group))
+        state = self._state(group)
+        if state.measured is None and not all(slot in state.level0_norms for slot in state.slots):
+            state.measured = self._later(self._measure, group, self._held(group))
 
     def measure(self, groups: Iterable[Group]) -> None:
         """Return when the norms of all gradients of ``groups`` are taken; updates that read them may go on."""
@@ -351,34 +336,28 @@ class GradientCollector(Mover):
         transfer.wait()
         self._state(group).norms.clear()
 
-    def _add(
-        self, group: Group, held: GradientState, slots: list[Slot], incoming: Reservation, before: tuple[Transfer, ...],
-        owned: bool,
-    ) -> None:  # fmt: skip
-        """After ``before``, add what lies in ``incoming`` to the sum, and give that back if it is ``owned``."""
+    def _receive(
+        self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
+    ) -> None:
+        """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
         for transfer in before:
             transfer.wait()
-        fresh = incoming.bytes
-        self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
+        receive(found.bytes)
         if owned:
-            self._storage.give(incoming)
-        held.norms.clear()
-
-    def _land_slice(
-        self, group: Group, start: int, num_rows: int, adding: bool, source: Reservation, transfer: Transfer | None
-    ) -> None:
-        """Copy or add rows that lie in ``source``, or come there by ``transfer``, to the only gradient of ``group``."""
-        if transfer is not None:
-            transfer.wait()
-        slot, kind = group.slots[0], sum_kind(group) if adding else "gradient"
-        rows = source.bytes[: num_rows * slot.shape[1] * slot.dtype.itemsize].view(slot.dtype).view(num_rows, -1)
-        total = self._storage.open(group, kind)
-        target = _shaped(slot, total, kind)[start : start + num_rows]
-        target.add_(rows) if adding else target.copy_(rows)
-        self._storage.store(group, kind, total)
+            self._storage.give(found)
         self._state(group).norms.clear()
-        if transfer is not None:
-            self._storage.give(source)
+
+    def _add(self, group: Group, held: GradientState, slots: list[Slot], fresh: Tensor) -> None:
+        self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
+
+    def _take_rows(self, slot: Slot, start: int, adding: bool, fresh: Tensor) -> None:
+        """Copy or add rows of ``slot``, the only one of its group."""
+        kind = sum_kind(slot.group) if adding else "gradient"
+        rows = fresh.view(slot.dtype).view(-1, slot.shape[1])
+        total = self._storage.open(slot.group, kind)
+        target = _shaped(slot, total, kind)[start : start + len(rows)]
+        target.add_(rows) if adding else target.copy_(rows)
+        self._storage.store(slot.group, kind, total)
 
     def _sum(self, group: Group, held: GradientState, fresh: dict[Slot, Tensor]) -> None:
         """Add ``fresh`` to what is ``held``, in one pass; a narrow gradient moves to the fp32 range with it."""

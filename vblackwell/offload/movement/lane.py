@@ -69,16 +69,16 @@ class Queues(Transfer):
     states_in: Queue  # copies to level 0
     update: Queue  # arithmetic there
     states_out: Queue  # copies back
-    leaving: Queue  # where gradients leave level 0
+    gradients_out: Queue  # where gradients leave level 0
     loading: Sequence[Queue]  # where compute weights are loaded
 
     @property
     def all(self) -> tuple[Queue, Queue, Queue]:
         return self.states_in, self.update, self.states_out
 
-    @abstractmethod
     def computing(self) -> Queue:
-        """Where the model is computed now, in the caller's thread."""
+        """Where the model is computed now, in the caller's thread: by the host."""
+        return None
 
     @abstractmethod
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
@@ -94,6 +94,10 @@ class Queues(Transfer):
 
         ``memory``: what the addresses belong to, ranges and others; kept where a stack may be closed before.
         """
+
+    def synchronize(self) -> None:
+        for queue in self.all:
+            queue.synchronize()
 
     def wait(self) -> None:
         for queue in self.all:
@@ -132,12 +136,9 @@ class WorkerQueues(Queues):
 
     def __init__(self, worker: Worker) -> None:
         self.states_in = self.update = self.states_out = WorkerQueue()
-        self.leaving = None  # the host: gradients in its memory are landed by earlier tasks of the worker
+        self.gradients_out = None  # the host: gradients in its memory are landed by earlier tasks of the worker
         self.loading = (None,)
         self._worker = worker
-
-    def computing(self) -> None:
-        return None
 
     def mark(self, queue: Queue, *, long: bool = False) -> Transfer:
         task = None if queue is None else queue.last
@@ -210,16 +211,16 @@ class Filled(NamedTuple):
 
 
 def update_part(
-    slot: Slot, part: Mapping[str, Tensor], gradient: Tensor, numbers: AdamWStep, *, previous: Tensor | None = None,
-    factor: Tensor | None = None, offset: int = 0,
-) -> None:  # fmt: skip
+    slot: Slot, part: Mapping[str, Tensor], numbers: AdamWStep, factor: Tensor | None = None, offset: int = 0
+) -> None:
     """AdamW in place on a part of a parameter, which begins at element ``offset``, in the formats of its group.
 
     ``part``: ``weight``, ``remainder`` if there is one, and the moments, each (n,) in its range's type; scales (ceil(n
-    / 256),). The gradient is (``previous`` + ``gradient``) * ``factor``: (n,) in compute type or fp32, an fp32 scalar.
+    / 256),); ``gradient`` and, if there is more of it, ``previous``, (n,) in compute type or fp32. ``factor``: an fp32
+    scalar that gradients are multiplied by.
     """
     formats = slot.group.formats
-    tensors: dict[str, Any] = {"remainder": None, **part, "gradient": gradient, "previous": previous, "factor": factor}
+    tensors: dict[str, Any] = {"remainder": None, "previous": None, **part, "factor": factor}
     if formats.packed:
         adamw8_piece(**tensors, numbers=numbers, seed=formats.seed_of(slot.name), offset=offset)
     else:
@@ -229,29 +230,19 @@ def update_part(
 def update_piece(job: LaneJob, piece: Piece, held: Mapping[str, Tensor]) -> None:
     """AdamW in place on a piece, of which level 0 holds ``held``, bytes by kind, and what the job itself has there."""
     group, dtype = job.group, job.group.slots[0].dtype
-
-    def typed(kind: str, flat: Tensor | None) -> Tensor | None:
-        if flat is None:
-            return None
-        start, stop = bytes_of(group, kind, piece.start), bytes_of(group, kind, piece.stop)
-        return flat[start:stop].view(element_type(kind, dtype))
-
     values = {kind: flat.view(element_type(kind, dtype)) for kind, flat in held.items()}
-    on_host = None if job.gradient_kind is None else values.pop(job.gradient_kind)
-    fresh, weight = typed("gradient", job.gradient), typed("weight", job.weight)
-    gradient, previous = (on_host, None) if fresh is None else (fresh, on_host)
-    assert gradient is not None, "a gradient is on level 0 or in host memory"
-    if weight is not None:
-        values["weight"] = weight
+    if job.gradient_kind is not None:
+        values["gradient" if job.gradient is None else "previous"] = values.pop(job.gradient_kind)
+    for kind, flat in (("weight", job.weight), ("gradient", job.gradient)):
+        if flat is not None:
+            start, stop = (bytes_of(group, kind, end) for end in (piece.start, piece.stop))
+            values[kind] = flat[start:stop].view(element_type(kind, dtype))
     for slot, start, stop in parts_of(group, piece):
         if slot in job.numbers:
             own = slice(start - piece.start, stop - piece.start)
             scales = slice(own.start // SCALE_BLOCK, -(-own.stop // SCALE_BLOCK))
-            update_part(
-                slot, {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}, gradient[own],
-                job.numbers[slot], previous=None if previous is None else previous[own], factor=job.factor,
-                offset=start - first_element(slot),
-            )  # fmt: skip
+            part = {kind: each[scales if kind in SCALES else own] for kind, each in values.items()}
+            update_part(slot, part, job.numbers[slot], job.factor, start - first_element(slot))
 
 
 class Lane:
@@ -266,8 +257,7 @@ class Lane:
         self._storage = storage
         self._ring = memory.split(size)[:num_buffers]
         self._queues = queues
-        self._has_disk = any(level.device is None for level in stack.levels)
-        self._stage: Stage | None = None  # made when an update first has ranges on a disk
+        self._stage = Stage(storage) if any(level.device is None for level in stack.levels) else None  # with a disk
         self._worker = worker
         self._free: deque[tuple[Tensor, Transfer]] = deque((buffer, DoneTransfer()) for buffer in self._ring)
         self._ahead: deque[Filled] = deque()
@@ -286,24 +276,28 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         for group in groups:
-            self._expected.extend(self._pieces(group, () if self._is_here(group) else self._storage.states_of(group)))
+            self._expected.extend(self._pieces(group, self._moved_states(group)))
 
-    def _is_here(self, group: Group) -> bool:
+    def _is_resident(self, group: Group) -> bool:
         """Whether the group lives on level 0, with its states: they are changed where they are."""
         return self._storage.range(group, "weight").level == 0
 
+    def _moved_states(self, group: Group) -> list[str]:
+        return [] if self._is_resident(group) else self._storage.states_of(group)
+
     def _pieces(self, group: Group, kinds: Iterable[str]) -> list[Wanted]:
         """The pieces in which all ``kinds`` of the group fit one buffer."""
-        key = group.index, tuple(kinds)
+        kinds = tuple(kinds)
+        key = group.index, kinds
         if key not in self._cut:
             found = self._cut[key] = []
-            fit = self._buffer_bytes - ALIGNMENT * len(key[1])
-            block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in key[1])
+            fit = self._buffer_bytes - ALIGNMENT * len(kinds)
+            block_bytes = sum(bytes_of(group, kind, SCALE_BLOCK) for kind in kinds)
             most = fit // block_bytes * SCALE_BLOCK if block_bytes else 0
-            assert most or not key[1], f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
+            assert most or not kinds, f"no piece of {group.name} fits a buffer of {self._buffer_bytes} bytes"
             for piece in pieces_of(group, most - most % group.formats.cut) if most else []:
                 start, places = 0, {}
-                for kind in key[1]:
+                for kind in kinds:
                     num_bytes = bytes_of(group, kind, len(piece))
                     places[kind] = slice(start, start + num_bytes)
                     start += align_up(num_bytes, ALIGNMENT)
@@ -315,20 +309,19 @@ class Lane:
         while self._free and self._expected:
             wanted = self._expected[0]
             sources = {kind: self._storage.range(wanted.group, kind) for kind in wanted.places}
-            staged = None
-            if self._has_disk and on_disk(sources):
-                staged = None if self._stage is None else self._stage.ready(wanted.group, sources)
+            far: dict[str, Tensor] = {}
+            if self._stage is not None and on_disk(sources):
+                staged = self._stage.ready(wanted.group, sources)
                 if staged is None:
                     return
+                far = staged.views
             self._expected.popleft()
-            self._ahead.append(self._bring(wanted, sources, {} if staged is None else staged.views))
+            self._ahead.append(self._bring(wanted, sources, far))
 
     def submit(self, job: LaneJob) -> LaneEnd:
         """Queue ``job`` after the current stream. The gradient is kept until ``computed``, weights until ``stored``."""
-        states = [] if self._is_here(job.group) else self._storage.states_of(job.group)
-        sources = {kind: job.sources[kind] for kind in [*states, *(["weight"] if job.weight is None else [])]}
-        if self._has_disk and self._stage is None and (on_disk(sources) or on_disk(job.targets)):
-            self._stage = Stage(self._storage)
+        kinds = [*self._moved_states(job.group), *(["weight"] if job.weight is None else [])]
+        sources = {kind: job.sources[kind] for kind in kinds}
         staged = None if self._stage is None else self._stage.take(job.group, sources, job.targets)
         if job.gradient_kind is not None:
             sources[job.gradient_kind] = job.sources[job.gradient_kind]
@@ -343,12 +336,12 @@ class Lane:
     def _submit(self, job: LaneJob, sources: Ranges, staged: Staged | None) -> LaneEnd:
         group, queues = job.group, self._queues
         memory = self._far_memory(sources, staged)
-        own = self._storage.states_of(group) if self._is_here(group) else []
+        own = self._storage.states_of(group) if self._is_resident(group) else []
         targets = {kind: target for kind, target in job.targets.items() if kind not in own}
         far = self._far_memory(targets, staged)
         queues.follow(queues.update, queues.computing())  # weights, gradient and factor
         if job.gradient_kind is not None:
-            queues.follow(queues.states_in, queues.leaving)  # it is on its way out there
+            queues.follow(queues.states_in, queues.gradients_out)  # it is on its way out there
         if job.last_load is not None:
             job.last_load.wait_on(queues.states_out)
             job.last_load.wait_on(queues.update)  # it may be what brings ``job.weight``
@@ -425,17 +418,24 @@ class Lane:
 
     def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
         """Queue AdamW on a piece; ``held``: where it is on level 0, by kind."""
-        here = {} if filled is None else {kind: filled.buffer[at] for kind, at in filled.wanted.places.items()}
-        if self._is_here(job.group):
+        parts = {} if filled is None else {kind: filled.buffer[at] for kind, at in filled.wanted.places.items()}
+        if self._is_resident(job.group):
             for kind in self._storage.states_of(job.group):
                 start, stop = (bytes_of(job.group, kind, end) for end in (piece.start, piece.stop))
-                here[kind] = job.sources[kind].part(start, stop)
-        self._queues.run(self._queues.update, lambda: update_piece(job, piece, here))
+                parts[kind] = job.sources[kind].part(start, stop)
+        self._queues.run(self._queues.update, lambda: update_piece(job, piece, parts))
 
     def _move(
-        self, group: Group, piece: Piece, held: Mapping[str, int], ranges: Ranges, far: Mapping[str, Tensor],
-        memory: Any, *, up: bool,
-    ) -> Transfer:  # fmt: skip
+        self,
+        group: Group,
+        piece: Piece,
+        held: Mapping[str, int],
+        ranges: Ranges,
+        far: Mapping[str, Tensor],
+        memory: Any,
+        *,
+        up: bool,
+    ) -> Transfer:
         """Queue a piece's copies between level 0 (``held``, in ``memory``) and ``ranges``, or what stands for them."""
         copies, links = list[tuple[int, int, int]](), Counter[tuple[int, int]]()
         for kind, reservation in ranges.items():
@@ -458,7 +458,7 @@ class Lane:
         self._ahead.clear()
         self._expected.clear()
         try:
-            self.synchronize()
+            self._queues.synchronize()
         finally:
             self._free = deque((buffer, DoneTransfer()) for buffer in self._ring)
 
@@ -469,13 +469,9 @@ class Lane:
         if self._stage is not None:
             self._stage.read_ahead()  # forward has begun: what waited for its step is confirmed now
 
-    def synchronize(self) -> None:
-        for queue in self._queues.all:
-            queue.synchronize()
-
     def drain(self) -> None:
         """Return when everything submitted is stored."""
-        self.synchronize()
+        self._queues.synchronize()
         if self._stage is not None:
             self._stage.drain()
 
@@ -510,7 +506,7 @@ class CudaQueues(Queues):
         self.device = device
         self.states_in, self.update, self.states_out, yield_in, yield_out = lane_streams(device)
         streams = copy_streams(device)
-        self.leaving, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
+        self.gradients_out, self.loading = streams.d2h, (streams.h2d, streams.d2d)  # from RAM, or from level 0 itself
         self._yields = {self.states_in: yield_in, self.states_out: yield_out}
 
     def computing(self) -> torch.cuda.Stream:
@@ -527,10 +523,10 @@ class CudaQueues(Queues):
     def copy(self, queue: torch.cuda.Stream, copies: Copies, *memory: Any) -> Transfer:
         """See `Queues.copy`; on the current device, after copies that other streams have ready.
 
-        A copy engine stays with a stream that has a copy ready, and comes back to it where that waits for events alone,
-        of however many streams: the weights of the next group were seen to wait 106 ms for the states of four. A copy
-        of another stream between two of its own makes the engine go round; it costs 12 us (docs/journal/offload.md). So
-        the first bytes go through a separate stream. The clock starts when the rest has its turn.
+        A copy engine prefers the stream that it served last, even one that waits for events: the weights of the next
+        group waited 106 ms for the states of four. A copy by another stream between two of one stream's makes the
+        engine serve all in turn, for 12 us (docs/journal/offload.md): so the first bytes go through a separate stream.
+        The clock starts when the rest has its turn.
         """
         _hold_back(queue)
         (target, source, num_bytes), *others = copies
@@ -564,7 +560,7 @@ class CudaLane(Lane):
 
     def _compute(self, job: LaneJob, piece: Piece, filled: Filled | None, held: Mapping[str, int]) -> None:
         group, dtype = job.group, job.group.slots[0].dtype
-        if group.formats.packed or self._is_here(group):
+        if group.formats.packed or self._is_resident(group):
             return super()._compute(job, piece, filled, held)
         gradients = list[tuple[int, torch.dtype]]()  # the fresh one, which never left, first
         if job.gradient is not None:

@@ -1,4 +1,4 @@
-"""What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's room.
+"""What one model's movers share: its worker thread, the state of each layer group, bytes in flight, level 0's budget.
 
 One thread a model works on gradients and states in storage, because order is the cheapest lock: a group's gradient
 arrives, is summed, measured and applied by tasks submitted in that order. Gradients of the last groups come first, but
@@ -33,6 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +45,7 @@ from vblackwell.memory.cache.stack import Reservation, VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group, Slot
-from vblackwell.offload.storage.storage import Storage
+from vblackwell.offload.storage.storage import Ranges, Storage
 from vblackwell.units import format_bytes
 
 _delay: Callable[[], None] | None = None
@@ -59,10 +60,24 @@ def set_worker_delay(delay: Callable[[], None] | None) -> None:
 LONGEST_CLOSE_S = 10.0  # then its memory comes back when its updates are over
 
 
-class Outcome(Future[Any]):
-    """Of a task. A failure is raised once by `settle` or the worker's next call, and each time by `result`."""
+class Task(Future[Any]):
+    """Work of the worker. A failure is raised once by `wait` or the worker's next call, and each time by `result`."""
 
     raised = False
+
+    def __init__(
+        self, work: Callable[[], Any], group: int | None, postponable: bool, arriving: Transfer | None
+    ) -> None:
+        super().__init__()
+        self.work: Callable[[], Any] | None = work  # until it is done
+        self.group, self.postponable, self.arriving = group, postponable, arriving
+
+    def has_arrived(self) -> bool:
+        """Whether it need not wait. A transfer that failed is raised by the work itself."""
+        try:
+            return self.arriving is None or self.arriving.done()
+        except Exception:
+            return True
 
     def result(self, timeout: float | None = None) -> Any:
         try:
@@ -72,30 +87,13 @@ class Outcome(Future[Any]):
         finally:
             del self  # a failure holds this frame, and must not hold itself by it
 
-    def settle(self) -> None:
-        """Wait for the end; raise its failure if nobody has."""
+    def wait(self) -> None:
+        """Return at the end, as `Transfer.wait`; raise the failure if nobody has."""
         try:
             if self.exception() is not None and not self.raised:
                 self.result()
         finally:
             del self  # as in `result`
-
-
-@dataclass(eq=False)
-class _Task:
-    work: Callable[..., Any]
-    args: tuple[Any, ...]
-    group: int | None
-    postponable: bool
-    arriving: Transfer | None
-    future: Outcome
-
-    def has_arrived(self) -> bool:
-        """Whether it need not wait. A transfer that failed is raised by the task itself."""
-        try:
-            return self.arriving is None or self.arriving.done()
-        except Exception:
-            return True
 
 
 class Worker:
@@ -105,20 +103,24 @@ class Worker:
         self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"vblackwell-{name}")
         self._lock = threading.Lock()
-        self._waiting: deque[_Task] = deque()  # at most as many as the pool has calls of `_run_next` to come
-        self._running: Outcome | None = None
+        self._waiting = deque[Task]()  # at most as many as the pool has calls of `_run_next` to come
+        self._running: Task | None = None
         self._ends = deque[tuple[Callable[[], None], threading.Event]]()
         self._closed = False
         self._thread: int | None = None
-        self._failed: Outcome | None = None
+        self._failed: Task | None = None
         self.failures = Counter[int | None]()  # raised or not, by the group's number
         self.forgiven = Counter[int | None]()  # those of them that were there when all gradients were last given up
         self.broken = False  # an update of a step that came has failed, while others of it may have been made
 
     def submit(
-        self, work: Callable[..., Any], *args: Any, group: int | None = None, postponable: bool = False,
+        self,
+        work: Callable[..., Any],
+        *args: Any,
+        group: int | None = None,
+        postponable: bool = False,
         arriving: Transfer | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Task:
         """Run ``work(*args)`` after the earlier tasks of ``group``, to whose ranges it keeps; None: after all tasks.
 
         Other groups' tasks may go before a ``postponable`` one, and before one whose ``arriving`` is not over.
@@ -126,20 +128,20 @@ class Worker:
         self.raise_failure()
         if self._closed:
             raise RuntimeError("nothing is submitted after the shutdown")
-        task = _Task(work, args, group, postponable, arriving, Outcome())
+        task = Task(partial(work, *args), group, postponable, arriving)
         with self._lock:
             self._pool.submit(self._run_next)  # first: where this raises, or is interrupted, nothing waits in vain
             self._waiting.append(task)
-        return task.future
+        return task
 
-    def cancel(self, outcome: Outcome) -> bool:
+    def cancel(self, task: Task) -> bool:
         """Forget a task that has not begun: its result is None. False if it has."""
         with self._lock:
-            task = next((each for each in self._waiting if each.future is outcome), None)
-            if task is None:
+            if task not in self._waiting:
                 return False
             self._waiting.remove(task)
-        outcome.set_result(None)
+        task.work = None
+        task.set_result(None)
         return True
 
     def _run_next(self) -> None:
@@ -148,28 +150,30 @@ class Worker:
             if not self._waiting:  # an interrupt came between the call and its task
                 return
             task = self._choose()
-            self._running = task.future  # first: `close` must not find neither
+            self._running = task  # first: `close` must not find neither
             self._waiting.remove(task)
-        task.future.set_running_or_notify_cancel()
+        task.set_running_or_notify_cancel()
+        work, task.work = task.work, None
+        assert work is not None
         try:
             if _delay is not None:
                 _delay()
-            result = task.work(*task.args)
+            result = work()
         except BaseException as failure:
-            self._failed = self._failed or task.future
+            self._failed = self._failed or task
             self.failures[task.group] += 1
-            task.future.set_exception(failure)
+            task.set_exception(failure)
         else:
-            task.future.set_result(result)
+            task.set_result(result)
         finally:
             self._running = None
-            del task  # as in `Outcome.result`
+            del task, work  # as in `Task.result`
             self._end()
 
-    def _choose(self) -> _Task:
+    def _choose(self) -> Task:
         """The oldest task that need not wait; else the postponable one of the first group; else the oldest."""
         seen: set[int] = set()
-        postponed: _Task | None = None
+        postponed: Task | None = None
         for task in self._waiting:
             if task.group is None:
                 if task is self._waiting[0]:
@@ -188,11 +192,9 @@ class Worker:
     def drain(self) -> None:
         """Wait until everything submitted so far is done; raise the first failure."""
         with self._lock:
-            unfinished = [task.future for task in self._waiting]
-            if self._running is not None:
-                unfinished.append(self._running)
+            unfinished = [*self._waiting, *([] if self._running is None else [self._running])]
         wait(unfinished)
-        del unfinished  # as in `Outcome.result`
+        del unfinished  # as in `Task.result`
         self.raise_failure()
 
     def raise_failure(self) -> None:
@@ -200,9 +202,9 @@ class Worker:
         if self._failed is not None:
             failed, self._failed = self._failed, None
             try:
-                failed.settle()
+                failed.wait()
             finally:
-                del failed  # as in `Outcome.result`
+                del failed  # as in `Task.result`
 
     def check_whole(self) -> None:
         """Raise StaleTensor if an update failed: some groups are a step ahead of others."""
@@ -307,12 +309,10 @@ class EarlyUpdate:
     """An update that was queued before its step."""
 
     jobs: list[Job]
-    rollback: Any  # what its place (host or level 0) needs to undo it; None: it is final
+    steps: list[Tensor]  # the jobs' before it
+    shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
     reads_until: Transfer | None = None  # until then it reads the gradient on level 0; None: it does not
-
-    @property
-    def is_final(self) -> bool:
-        return self.rollback is None
+    earlier: Task | None = None  # the worker's last before it that touches the gradient
 
 
 @dataclass(eq=False)
@@ -329,14 +329,14 @@ class LoadedWeights:
 
 @dataclass(eq=False)
 class GradientBuffer:
-    """A group's flat gradient on level 0, being filled or (``leaving``) on its way; opened for ``expected`` parts."""
+    """A group's flat gradient on level 0, being filled or (``closed``) on its way; opened for ``expected`` parts."""
 
     group: Group
     reservation: Reservation
     bytes: Tensor
     expected: int  # counted once: groups of experts have hundreds
     slots: dict[Slot, None] = field(default_factory=dict)
-    leaving: bool = False
+    closed: bool = False
     landing: str = "gradient"  # the range that it goes to
 
     def is_whole(self) -> bool:
@@ -351,9 +351,9 @@ class GradientState:
     slots: dict[Slot, None] = field(default_factory=dict)  # that have one in host memory, or on the way there
     # The range that holds it when the worker has done what is queued, in compute type; or "accumulated", the fp32 sum.
     kind: str = "gradient"
-    task: Outcome | None = None  # the worker's last that touches the gradient's range
+    task: Task | None = None  # the worker's last that touches the gradient's range
     level0_norms: dict[Slot, Tensor] = field(default_factory=dict)  # that were taken there
-    measured: Outcome | None = None  # the worker's task that takes the others, if the gradient has not changed since
+    measured: Task | None = None  # the worker's task that takes the others, if the gradient has not changed since
     norms: dict[Slot, Tensor] = field(default_factory=dict)  # the worker's, of what it finds in host memory
 
 
@@ -369,6 +369,7 @@ class GroupState:
     version: int = 0  # counts the changes of the weights; counted down where one was undone
     last_load: Transfer | None = None  # newest copy out of the weights in storage; over before the host overwrites them
     update_end: Any = None  # of the last update: the worker's task, or the `LaneEnd`; None: it was waited for
+    early: EarlyUpdate | None = None  # in EARLY
     gradient: GradientState = field(default_factory=GradientState)
 
     def to(self, phase: Phase) -> None:
@@ -398,12 +399,12 @@ class InFlightQueue:
     """Bytes that are free again when copies, or tasks of the worker that read them in place, are over; oldest first."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[Sequence[Transfer | Outcome], Callable[[], None]]] = deque()
+        self._queue: deque[tuple[Sequence[Transfer | Task], Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, ends: Sequence[Transfer | Outcome], free: Callable[[], None] = lambda: None) -> None:
+    def add(self, ends: Sequence[Transfer | Task], free: Callable[[], None] = lambda: None) -> None:
         """Call ``free`` once, when ``ends`` are over or have failed."""
         self._queue.append((ends, free))
 
@@ -419,9 +420,7 @@ class InFlightQueue:
         on_stream = stream is not None and all(isinstance(end, EventTransfer) for end in ends)
         try:
             for end in ends:
-                if isinstance(end, Outcome):
-                    end.settle()
-                elif on_stream:
+                if on_stream and isinstance(end, EventTransfer):
                     end.wait_on(stream)
                     end.let_go()
                 else:
@@ -460,10 +459,18 @@ class Stalls:
             self._stack.add_stall(before.elapsed_time(after) / 1e3)
 
 
-# -- room on level 0 ---------------------------------------------------------------------------------------------------
+# -- bytes of level 0 -------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 FreeSome = Callable[[], bool]  # frees some bytes; False if it has none to give
+
+
+def free_until(enough: Callable[[], object], *free_some: FreeSome) -> bool:
+    """Free until there is ``enough``, from the first of ``free_some`` that has some; False if none has any more."""
+    while not enough():
+        if not any(free() for free in free_some):
+            return False
+    return True
 
 
 def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
@@ -476,24 +483,23 @@ def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
                 raise
 
 
-_Rooms = tuple[threading.RLock, "weakref.WeakSet[Level0Room]"]
-_rooms: weakref.WeakKeyDictionary[VGPUStack, _Rooms] = weakref.WeakKeyDictionary()
+_Budgets = tuple[threading.RLock, "weakref.WeakSet[Level0Budget]"]
+_budgets: weakref.WeakKeyDictionary[VGPUStack, _Budgets] = weakref.WeakKeyDictionary()
 
 
-def _rooms_of(stack: VGPUStack) -> _Rooms:
-    return _rooms.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
+def _budgets_of(stack: VGPUStack) -> _Budgets:
+    return _budgets.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
 
 
 def drop_idle_weights(stack: VGPUStack) -> None:
     """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    lock, rooms = _rooms_of(stack)
+    lock, budgets = _budgets_of(stack)
     with lock:
-        for room in rooms:
-            while room.end_update() or room.drop_weights():
-                pass
+        for budget in budgets:
+            free_until(lambda: False, budget.end_update, budget.drop_weights)
 
 
-class Level0Room:
+class Level0Budget:
     """Level 0 as one model sees it, which shares it with the other models of the stack.
 
     ``lock`` is held while a thread, of a model or of autograd, changes what level 0 holds of the stack's models. No
@@ -501,7 +507,7 @@ class Level0Room:
     """
 
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
-        self.lock, self._rooms = _rooms_of(stack)
+        self.lock, self._all = _budgets_of(stack)
         # `StepControl` sets these.
         self.drop_weights: FreeSome = lambda: False  # of an idle group
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
@@ -509,28 +515,27 @@ class Level0Room:
         self.sweep_updates: Callable[[], None] = lambda: None  # those whose update is over
         self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
         self._stack, self._storage = stack, storage
-        self._rooms.add(self)
+        self._all.add(self)
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
     ) -> Reservation:
-        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `no_room`."""
+        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `exhausted`."""
         level = self._stack.levels[0]
 
         def take() -> Reservation:
             check()
-            # Where no key could give way, room is made before it is asked for: asking in vain costs an error each time.
-            while not level.can_allocate(num_bytes) and not self._stack.keys() and any(free() for free in free_some):
-                pass
+            # Where no key could give way, bytes are freed before they are asked for: an attempt in vain costs an error.
+            free_until(lambda: level.can_allocate(num_bytes) or self._stack.keys(), *free_some)
             return self._storage.take(what, num_bytes, 0)
 
         def give_up() -> bool:
-            raise self.no_room(what, num_bytes)
+            raise self.exhausted(what, num_bytes)
 
         with self.lock:
             return reserve(take, *free_some, give_up)
 
-    def no_room(self, what: str, num_bytes: int) -> InsufficientMemory:
+    def exhausted(self, what: str, num_bytes: int) -> InsufficientMemory:
         """The InsufficientMemory where everything on level 0 is in use."""
         level = self._stack.levels[0]
         return InsufficientMemory(
@@ -546,15 +551,15 @@ class Level0Room:
         return (
             self.end_gradient()
             or self.end_update()
-            or any(room.drop_weights() or room.end_gradient() or room.end_update() for room in self._others())
+            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in self._others())
         )
 
     def free_weights(self) -> bool:
         """Drop weights, of this model first; wait for an update that holds some."""
-        return any(room.drop_weights() or room.end_update() for room in (self, *self._others()))
+        return any(budget.drop_weights() or budget.end_update() for budget in (self, *self._others()))
 
-    def _others(self) -> list[Level0Room]:
-        return [room for room in self._rooms if room is not self]
+    def _others(self) -> list[Level0Budget]:
+        return [budget for budget in self._all if budget is not self]
 
 
 class Shared(NamedTuple):
@@ -566,9 +571,9 @@ class Shared(NamedTuple):
     storage: Storage
     worker: Worker
     states: dict[Group, GroupState]
-    room: Level0Room
+    budget: Level0Budget
 
 
 class Mover:
     def __init__(self, shared: Shared) -> None:
-        self._name, self._stack, self._groups, self._storage, self._worker, self._states, self._room = shared
+        self._name, self._stack, self._groups, self._storage, self._worker, self._states, self._budget = shared

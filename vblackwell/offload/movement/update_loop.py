@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, cached_property
-from typing import Any, List
+from typing import Any, List, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ from torch import Tensor
 from vblackwell.errors import StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group
-from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Outcome, Shared, defer_sigint, flat_of
+from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
+from vblackwell.units import align_up
 
 # Elements. A multiple of 16, or torch's vectorised AdamW rounds differently; what one operation wrote is in cache for
 # the next: 1.4 MiB.
@@ -40,83 +41,79 @@ MIN_PART, TURNS = 1 << 20, 2
 OTHER_THREADS = 3  # that are busy while updates run: two that launch the model's kernels, one that hands out updates
 
 
-# TorchScript reads the annotations below, so this is written in what it understands. The lists of one come from
-# outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
+# TorchScript reads the annotations below, so this is written in what it understands. The lists of one, ``held``, come
+# from outside: of a list that is made in here it would not see that AdamW writes to what is in it, and drop the call as
 # dead.
 def _adamw(
-    masters: List[Tensor],
-    master_bits: List[Tensor],
-    weight_bits: List[Tensor],
-    gradients: List[Tensor],
-    exp_avgs: List[Tensor],
-    exp_avg_sqs: List[Tensor],
-    old_masters: List[Tensor],
-    old_exp_avgs: List[Tensor],
-    old_exp_avg_sqs: List[Tensor],
-    factors: List[Tensor],
-    steps: List[Tensor],
-    numbers: List[List[float]],
-    half: Tensor,
-    wide: Tensor,
-    bits: Tensor,
-    high_bits: Tensor,
-    master: List[Tensor],
-    gradient: List[Tensor],
-    exp_avg: List[Tensor],
-    exp_avg_sq: List[Tensor],
-    step: List[Tensor],
+    stretches: List[List[Tensor]], numbers: List[List[float]], scratch: List[Tensor], held: List[List[Tensor]]
 ) -> None:
     none: List[Tensor] = []
-    for index in range(len(masters)):
-        total, most = masters[index].numel(), wide.numel()
-        scaled = factors[index].numel() > 0
-        lr, beta1, beta2, weight_decay, eps = numbers[index]
-        step[0] = steps[index]
+    wide, bits, high_bits, half = scratch
+    master, gradient, exp_avg, exp_avg_sq, step = held
+    for index, stretch in enumerate(stretches):
+        masters, master_bits, weight_bits, gradients, exp_avgs, exp_avg_sqs = stretch[:6]
+        old_masters, old_exp_avgs, old_exp_avg_sqs, factor, steps = stretch[6:]
+        lr, beta1, beta2, eps, weight_decay = numbers[index]
+        total, most, scaled = masters.numel(), wide.numel(), factor.numel() > 0
+        step[0] = steps
         for start in range(0, total, most):
             count = min(most, total - start)
-            master[0] = masters[index].narrow(0, start, count)
+            master[0] = masters.narrow(0, start, count)
             gradient[0] = wide.narrow(0, 0, count)
-            gradient[0].copy_(gradients[index].narrow(0, start, count))
+            gradient[0].copy_(gradients.narrow(0, start, count))
             if scaled:
-                gradient[0].mul_(factors[index])
-            exp_avg[0] = exp_avgs[index].narrow(0, start, count)
-            exp_avg_sq[0] = exp_avg_sqs[index].narrow(0, start, count)
-            if old_masters[index].numel() > 0:  # the copy is in cache when AdamW changes it: old bytes are read once
-                master[0].copy_(old_masters[index].narrow(0, start, count))
-            if old_exp_avgs[index].numel() > 0:
-                exp_avg[0].copy_(old_exp_avgs[index].narrow(0, start, count))
-            if old_exp_avg_sqs[index].numel() > 0:
-                exp_avg_sq[0].copy_(old_exp_avg_sqs[index].narrow(0, start, count))
+                gradient[0].mul_(factor)
+            exp_avg[0] = exp_avgs.narrow(0, start, count)
+            exp_avg_sq[0] = exp_avg_sqs.narrow(0, start, count)
+            if old_masters.numel() > 0:  # the copy is in cache when AdamW changes it: old bytes are read once
+                master[0].copy_(old_masters.narrow(0, start, count))
+            if old_exp_avgs.numel() > 0:
+                exp_avg[0].copy_(old_exp_avgs.narrow(0, start, count))
+            if old_exp_avg_sqs.numel() > 0:
+                exp_avg_sq[0].copy_(old_exp_avg_sqs.narrow(0, start, count))
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                master, gradient, exp_avg, exp_avg_sq, none, step,
-                lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                master,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                none,
+                step,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+            )
             # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because
             # TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
-            torch.add(master_bits[index].narrow(0, start, count), half, out=bits.narrow(0, 0, count))
-            weight_bits[index].narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
+            torch.add(master_bits.narrow(0, start, count), half, out=bits.narrow(0, 0, count))
+            weight_bits.narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
             wrong = master[0].isnan()
             if bool(wrong.any()):  # a full low half has wrapped to a zero; a payload there alone gives an infinity
-                weight_bits[index].narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
+                weight_bits.narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
 
 
-def _sum(sums: List[Tensor], firsts: List[Tensor], addends: List[Tensor], wide: Tensor) -> None:
-    for index in range(len(sums)):
-        total, most = sums[index].numel(), wide.numel()
-        begins, adds = firsts[index].numel() > 0, addends[index].numel() > 0
-        for start in range(0, total, most):
-            count = min(most, total - start)
-            target = sums[index].narrow(0, start, count)
-            if begins:
-                target.copy_(firsts[index].narrow(0, start, count))
-            if adds:
-                addend = addends[index].narrow(0, start, count)
-                if addend.element_size() < target.element_size():
+def _sum(
+    stretches: List[List[Tensor]], numbers: List[List[float]], scratch: List[Tensor], held: List[List[Tensor]]
+) -> None:
+    wide = scratch[0]
+    for stretch in stretches:
+        total, first, addend = stretch
+        for start in range(0, total.numel(), wide.numel()):
+            count = min(wide.numel(), total.numel() - start)
+            target = total.narrow(0, start, count)
+            if first.numel() > 0:
+                target.copy_(first.narrow(0, start, count))
+            if addend.numel() > 0:
+                part = addend.narrow(0, start, count)
+                if part.element_size() < target.element_size():
                     own = wide.narrow(0, 0, count)
-                    own.copy_(addend)
+                    own.copy_(part)
                     target.add_(own)
                 else:
-                    target.add_(addend)
+                    target.add_(part)
 
 
 @cache
@@ -178,12 +175,18 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         wide = torch.empty(CHUNK)
         high_bits = wide.view(torch.int16)[1::2]  # the upper halves, on a little-endian machine
-        half, boxes = torch.tensor(0x8000, dtype=torch.int32), [[wide] for _ in range(5)]
-        self.of = {_adamw: [half, wide, wide.view(torch.int32), high_bits, *boxes], _sum: [wide]}
+        self.tensors = [wide, wide.view(torch.int32), high_bits, torch.tensor(0x8000, dtype=torch.int32)]
+        self.held = [[wide] for _ in range(5)]
 
 
-Tensors = list[Tensor]
-Stretch = tuple[Tensors, tuple[Any, ...]]  # of one parameter: tensors that are cut alike, and the rest
+class Stretch(NamedTuple):
+    """Of one parameter: tensors that are cut alike, others, and numbers."""
+
+    cut: list[Tensor]
+    whole: Sequence[Tensor] = ()
+    numbers: Sequence[float] = ()
+
+
 _NONE = torch.empty(0)
 
 
@@ -193,9 +196,7 @@ class Loop:
     _function: Callable[..., None]
 
     def __init__(self) -> None:
-        compiled(
-            self._function
-        )  # here, in the caller's thread: it changes the process's filters of warnings for a while
+        compiled(self._function)  # in the caller's thread: it changes the process's filters of warnings for a while
         self._added: list[Stretch] = []
         self._scratch = Scratch()
 
@@ -206,7 +207,7 @@ class Loop:
         """
         pool, count = _pool()
         added, self._added = self._added, []
-        total = sum(len(tensors[0]) for tensors, _ in added)
+        total = sum(len(each.cut[0]) for each in added)
         parts = deque(_share_out(added, max(MIN_PART, -(-total // (TURNS * count)))))
 
         def take_all() -> None:
@@ -231,26 +232,25 @@ class Loop:
 
     @torch.no_grad()
     def _work(self, part: list[Stretch]) -> None:
-        tensors, others = zip(*part, strict=True)
-        columns = [*zip(*tensors, strict=True), *zip(*others, strict=True)]
-        compiled(self._function)(*map(list, columns), *self._scratch.of[self._function])
+        stretches, numbers = [[*each.cut, *each.whole] for each in part], [[*each.numbers] for each in part]
+        compiled(self._function)(stretches, numbers, self._scratch.tensors, self._scratch.held)
 
 
 def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
     """``stretches`` in parts of about ``wanted`` elements, cut only where a whole chunk ends."""
     parts: list[list[Stretch]] = [[]]
-    room = wanted
-    for tensors, others in stretches:
-        total, start = len(tensors[0]), 0
+    missing = wanted
+    for each in stretches:
+        total, start = len(each.cut[0]), 0
         while start < total:
-            stop = min(start + -(-room // CHUNK) * CHUNK, total)
-            cut = tensors if stop - start == total else [tensor[start:stop] for tensor in tensors]
-            parts[-1].append((cut, others))
-            room -= stop - start
+            stop = min(start + align_up(missing, CHUNK), total)
+            is_whole = stop - start == total
+            parts[-1].append(each if is_whole else each._replace(cut=[tensor[start:stop] for tensor in each.cut]))
+            missing -= stop - start
             start = stop
-            if room <= 0:
+            if missing <= 0:
                 parts.append([])
-                room = wanted
+                missing = wanted
     return [part for part in parts if part]
 
 
@@ -260,10 +260,17 @@ class MasterLoop(Loop):
     _function = staticmethod(_adamw)
 
     def add(
-        self, master: Tensor, weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
-        factor: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+        self,
+        master: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        factor: Tensor | None,
+        hyper: Hyper,
         old: Sequence[Tensor | None] = (None, None, None),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One AdamW step; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
 
         ``old``: what master and moments were, where that is other memory; None: they are changed in place.
@@ -275,7 +282,7 @@ class MasterLoop(Loop):
         tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
         tensors += [_NONE if each is None else each for each in old]
         scale = _NONE if factor is None else factor
-        self._added.append((tensors, (scale, step, [lr, beta1, beta2, weight_decay, eps])))
+        self._added.append(Stretch(tensors, [scale, step], [*vars(hyper).values()]))
 
 
 class SumLoop(Loop):
@@ -283,8 +290,7 @@ class SumLoop(Loop):
 
     def add(self, total: Tensor, first: Tensor | None, addend: Tensor | None) -> None:
         """``total``, (n,) fp32 or of their type, becomes ``first`` (None: what it was) plus ``addend`` (None: 0)."""
-        tensors = [total, *(_NONE if each is None else each for each in (first, addend))]
-        self._added.append((tensors, ()))
+        self._added.append(Stretch([total, *(_NONE if each is None else each for each in (first, addend))]))
 
 
 # Elements: a multiple of 16, or torch's vectorised AdamW rounds differently. The calls do not show, and what one
@@ -292,20 +298,31 @@ class SumLoop(Loop):
 WIDE_CHUNK = 1 << 20
 
 
-def _fused_adamw(
-    weights: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Tensors, hyper: Hyper
-) -> None:
-    """torch's fused AdamW, in place, on tensors of one device; ``steps`` are already counted up."""
-    fused = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
-    fused(weights, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **vars(hyper))
+def _fused_adamw(hyper: Hyper, steps: list[Tensor], *tensors: list[Tensor]) -> None:
+    """torch's fused AdamW, in place; ``tensors``: weights, gradients and moments, all of one device."""
+    fused: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
+    fused(*tensors, [], steps, amsgrad=False, maximize=False, **vars(hyper))
 
 
 def update_master(
     master: Tensor, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, step: Tensor, hyper: Hyper
 ) -> None:
     """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
-    _fused_adamw([master], [gradient], [exp_avg], [exp_avg_sq], [step], hyper)
+    _fused_adamw(hyper, [step], [master], [gradient], [exp_avg], [exp_avg_sq])
     round_from_fp32(master, weight)
+
+
+class _Update(NamedTuple):
+    """An update as it was queued."""
+
+    group: Group
+    jobs: list[Job]
+    own: Ranges  # the group's then, which a commit may have replaced
+    shadows: Ranges | None  # written instead
+    gradient_kind: str
+    factor: Tensor | None  # fp32 scalar that gradients are multiplied by
+    load: Transfer | None  # the newest out of the weights
+    forgiven: int  # failures of the group's tasks that concern no gradient of this update
 
 
 class HostUpdates(Mover):
@@ -316,7 +333,7 @@ class HostUpdates(Mover):
         self._weights = weights
         self._loop = MasterLoop()
         self.shadows = Shadows(self._storage)
-        self._ends: dict[Group, Outcome] = {}  # of committed updates: the ranges are those to read from then on
+        self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
     def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
         """Update ``group`` before its step, from the gradient in host memory; None if there is no room for shadows."""
@@ -331,12 +348,11 @@ class HostUpdates(Mover):
         except BaseException:
             self.shadows.give_up(shadows or {})
             raise
-        return EarlyUpdate(jobs, None if shadows is None else (steps, shadows, earlier))
+        return EarlyUpdate(jobs, steps, shadows, earlier=earlier)
 
-    def commit(self, group: Group, early: EarlyUpdate) -> None:
-        if early.rollback is None:
-            return
-        old = self.shadows.swap(group, early.rollback[1])
+    def commit(self, group: Group, shadows: Ranges) -> None:
+        """The step of an early update has come."""
+        old = self.shadows.swap(group, shadows)
         try:
             update = self._states[group].update_end
             self._ends[group] = self._worker.submit(self._end_commit, group, update, old, group=group.index)
@@ -345,17 +361,13 @@ class HostUpdates(Mover):
             self._worker.broken = True
             raise
 
-    def roll_back(self, group: Group, early: EarlyUpdate) -> None:
-        """Make everything what it was before `start_early`; or raise what an earlier task did."""
+    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
+        """Make the group's ranges what they were before `start_early`; or raise what an earlier task did."""
         self._worker.raise_failure()
         state = self._states[group]
         state.update_end.exception()
-        steps, shadows, earlier = early.rollback
-        for job, step in zip(early.jobs, steps, strict=True):
-            job.step.copy_(step)
         self.shadows.give_up(shadows)
         state.update_end, state.gradient.task = None, earlier  # which may still add to the gradient
-        state.version -= 1
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
@@ -374,7 +386,7 @@ class HostUpdates(Mover):
             state.update_end = None
         state.update_is_stored()
         if task is not None:
-            task.settle()
+            task.wait()
 
     order_loads = wait  # a load reads what the host has written
 
@@ -385,39 +397,32 @@ class HostUpdates(Mover):
 
     def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, shadows: Ranges | None) -> None:
         self._weights.invalidate(group)
-        state = self._states[group]
-        state.update_end = self._worker.submit(
-            self._update, group, jobs, self._own_ranges(group), shadows, state.gradient.kind, factor,
-            state.last_load, self._worker.forgiven[group.index], group=group.index, postponable=True,
-        )  # fmt: skip
+        state, own, forgiven = self._states[group], self._own_ranges(group), self._worker.forgiven[group.index]
+        update = _Update(group, jobs, own, shadows, state.gradient.kind, factor, state.last_load, forgiven)
+        state.update_end = self._worker.submit(self._update, update, group=group.index, postponable=True)
         state.gradient.task = state.update_end
         if factor is not None:
             state.gradient.measured = None
             state.gradient.level0_norms.clear()
 
-    def _update(
-        self, group: Group, jobs: list[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
-        factor: Tensor | None, load: Transfer | None, forgiven: int,
-    ) -> bool:  # fmt: skip
-        """Whether it was made. ``own``: the group's ranges when it was queued, which a commit may have replaced.
-        ``forgiven``: failures of the group's tasks that concern no gradient of this update.
-        """
+    def _update(self, update: _Update) -> bool:
+        """Whether it was made."""
         try:
-            if self._worker.failures[group.index] != forgiven:
-                if shadows is not None:
+            if self._worker.failures[update.group.index] != update.forgiven:
+                if update.shadows is not None:
                     return False  # its step will be refused, and there is nothing to roll back
-                raise StaleTensor(f"the gradient of {group.name!r} did not arrive: its update was not made")
-            if load is not None:
-                load.wait()  # a stream that waits is not enough: the host is about to write what the copy reads
-            self.apply(group, jobs, own, shadows, gradient_kind, factor)
-            if factor is not None:
-                self._states[group].gradient.norms.clear()
+                raise StaleTensor(f"the gradient of {update.group.name!r} did not arrive: its update was not made")
+            if update.load is not None:
+                update.load.wait()  # a stream that waits is not enough: the host writes what the copy reads
+            self.apply(update)
+            if update.factor is not None:
+                self._states[update.group].gradient.norms.clear()
         except BaseException:
-            self._worker.broken |= shadows is None  # else the ranges are what they were
+            self._worker.broken |= update.shadows is None  # else the ranges are what they were
             raise
         return True
 
-    def _end_commit(self, group: Group, update: Outcome, old: Ranges) -> None:
+    def _end_commit(self, group: Group, update: Task, old: Ranges) -> None:
         """After an ``update`` whose step has come: give up what it replaced, or, where it was not made, take it back:
         the group is a step behind others then.
         """
@@ -435,14 +440,9 @@ class HostUpdates(Mover):
     def _wide(self) -> Tensor:
         return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
 
-    def apply(
-        self, group: Group, jobs: Sequence[Job], own: Ranges, shadows: Ranges | None, gradient_kind: str,
-        factor: Tensor | None,
-    ) -> None:  # fmt: skip
-        """One AdamW step, gradients times the fp32 ``factor``; fp32 ones where they are, as torch's clipping does.
-
-        With ``shadows`` its ``own`` ranges stay what they are, and those hold what the step makes of them.
-        """
+    def apply(self, update: _Update) -> None:
+        """One AdamW step; fp32 gradients are multiplied by the factor where they are, as torch's clipping does."""
+        group, jobs, own, shadows, gradient_kind, factor, *_ = update
         storage = self._storage
         opened, old = {kind: storage.open_at(each, kind) for kind, each in own.items()}, dict[str, Tensor]()
         if shadows is not None:
@@ -453,57 +453,47 @@ class HostUpdates(Mover):
         gradient = storage.open(group, gradient_kind)
         for job in jobs:
             job.step.add_(1)
-        if "master" not in opened and gradient_kind == "gradient":
-            self._update_whole(jobs, opened, old, gradient, factor)
-        else:
+        if "master" in opened:
             for job in jobs:
-                self._update_chunked(job, opened, old, flat_of(job.slot, gradient, gradient_kind), factor)
+                self._update_master(job, opened, old, flat_of(job.slot, gradient, gradient_kind), factor)
             self._loop.run()
+        else:
+            for kind, flat in old.items():
+                opened[kind].copy_(flat)
+            _update_fp32(jobs, opened, gradient, factor)
         for kind, flat in opened.items():
             storage.store_at((shadows or own)[kind], flat)
         if factor is not None:
             storage.store(group, gradient_kind, gradient)
 
-    def _update_whole(
-        self, jobs: Sequence[Job], opened: dict[str, Tensor], old: dict[str, Tensor], gradient: Tensor,
-        factor: Tensor | None,
-    ) -> None:  # fmt: skip
-        """All fp32: one call for all parameters that share their numbers."""
-        for kind, flat in old.items():
-            opened[kind].copy_(flat)
-        for hyper in dict.fromkeys(job.hyper for job in jobs):
-            same = [job for job in jobs if job.hyper == hyper]
-            weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
-            exp_avgs, exp_avg_sqs = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
-            if factor is not None:
-                torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-            _fused_adamw(weights, gradients, exp_avgs, exp_avg_sqs, [job.step for job in same], hyper)
-
-    def _update_chunked(
-        self, job: Job, opened: dict[str, Tensor], old: dict[str, Tensor], source: Tensor, factor: Tensor | None
+    def _update_master(
+        self, job: Job, opened: dict[str, Tensor], old: dict[str, Tensor], gradient: Tensor, factor: Tensor | None
     ) -> None:
-        """A narrow compute weight, or a sum of gradients: fp32 arithmetic, chunk by chunk."""
-        slot, hyper = job.slot, job.hyper
-        weight = slot.flat(opened["weight"])
-        kinds = ("master" if "master" in opened else "weight", *MOMENTS)
-        held = master, exp_avg, exp_avg_sq = [
-            weight if kind == "weight" else slot.flat_fp32(opened[kind]) for kind in kinds
-        ]
-        was = [
-            None if kind not in old else slot.flat(old[kind]) if kind == "weight" else slot.flat_fp32(old[kind])
-            for kind in kinds
-        ]
-        if master is not weight and weight.dtype == torch.bfloat16:
-            self._loop.add(master, weight, source, exp_avg, exp_avg_sq, job.step, factor, old=was, **vars(hyper))
+        """A parameter with a whole fp32 master."""
+        slot, kinds = job.slot, ("master", *MOMENTS)
+        weight, held = slot.flat(opened["weight"]), [slot.flat_fp32(opened[kind]) for kind in kinds]
+        was = [slot.flat_fp32(old[kind]) if kind in old else None for kind in kinds]
+        master, exp_avg, exp_avg_sq = held
+        if weight.dtype == torch.bfloat16:
+            self._loop.add(master, weight, gradient, exp_avg, exp_avg_sq, job.step, factor, job.hyper, was)
             return
         for start in range(0, slot.num_elements, WIDE_CHUNK):
             part = slice(start, start + WIDE_CHUNK)
             for new, before in zip(held, was, strict=True):
                 if before is not None:
                     new[part].copy_(before[part])
-            values = self._wide[: len(source[part])].copy_(source[part])
+            values = self._wide[: len(gradient[part])].copy_(gradient[part])
             if factor is not None:
                 values.mul_(factor)
-            _fused_adamw([master[part]], [values], [exp_avg[part]], [exp_avg_sq[part]], [job.step], hyper)
-            if master is not weight:
-                weight[part].copy_(master[part])
+            update_master(master[part], weight[part], exp_avg[part], exp_avg_sq[part], values, job.step, job.hyper)
+
+
+def _update_fp32(jobs: Sequence[Job], opened: dict[str, Tensor], gradient: Tensor, factor: Tensor | None) -> None:
+    """A group whose compute weights are their own masters: one call for all parameters that share their numbers."""
+    for hyper in dict.fromkeys(job.hyper for job in jobs):
+        same = [job for job in jobs if job.hyper == hyper]
+        weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
+        exp_avgs, exp_avg_sqs = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        _fused_adamw(hyper, [job.step for job in same], weights, gradients, exp_avgs, exp_avg_sqs)

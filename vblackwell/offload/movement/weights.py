@@ -1,4 +1,4 @@
-"""Compute weights on level 0: loaded before they are needed, dropped when something else needs the room.
+"""Compute weights on level 0: loaded before they are needed, dropped when something else needs the bytes.
 
 A load gets a new buffer, which is never overwritten: what still holds a view of a dropped one (autograd, a caller)
 keeps its memory alive. On CUDA buffers come from the stream that computes, and a load starts after what that had
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from vblackwell.memory.cache.entry import USE_COUNT
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.generation import WEIGHT_PLACES
 from vblackwell.offload.layout.groups import TRAINED, AccessTrace, Group
-from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls, defer_sigint
+from vblackwell.offload.movement.state import LoadedWeights, Mover, Phase, Shared, Stalls, defer_sigint, free_until
 
 # Groups that are loaded ahead: half of those that the budget holds, within these. Copies of states share the link, and
 # a load may wait for a ring of them.
@@ -66,17 +67,13 @@ class PackedView:
 
 
 class WeightStreamer(Mover):
-    """Loads the groups of one model in time, and drops them, within ``budget_bytes`` of level 0.
+    """Loads the groups of one model, and drops them, within ``budget_bytes`` of level 0.
 
-    After ``order_loads(group)`` a load gets the last step's weights; ``is_busy(group)``: that would wait, or undo an
-    update.
+    A load copies what is in storage when its turn comes: `StepControl` orders it after the group's update first.
     """
 
-    def __init__(
-        self, shared: Shared, budget_bytes: int, order_loads: Callable[[Group], None], is_busy: Callable[[Group], bool]
-    ) -> None:
+    def __init__(self, shared: Shared, budget_bytes: int) -> None:
         super().__init__(shared)
-        self._order_loads, self._is_busy = order_loads, is_busy
         self.budget_bytes = budget_bytes
         self._by_storage: dict[int, LoadedWeights] = {}  # all that are loaded
         self.trace = AccessTrace()
@@ -95,67 +92,48 @@ class WeightStreamer(Mover):
 
     # -- what a caller needs now, and will need ------------------------------------------------------------------------
 
-    def acquire(self, group: Group) -> Tensor:
-        """The group's bytes on level 0, arrived, kept until they are unpinned; the groups after it start to load."""
-        self._use(group)
-        buffer = self.pin(group)
-        try:
-            asked, self.asked = self.asked, {}
-            for wanted in list(asked):
-                self.prefetch(wanted)
-            self._prefetch_upcoming()
-        except BaseException:
-            self.unpin(group)
-            raise
-        return buffer
-
-    def _use(self, group: Group) -> None:
-        """Have ``group`` on level 0, arrived."""
+    def use(self, group: Group) -> None:
+        """``group`` is needed now."""
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
-        if self._states[group].phase in (Phase.EARLY, Phase.DUE) and self.is_loaded(group):
-            self._order_loads(group)  # what is loaded is not the last step's, or may not stay so
         if not self.is_loaded(group):
             self._stack.count_found(self._storage.range(group, "weight").level)
-            self._order_loads(group)
-            if not self.is_loaded(group):  # by an update that was due, and is now queued
-                self.load(group)
         elif not again:  # backward reads a group weight by weight: that is one use
             self._stack.count_found(0)
-        self.arrive(group)
 
-    def prefetch(self, group: Group) -> bool:
-        """Start loading ``group`` if that costs nothing that is needed sooner; False if not. Never blocks."""
-        if self.is_loaded(group):
-            return True
-        if self._is_busy(group):
-            return False  # an update is on its way: loading now would wait for it, or be stale
+    def upcoming(self) -> Iterator[Group]:
+        """The groups to load ahead, soonest first."""
+        if not self.frozen:
+            return map(self._groups.__getitem__, self.trace.upcoming(self._ahead))
+        if len(self._by_storage) == len(self._groups):
+            return iter(())
+        # The next copies begin whatever pass they belong to: no update is between, the link always works.
+        groups = map(self._groups.__getitem__, self.trace.upcoming(len(self._groups), wrap=True))
+        absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= self.budget_bytes)
+        return itertools.islice(absent, WEIGHT_PLACES)
+
+    def take_asked(self) -> list[Group]:
+        """The groups that other threads have asked for since."""
+        if not self.asked:
+            return []
+        asked, self.asked = self.asked, {}
+        return list(asked)
+
+    def free_for(self, group: Group) -> bool:
+        """Whether level 0 has, or gets by dropping what is needed later, the bytes of ``group``. Never blocks."""
         distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
-        self._room.sweep_updates()
-        while self.loaded_bytes + group.num_bytes > self.budget_bytes or not level0.can_allocate(group.num_bytes):
-            if not self.drop_one(beyond=distance):
-                return False
+        self._budget.sweep_updates()
+        return free_until(
+            lambda: self._fits(group) and level0.can_allocate(group.num_bytes), lambda: self.drop_one(beyond=distance)
+        )
+
+    def load_ahead(self, group: Group) -> bool:
+        """`load`, after `free_for`; False where other keys took the bytes meanwhile."""
         try:
-            self._order_loads(group)
-            if not self.is_loaded(group):
-                self.load(group)
-        except InsufficientMemory:  # other keys took the bytes between the question and the load
+            self.load(group)
+        except InsufficientMemory:
             return False
         return True
-
-    def _prefetch_upcoming(self) -> None:
-        if self.frozen and len(self._by_storage) == len(self._groups):
-            return
-        upcoming = self.trace.upcoming(len(self._groups) if self.frozen else self._ahead, wrap=self.frozen)
-        groups = (self._groups[index] for index in upcoming)
-        if self.frozen:
-            # The next copies begin whatever pass they belong to: no update is between, the link always works.
-            budget = self.budget_bytes
-            absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= budget)
-            groups = itertools.islice(absent, WEIGHT_PLACES)
-        for group in groups:
-            if not self.prefetch(group):
-                return
 
     # -- loading and dropping ------------------------------------------------------------------------------------------
 
@@ -166,7 +144,7 @@ class WeightStreamer(Mover):
         return loaded.buffer
 
     def unpin(self, group: Group) -> None:
-        """End of `pin`. The bytes stay until room is needed."""
+        """End of `pin`. They stay until their bytes are needed."""
         self._of(group).pins -= 1
 
     def buffer(self, group: Group) -> Tensor:
@@ -186,7 +164,9 @@ class WeightStreamer(Mover):
         return loaded is not None and loaded.pins > int(loaded.locked)
 
     def arrive(self, group: Group) -> None:
-        """Order what computes next after the group's load."""
+        """Order what computes next after the group's load, which is started if it was not."""
+        if not self.is_loaded(group):
+            self.load(group)
         loaded, state = self._of(group), self._states[group]
         if loaded.transfer is None:
             return
@@ -207,12 +187,10 @@ class WeightStreamer(Mover):
     @defer_sigint()  # what has been reserved is known, or given back, when it comes
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
-        self._room.sweep_updates()
+        budget, name, check = self._budget, f"{group.name}/loaded", partial(self._keep_budget, group)
+        budget.sweep_updates()
         with torch.inference_mode(False):
-            reservation = self._room.reserve(
-                f"{group.name}/loaded", group.num_bytes, self._room.free_any, self.drop_one,
-                check=lambda: self._keep_budget(group),
-            )  # fmt: skip
+            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, check=check)
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
@@ -226,10 +204,12 @@ class WeightStreamer(Mover):
         if state.phase is Phase.STORED:
             state.to(Phase.LOADING)
 
+    def _fits(self, group: Group) -> bool:
+        return self.loaded_bytes + group.num_bytes <= self.budget_bytes
+
     def _keep_budget(self, group: Group) -> None:
-        while self.loaded_bytes + group.num_bytes > self.budget_bytes:
-            if not (self.drop_one() or self._room.free_any()):
-                raise self._room.no_room(group.name, group.num_bytes)
+        if not free_until(lambda: self._fits(group), self.drop_one, self._budget.free_any):
+            raise self._budget.exhausted(group.name, group.num_bytes)
 
     @property
     def loaded_bytes(self) -> int:
@@ -291,13 +271,12 @@ class WeightStreamer(Mover):
         self.budget_bytes = max(budget_bytes, min(self._largest_bytes, self.budget_bytes))
         able = [group for group in self._groups if group.num_bytes <= self.budget_bytes]
         self.staying = frozenset(group.index for group in groups_that_stay(able, self.budget_bytes))
-        while self.loaded_bytes > self.budget_bytes and self.drop_one():
-            pass
+        free_until(lambda: self.loaded_bytes <= self.budget_bytes, self.drop_one)
 
     def hold(self) -> list[Group]:
         """Load a frozen model's groups that stay, which it returns, hold them until `let_go`, and drop idle others.
 
-        Holds none where one finds no room (InsufficientMemory).
+        Holds none where one does not fit (InsufficientMemory).
         """
         for loaded in list(self._by_storage.values()):
             if loaded.pins == 0 and loaded.group.index not in self.staying:
@@ -305,8 +284,6 @@ class WeightStreamer(Mover):
         held = list[Group]()
         try:
             for group in [self._groups[index] for index in sorted(self.staying)]:
-                if not self.is_loaded(group):
-                    self.load(group)
                 self.arrive(group)
                 self.pin(group)
                 held.append(group)
@@ -389,18 +366,17 @@ class WeightStreamer(Mover):
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
-    def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `pack` was given, its group loaded again if need be; StaleTensor if it was updated since."""
-        self._order_loads(packed.group)
+    def check_unchanged(self, packed: PackedView) -> None:
+        """Raise StaleTensor if the weights that ``packed`` refers to were changed since."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
-        self._use(packed.group)
+
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `pack` was given; its group is loaded, and unchanged."""
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize
-        tensor = base.as_strided(packed.size, packed.stride, start)
-        self._prefetch_upcoming()
-        return tensor
+        return base.as_strided(packed.size, packed.stride, start)
 
 
 def changed_since_forward(group: Group) -> StaleTensor:
@@ -418,14 +394,14 @@ def groups_that_stay(groups: Sequence[Group], budget_bytes: int) -> list[Group]:
     if sum(group.num_bytes for group in groups) <= budget_bytes:
         return list(groups)
     largest = max(group.num_bytes for group in groups)
-    room, chosen = budget_bytes - WEIGHT_PLACES * largest, list[Group]()
+    free_bytes, chosen = budget_bytes - WEIGHT_PLACES * largest, list[Group]()
     for group in sorted((group for group in groups if group.num_bytes < largest), key=lambda group: group.num_bytes):
-        if group.num_bytes <= room:
+        if group.num_bytes <= free_bytes:
             chosen.append(group)
-            room -= group.num_bytes
+            free_bytes -= group.num_bytes
     rest = [group for group in groups if group not in chosen]
     for count in range(len(rest), 0, -1):
         spread = [rest[(2 * place + 1) * len(rest) // (2 * count)] for place in range(count)]
-        if sum(group.num_bytes for group in spread) <= room:
+        if sum(group.num_bytes for group in spread) <= free_bytes:
             return chosen + spread
     return chosen

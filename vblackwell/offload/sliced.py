@@ -19,26 +19,20 @@ from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.transfer import copy_pool, start_copy
 from vblackwell.offload.layout.groups import Group
-from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.state import Mover, Shared, defer_sigint
-from vblackwell.offload.movement.weights import WeightStreamer, changed_since_forward
+from vblackwell.offload.movement.weights import changed_since_forward
+from vblackwell.offload.step import StepControl
 
 
 class SlicedLeaf(Mover):
-    """One weight that is computed with in slices; the two calls are `step.StepControl`'s."""
+    """One weight that is computed with in slices of ``num_rows``."""
 
-    def __init__(
-        self, shared: Shared, group: Group, num_rows: int, weights: WeightStreamer, gradients: GradientCollector,
-        wait_for_updates: Callable[[Group], None], before_gradient: Callable[[Group], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, shared: Shared, group: Group, num_rows: int, control: StepControl) -> None:
         super().__init__(shared)
         self.group = group
         self.slot = group.slots[0]
         self.num_rows = num_rows
-        self._weights = weights
-        self._gradients = gradients
-        self._wait_for_updates = wait_for_updates
-        self._before_gradient = before_gradient
+        self._control = control
         self._pool = copy_pool(f"slices-{group.name}")
 
     def __reduce__(self) -> Any:
@@ -46,9 +40,9 @@ class SlicedLeaf(Mover):
 
     def slices(self) -> Generator[tuple[int, int, Tensor], None, None]:
         """``(first row, row after the last, weight rows on level 0)``; the tensor is valid until the next iteration."""
-        weights, lock = self._weights, self._room.lock
+        weights, lock = self._control.weights, self._budget.lock
         with lock:
-            self._wait_for_updates(self.group)
+            self._control.wait_for_updates(self.group)
         self._stack.count_found(self._storage.range(self.group, "weight").level)
         starts = range(0, self.slot.shape[0], self.num_rows)
         loaded: list[tuple[Reservation, Tensor, Transfer]] = []
@@ -83,36 +77,37 @@ class SlicedLeaf(Mover):
             except Exception:
                 self._storage.give(reservation)
                 raise
-        self._weights.remember_load(self.group, transfer)
+        self._control.weights.remember_load(self.group, transfer)
         self._stack.count_link(stored.level, 0, rows.nbytes)
         loaded.append((reservation, buffer.view(self.slot.dtype).view(-1, self.slot.shape[1]), transfer))
 
     def _reserve(self, what: str, num_bytes: int) -> Reservation:
         name = f"{self.group.name}/{what}"
-        return self._room.reserve(name, num_bytes, self._weights.drop_one, self._room.free_any)
+        return self._budget.reserve(name, num_bytes, self._control.weights.drop_one, self._budget.free_any)
 
     def version(self) -> int:
         return self._states[self.group].version
 
     def check_version(self, seen: int) -> None:
-        with self._room.lock:
-            self._wait_for_updates(self.group)
+        with self._budget.lock:
+            self._control.wait_for_updates(self.group)
         if seen != self.version():
             raise changed_since_forward(self.group)
 
     def give_gradients(self, parts: Iterator[tuple[int, Tensor]]) -> None:
         """Send ``(first row, gradient rows)`` to host memory, all of them, in order."""
-        lock = self._room.lock
+        lock, gradients = self._budget.lock, self._control.gradients
         with lock:
-            self._before_gradient(self.group)
-            self._gradients.begin_slices(self.slot)
+            self._control.before_gradient(self.group)
+            gradients.begin_slices(self.slot)
         for start, rows in parts:
             num_bytes = rows.numel() * self.slot.dtype.itemsize  # under autocast the rows are narrower than the weight
             with lock:
                 reservation = self._reserve("slice-gradient", num_bytes)
-                self._gradients.send_slice(self.slot, start, rows, reservation, self._pool)
+                gradients.send_slice(self.slot, start, rows, reservation)
         with lock:
-            self._gradients.finish_slices(self.slot)
+            gradients.finish_slices(self.slot)
+            self._control.gradient_sent(self.group)
 
 
 class SlicedLinear(nn.Linear):
@@ -225,7 +220,7 @@ class _Embedding(torch.autograd.Function):
             for start in range(0, total, leaf.num_rows):
                 count = min(leaf.num_rows, total - start)
                 local = indices - start
-                # Tokens of other slices, and padding, go to a row of their own, which is named as padding and skipped.
+                # Tokens of other slices, and padding, go to an extra row, which is named as padding and skipped.
                 elsewhere = (local < 0) | (local >= count) | (indices == ctx.padding)
                 yield start, dense(gradients[0], local.masked_fill(elsewhere, count), count + 1, count, False)[:count]
 

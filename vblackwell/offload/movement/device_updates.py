@@ -1,0 +1,253 @@
+"""AdamW on level 0 through a `Lane`: early, after a group's backward, or under the next forward, when each is due.
+
+After a group's backward its weights and gradient are on level 0 still: what is loaded is changed in place if nothing
+else holds it. A due update, whose step has come, brings up the weights that the next forward will use, if they have
+room.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.offload.layout.groups import AccessTrace, Group, smallest_buffer
+from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
+from vblackwell.offload.movement.gradients import GradientCollector
+from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
+from vblackwell.offload.movement.state import (
+    EarlyUpdate,
+    InFlightQueue,
+    Job,
+    LoadedWeights,
+    Mover,
+    Phase,
+    Shared,
+    Task,
+    current_stream,
+    defer_sigint,
+    free_until,
+)
+from vblackwell.offload.movement.weights import WeightStreamer
+from vblackwell.offload.storage.storage import Ranges, Shadows
+
+ADVANCE_GROUPS = 3  # groups before an update's own in the forward at which it is queued, if the lane has more to do
+
+
+class DeviceUpdates(Mover):
+    """Updates on level 0, as ``found`` places them there."""
+
+    def __init__(
+        self, shared: Shared, found: StreamedPlacement, weights: WeightStreamer, gradients: GradientCollector
+    ) -> None:
+        super().__init__(shared)
+        self.groups = set(found.on_level0)
+        self._sliced = found.slice_rows.keys()  # never whole on level 0
+        self._weights = weights
+        self._gradients = gradients
+        self.shadows = Shadows(self._storage)
+        memory = self._storage.take("update ring", found.ring_bytes, 0).bytes
+        kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(self._worker))
+        count = num_buffers(memory.numel(), max(map(smallest_buffer, found.on_level0), default=0))
+        self._lane = kind(self._stack, self._storage, memory, count, queues, self._worker)
+        self._device = self._stack.level0_device
+        self._on_gpu = self._device.type == "cuda"
+        # Updated under the next forward even where they could be right after their backward.
+        self.deferred = set(deferred_groups(found.on_level0, self._storage.plan)) if self._on_gpu else set[Group]()
+        self._locked = InFlightQueue()  # groups whose weights an update holds on level 0
+        self._due: dict[Group, tuple[list[Job], Tensor | None]] = {}  # with the factor of gradients
+        self._trace = AccessTrace()  # of early updates
+        self._expecting = False
+        self.at_once = not self._on_gpu  # due updates; on the arena nothing would run meanwhile. Tests switch it off
+        self._newest: LaneEnd | None = None
+
+    def expect_backward(self) -> None:
+        """A gradient is on its way: bring up states in the order in which the last backward needed them."""
+        if not self._expecting:
+            self._expecting = True
+            self.start_all_due()
+            self._lane.expect([self._groups[index] for index in self._trace.last_pass])
+            self._lane.pump()
+
+    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
+        """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
+        self._unlock_group(group)
+        self.sweep()
+        own = self._storage.own_ranges(group)
+        shadows = None if final else self.shadows.take(group, own)
+        if shadows is None and not final:
+            return None
+        steps = [job.step.clone() for job in jobs]
+        try:
+            end = self._queue(group, jobs, shadows or own, gradient, None)
+        except BaseException:
+            self.shadows.give_back(shadows or {})
+            raise
+        self._trace.use(group.index)
+        return EarlyUpdate(jobs, steps, shadows, end.computed)
+
+    def commit(self, group: Group, shadows: Ranges) -> None:
+        self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
+
+    def roll_back(self, group: Group, shadows: Ranges, earlier: Task | None) -> None:
+        self._trace.forget_pass()
+        self.wait(group)
+        self._unlock_group(group)
+        self._weights.drop(group)
+        self.shadows.give_back(shadows)
+
+    def _queue(
+        self, group: Group, jobs: list[Job], targets: Ranges, gradient: Tensor | None, factor: Tensor | None
+    ) -> LaneEnd:
+        """``gradient``: on level 0, where the weights are too; None: everything is in storage."""
+        weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
+        kind, sources = None, self._storage.own_ranges(group)
+        loaded = self._fetch(group) if gradient is None else weights.lock(group)
+        if loaded is None:
+            weights.invalidate(group)
+        try:
+            if gradient is None or self._gradients.has_all_on_host(group):
+                kind = self._gradients.kind_when_idle(group)
+                sources[kind] = self._storage.range(group, kind)
+            numbers = {job.slot: AdamWStep(**vars(job.hyper), step=int(job.step) + 1) for job in jobs}
+            weight = None if loaded is None else loaded.buffer
+            factor = None if factor is None else factor.to(self._device)
+            end = self._lane.submit(
+                LaneJob(group, numbers, sources, targets, weight, gradient, kind, factor, state.last_load)
+            )
+        except BaseException:
+            if loaded is None:
+                state.version -= 1
+            else:  # some of it may be updated
+                weights.unlock(loaded)
+                weights.drop(group)
+            raise
+        for job in jobs:
+            job.step.add_(1)
+        previous: LaneEnd | None = state.update_end
+        if previous is not None and previous.stored.done():
+            in_flight.discard(previous.stored)
+        in_flight.add(end.stored)  # nobody gives the ranges back before
+        state.update_end = self._newest = end
+        if loaded is not None:
+            weights.mark_updated(loaded, end.computed)
+            self._locked.add((end.stored,), partial(weights.unlock, loaded))
+            free_until(lambda: len(self._locked) <= MAX_LOCKED, self.end_oldest)
+        return end
+
+    def end_oldest(self) -> bool:
+        """Let the weights go that the oldest update holds on level 0; False if there is none."""
+        return self._locked.free_oldest(current_stream(self._device))
+
+    def sweep(self) -> None:
+        self._locked.sweep(current_stream(self._device))
+
+    def _unlock_group(self, group: Group) -> None:
+        """Wait for the update that still holds ``group``'s weights on level 0, of the step before at the latest."""
+        state = self._states[group]
+        free_until(lambda: state.loaded is None or not state.loaded.locked, self.end_oldest)
+
+    # -- at the step ---------------------------------------------------------------------------------------------------
+
+    def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
+        """The step's update of ``group``: everything comes from storage, at once or a little later (`advance`)."""
+        self._start_due(group)  # of another step, whose turn is first
+        self._due[group] = jobs, factor
+        self._states[group].to(Phase.DUE)
+        if self.at_once:
+            self._start_due(group)
+
+    def advance(self, group: Group) -> None:
+        """The forward reaches ``group``: queue the updates that its successors will need, and one if the lane is idle.
+
+        Not all at once at the step: whatever else has to pass the copies in the GPU's copy engine (tokens, a loss, the
+        next group's weights) would wait for them.
+        """
+        if self._due:
+            last = group.index + ADVANCE_GROUPS
+            for due in [due for due in self._due if due.index <= last]:
+                self._start_due(due)
+            if self._due and (self._newest is None or self._newest.computed.done()):
+                self._start_due(min(self._due, key=lambda due: due.index))
+
+    def _start_due(self, group: Group) -> None:
+        """Queue the group's due update."""
+        if group not in self._due:
+            return
+        with defer_sigint():
+            jobs, factor = self._due[group]
+            self._unlock_group(group)
+            self._queue(group, jobs, self._storage.own_ranges(group), None, factor)
+            del self._due[group]
+            self._states[group].update_is_queued()
+
+    def _fetch(self, group: Group) -> LoadedWeights | None:
+        """The weights that the next forward will use, locked, or on their way there; None where they have no room."""
+        weights = self._weights
+        if not weights.is_loaded(group):
+            # What is stored of a sliced leaf may be written past level 0: no copy of it stays there.
+            if group in self._sliced or self.is_busy(group) or not weights.free_for(group):
+                return None
+            self._order_loads(group)
+            if not weights.load_ahead(group):
+                return None
+        return weights.lock(group, arriving=True)
+
+    def start_all_due(self) -> None:
+        for group in list(self._due):
+            self._start_due(group)
+
+    def end_step(self) -> None:
+        """The step has been queued; the next backward is expected to go as this one did."""
+        self._expecting = False
+        self._trace.begin_pass()
+
+    # -- for callers that need a group ---------------------------------------------------------------------------------
+
+    def order_loads(self, group: Group) -> None:
+        """Weights that are loaded from now on are those after the group's last update."""
+        self._start_due(group)
+        self._order_loads(group)
+
+    def _order_loads(self, group: Group) -> None:
+        state = self._states[group]
+        if state.update_end is not None:
+            self._lane.order_loads(state.update_end)
+        state.update_is_stored()
+
+    def wait(self, group: Group) -> None:
+        """Return when the group's last update is in storage."""
+        self._start_due(group)
+        state = self._states[group]
+        end: LaneEnd | None = state.update_end
+        if end is not None:
+            try:
+                end.stored.wait()
+            except Exception:
+                state.update_end = None
+                raise
+            state.update_end = None  # not where an interrupt came: the next caller must wait as well
+            self._storage.in_flight.discard(end.stored)
+        state.update_is_stored()
+
+    def is_busy(self, group: Group) -> bool:
+        """Whether a load would wait for an update: the host does, where level 0 is RAM."""
+        end: LaneEnd | None = self._states[group].update_end
+        return not self._on_gpu and end is not None and not end.stored.done()
+
+    def drain(self) -> None:
+        self.start_all_due()
+        self._lane.expect(())  # the caller is about to change what was brought up
+        self._expecting = False
+        self._lane.drain()
+        for group in self.groups:
+            self.wait(group)
+        self.sweep()
+
+    def free_shadows(self) -> bool:
+        """Give up shadows that are not in use; False if there are none."""
+        if not any(self.shadows.spare.values()):
+            return False
+        self._lane.drain()
+        return self.shadows.free_spare()
