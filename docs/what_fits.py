@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from vblackwell.machine.gpus import context_bytes, find_gpu
+from vblackwell.machine.limits import HOST_SHARE
 from vblackwell.machine.rates import assumed_rates
 from vblackwell.planner.forecast import Machine
 from vblackwell.planner.placement import Bounds
 from vblackwell.planner.what_fits import TASKS, Fit, WhatFits, row_of
 from vblackwell.tools.what_fits import assumptions
-from vblackwell.train.auto import HOST_SHARE
 from vblackwell.units import GiB
 
 PATH = Path(__file__).with_name("what-fits.md")

@@ -28,7 +28,7 @@ from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta
 from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
-from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, select_linears
+from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import refine
@@ -122,7 +122,8 @@ def quantize_folder(
     module, resolved = model_on_meta(source), target.resolve()
     with FolderWeights(module, source) as weights:
         why = find_linears(module, pattern, keep)
-        select_linears(module, pattern, keep, why)  # raises where there is none
+        if None not in why.values():
+            raise nothing_selected(module, pattern, why)
         report = _planned(module, weights, form, why, assignment)
         packer = _Packer(report, weights, form, scale_search, device, on_layer)
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:

@@ -61,6 +61,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
         weight: Any = module._parameters.get("weight")
         others = [other for other in owners[id(weight)] if other != own]
         read, kind, plain = reads_weight(model, name), type(module).__name__, type(module) is nn.Linear
+        small = plain and module.weight.numel() < LARGE_ELEMENTS  # type: ignore[union-attr]
         reasons = {
             "the output head: its error reaches the logits directly": module is head,
             f"its weight is shared with {''.join(others[:1])}: packing one would untie them": others,
@@ -71,7 +72,7 @@ def find_linears(model: nn.Module, pattern: str = "all", keep: str = HEAD) -> di
             f"{read}": read,
             f"{kind} is another class than nn.Linear: its owner may read the weight without calling it": not plain,
             "it has hooks, which would be lost": hooked(module),
-            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large" and plain and weight.numel() < LARGE_ELEMENTS,
+            f"smaller than {LARGE_ELEMENTS} elements": pattern == "large" and small,
             f"its name does not match {pattern!r}": pattern not in ("all", "large") and not wanted.search(name),
         }
         found[name] = next((reason for reason, holds in reasons.items() if holds), None)

@@ -65,7 +65,7 @@ def estimate_command(
             )
     if gpus is not None:
         if card is None:
-            raise ConfigurationError("--gpus plans for cards whose speed is known: give one as well, e.g. --gpu A100")
+            raise ConfigurationError("--gpus plans for a card of known speed: give one too, e.g. --gpu 'RTX 3090'")
         check_several(gpus, topology)
     page = None if html is None else Path(html)
     if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
