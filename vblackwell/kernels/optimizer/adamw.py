@@ -79,10 +79,20 @@ class Order:
 
 def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(numbers.step))],
-        lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+        [weights],
+        [gradient],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(numbers.step))],
+        lr=numbers.lr,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 @functools.cache
@@ -185,9 +195,15 @@ def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
     """What ``adamw.cu`` is compiled with, for torch's order on this machine."""
     order = torch_order()
     return {
-        "FP16": 0, "WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, "LERP": int(order.lerp[0]),
-        "TAIL_LERP": int(order.lerp[1]), "SQUARE": order.square[0], "TAIL_SQUARE": order.square[1],
-    }  # fmt: skip
+        "FP16": 0,
+        "WEIGHT": weight,
+        "GRADIENT": gradient,
+        "PREVIOUS": previous,
+        "LERP": int(order.lerp[0]),
+        "TAIL_LERP": int(order.lerp[1]),
+        "SQUARE": order.square[0],
+        "TAIL_SQUARE": order.square[1],
+    }
 
 
 @functools.cache
@@ -291,10 +307,10 @@ def adamw_piece(
                     _fused(master, values, exp_avg[part], exp_avg_sq[part], numbers)
                     split(bits[:count], weight[part], remainder[part], rounded[:count])
     elif n:
-        compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
         tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
-        args = (*tensors, n, torch_order().tail_start(n), aligned(*tensors[:6]), *numbers.words)
-        compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
+        at = Addresses(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+        with torch.cuda.device(device):
+            adamw_at(at, n, numbers, gradient.dtype, dtype_of(previous), torch.cuda.current_stream(device))
 
 
 class Addresses(NamedTuple):
@@ -311,9 +327,13 @@ class Addresses(NamedTuple):
 
 
 def adamw_at(
-    at: Addresses, num_elements: int, numbers: AdamWStep, gradient: torch.dtype, previous: torch.dtype | None,
+    at: Addresses,
+    num_elements: int,
+    numbers: AdamWStep,
+    gradient: torch.dtype,
+    previous: torch.dtype | None,
     stream: torch.cuda.Stream,
-) -> None:  # fmt: skip
+) -> None:
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
     caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None.
     """
