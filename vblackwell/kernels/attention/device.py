@@ -65,8 +65,8 @@ class Form(NamedTuple):
 
 
 # What programs are given in addition to tensors. Addresses of what only some calls have (another tensor stands in where
-# there is none): a mask and its `blocks.TileLists`, ALiBi's slopes, the dropout's seed, where packed sequences begin. Of
-# each tensor the strides of batch, head and row; then those of the log-sum-exps and of the mask; and `Numbers`.
+# there is none): a mask and its `blocks.TileLists`, ALiBi's slopes, the dropout's seed, where packed sequences begin.
+# Of each tensor the strides of batch, head and row; then those of log-sum-exps and of the mask; and `Numbers`.
 Given = namedtuple(
     "Given", "mask items counts order slopes seed q_starts k_starts strides lse_strides mask_strides numbers"
 )

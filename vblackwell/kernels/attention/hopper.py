@@ -216,7 +216,7 @@ def _consume(which: gl.constexpr, shared, walk, head, FORM: gl.constexpr):
             mbarrier.arrive(shared.mask.free.index(0), count=1)
         p, top, total, shrink = _softmax(s, top, total, start, words, head, group, FORM, True)
         operand = gl.convert_layout(p.to(dtype), LEFT)
-        state = (acc, operand, top, total)
+        state = (acc, top, total, operand)
         edge_steps = gl.maximum(walk.edges, 1)
         for step in range(1, edge_steps):
             start = _tile(step, listed, walk, FORM) * COLUMNS
@@ -226,7 +226,7 @@ def _consume(which: gl.constexpr, shared, walk, head, FORM: gl.constexpr):
             state = _step(which, step, state, shared, start, words, head, group, FORM, True)
         for step in range(edge_steps, walk.steps):
             state = _step(which, step, state, shared, 0, (0, 0), head, group, FORM, False)
-        acc, operand, top, total = state
+        acc, top, total, operand = state
         last = walk.steps - 1
         mbarrier.wait(shared.v.ready.index(last % FORM.stages), (last // FORM.stages) & 1)
         acc = warpgroup_mma(operand, shared.v.tiles.index(last % FORM.stages).reshape([COLUMNS, D]), acc, is_async=True)
@@ -245,7 +245,7 @@ def _consume(which: gl.constexpr, shared, walk, head, FORM: gl.constexpr):
 
 @gluon.jit
 def _step(which: gl.constexpr, step, state, shared, start, words, head, group, FORM: gl.constexpr, EDGES: gl.constexpr):
-    acc, operand, top, total = state
+    acc, top, total, operand = state
     slot = step % FORM.stages
     before = (step - 1) % FORM.stages
     mbarrier.wait(shared.k.ready.index(slot), (step // FORM.stages) & 1)
@@ -267,7 +267,7 @@ def _step(which: gl.constexpr, step, state, shared, start, words, head, group, F
     acc, operand, following = warpgroup_mma_wait(0, deps=(acc, operand, following))
     mbarrier.arrive(shared.v.free.index(before), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), 1)
-    return acc, following, top, total
+    return acc, top, total, following
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,21 +78,10 @@ class Order:
 
 
 def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [weights],
-        [gradient],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(numbers.step))],
-        lr=numbers.lr,
-        beta1=numbers.beta1,
-        beta2=numbers.beta2,
-        weight_decay=numbers.weight_decay,
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    betas: dict[str, Any] = {"beta1": numbers.beta1, "beta2": numbers.beta2, "amsgrad": False, "maximize": False}
+    others: dict[str, Any] = {"lr": numbers.lr, "weight_decay": numbers.weight_decay, "eps": numbers.eps}
+    tensors = ([weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(numbers.step))])
+    torch._fused_adamw_(*tensors, **betas, **others)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @functools.cache
@@ -193,17 +182,9 @@ def chunks(
 
 def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
     """What ``adamw.cu`` is compiled with, for torch's order on this machine."""
-    order = torch_order()
-    return {
-        "FP16": 0,
-        "WEIGHT": weight,
-        "GRADIENT": gradient,
-        "PREVIOUS": previous,
-        "LERP": int(order.lerp[0]),
-        "TAIL_LERP": int(order.lerp[1]),
-        "SQUARE": order.square[0],
-        "TAIL_SQUARE": order.square[1],
-    }
+    lerp, square = torch_order().lerp, torch_order().square
+    order = {"LERP": int(lerp[0]), "TAIL_LERP": int(lerp[1]), "SQUARE": square[0], "TAIL_SQUARE": square[1]}
+    return {"FP16": 0, "WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, **order}
 
 
 @functools.cache
