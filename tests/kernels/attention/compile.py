@@ -72,7 +72,7 @@ def build(
         kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], "scored" if scored else mask
     )
     form = form_of(head, mask, plan, "ieee" if dtype == "fp32" else "tf32", plan.tma)
-    form = form._replace(even=kernel_name != "dkv", **features)
+    form = form._replace(**{"even": kernel_name != "dkv", **features})
     tiled = {"q_ptr": plan.rows, "dout_ptr": plan.rows, "k_ptr": plan.columns, "v_ptr": plan.columns}
     signature: dict[str, Any] = {name: f"*{dtype}" for name in kernel.arg_names if name.endswith("_ptr")}
     tensors = len(signature) - (kernel_name == "forward")  # of the log-sum-exps there are others
