@@ -308,7 +308,8 @@ def _halves(head_ptr, inside, HALF: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(in_ptr, out_ptr, in_strides, out_strides, b, s, cos, sin, inside, N: tl.constexpr, BY: tl.constexpr):
-    (cos1, cos2), (sin1, sin2) = cos, sin
+    cos1, cos2 = cos
+    sin1, sin2 = sin
     HEADS: tl.constexpr = BY.heads
     h = tl.arange(0, BY.block)
     for first in tl.static_range(0, N, HEADS):
@@ -384,12 +385,12 @@ def _store(
         cos1, cos2 = _halves(cos_ptr + position * (2 * HALF), inside, HALF, BLOCK)
         sin1, sin2 = _halves(sin_ptr + position * (2 * HALF), inside, HALF, BLOCK)
         if head < N:
-            at = q_ptr + b * q_strides[0] + head * q_strides[1]
+            head_ptr = q_ptr + b * q_strides[0] + head * q_strides[1]
             to = out_ptr + (b * N + head) * (2 * HALF) + h
         else:
-            at = k_ptr + b * k_strides[0] + (head - N) * k_strides[1]
+            head_ptr = k_ptr + b * k_strides[0] + (head - N) * k_strides[1]
             to = keys_ptr + b * cache_strides[0] + (head - N) * cache_strides[1] + position * cache_strides[2] + h
-        left, right = _halves(at, inside, HALF, BLOCK)
+        left, right = _halves(head_ptr, inside, HALF, BLOCK)
         tl.store(to, (left * cos1 - right * sin1).to(out_ptr.dtype.element_ty), inside)
         tl.store(to + HALF, (right * cos2 + left * sin2).to(out_ptr.dtype.element_ty), inside)
 
