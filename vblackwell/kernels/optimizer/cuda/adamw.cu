@@ -35,31 +35,30 @@ DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
     m = as_bits(new_m);
     v = as_bits(new_v);
 }
-
-// A thread's share of a block. WHOLE: it lies inside the piece, and its accesses take four elements, unguarded, so that
-// nothing stands between its loads. `tail_start`: first element of torch's scalar loop, in a block that is not whole.
-template <int WHOLE>
-DEVICE void update_block(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
-                         const void* previous, const float* factor, float* square_sum, float* partial, int n,
-                         int tail_start, const Numbers& by) {
+// A thread's share of a block that lies inside the piece.
+DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+                         const void* previous, const float* factor, float* square_sum, float* partial,
+                         const Numbers& by) {
     const int first = blockIdx.x * 4096 + threadIdx.x * 4;
     Loaded loaded[2];
-    u32 w[2][4], m[2][4], v[2][4];
-#if WEIGHT == 0
-    u32 low[2][2];
+    uint4 m[2], v[2];
+#if WEIGHT == 1
+    uint4 w[2];
+#else
+    uint2 w[2], low[2];
 #endif
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        const int at = first + k * 2048, left = n - at;
-        load_gradient<WHOLE>(loaded[k], gradient, previous, at, left);
+        const int at = first + k * 2048;
+        load_gradient<1>(loaded[k], gradient, previous, at, 4);
 #if WEIGHT == 1
-        load_words<WHOLE>((const u32*)weight + at, left, w[k]);
+        w[k] = *(const uint4*)((const u32*)weight + at);
 #else
-        load_halves<WHOLE>((const u16*)weight + at, left, w[k]);
-        load_halves<WHOLE>(remainder + at, left, low[k]);
+        w[k] = *(const uint2*)((const u16*)weight + at);
+        low[k] = *(const uint2*)(remainder + at);
 #endif
-        load_words<WHOLE>(exp_avg + at, left, m[k]);
-        load_words<WHOLE>(exp_avg_sq + at, left, v[k]);
+        m[k] = *(const uint4*)(exp_avg + at);
+        v[k] = *(const uint4*)(exp_avg_sq + at);
     }
     const float scale = factor ? *factor : 1.0f;
     float g[2][4];
@@ -70,41 +69,67 @@ DEVICE void update_block(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
     if (square_sum) write_square_sum(g, partial, square_sum);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        const int at = first + k * 2048, left = n - at;
-#if WEIGHT == 0
-        u32 half[2] = {0, 0}, rest[2] = {0, 0};
-#endif
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        const int at = first + k * 2048;
 #if WEIGHT == 1
-            u32 master = w[k][i];
+        u32 master[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
 #else
-            u32 master = half_on_top(w[k], i) + (u32)((int)half_on_top(low[k], i) >> 16);
+        u32 master[4] = {(w[k].x << 16) + (u32)((int)(low[k].x << 16) >> 16),
+                         (w[k].x & 0xFFFF0000u) + (u32)((int)low[k].x >> 16),
+                         (w[k].y << 16) + (u32)((int)(low[k].y << 16) >> 16),
+                         (w[k].y & 0xFFFF0000u) + (u32)((int)low[k].y >> 16)};
 #endif
-            const float value = __fmul_rn(g[k][i], scale);
-            if (WHOLE || at + i < tail_start)
-                update<LERP, SQUARE>(master, m[k][i], v[k][i], value, by);
-            else
-                update<TAIL_LERP, TAIL_SQUARE>(master, m[k][i], v[k][i], value, by);
+        update<LERP, SQUARE>(master[0], m[k].x, v[k].x, __fmul_rn(g[k][0], scale), by);
+        update<LERP, SQUARE>(master[1], m[k].y, v[k].y, __fmul_rn(g[k][1], scale), by);
+        update<LERP, SQUARE>(master[2], m[k].z, v[k].z, __fmul_rn(g[k][2], scale), by);
+        update<LERP, SQUARE>(master[3], m[k].w, v[k].w, __fmul_rn(g[k][3], scale), by);
 #if WEIGHT == 1
-            w[k][i] = master;
+        *(uint4*)((u32*)weight + at) = make_uint4(master[0], master[1], master[2], master[3]);
 #else
-            half[i >> 1] |= rounded_half(master) << (16 * (i & 1));
-            rest[i >> 1] |= (master & 0xFFFFu) << (16 * (i & 1));
+        *(uint2*)((u16*)weight + at) = make_uint2(rounded_half(master[0]) | (rounded_half(master[1]) << 16),
+                                                  rounded_half(master[2]) | (rounded_half(master[3]) << 16));
+        *(uint2*)(remainder + at) = make_uint2((master[0] & 0xFFFFu) | (master[1] << 16),
+                                               (master[2] & 0xFFFFu) | (master[3] << 16));
 #endif
-        }
-#if WEIGHT == 1
-        store_words<WHOLE>((u32*)weight + at, left, w[k]);
-#else
-        store_halves<WHOLE>((u16*)weight + at, left, half);
-        store_halves<WHOLE>(remainder + at, left, rest);
-#endif
-        store_words<WHOLE>(exp_avg + at, left, m[k]);
-        store_words<WHOLE>(exp_avg_sq + at, left, v[k]);
+        *(uint4*)(exp_avg + at) = m[k];
+        *(uint4*)(exp_avg_sq + at) = v[k];
     }
 }
 
-// `aligned`: whether all pointers allow accesses of four elements.
+// The same one by one, for the last block and pointers that are not aligned.
+DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+                          const void* previous, const float* factor, float* square_sum, float* partial, int n,
+                          int tail_start, const Numbers& by) {
+    if (square_sum) sum_block<0>(gradient, previous, square_sum, partial, n);
+    const float scale = factor ? *factor : 1.0f;
+    const int end = min(n, (int)blockIdx.x * 4096 + 4096);
+#pragma unroll 1
+    for (int at = blockIdx.x * 4096 + threadIdx.x; at < end; at += THREADS) {
+        Loaded loaded;
+        load_gradient<0>(loaded, gradient, previous, at, 1);
+        const float g = __fmul_rn(gradient_value(loaded, 0), scale);
+#if WEIGHT == 1
+        u32 master = ((const u32*)weight)[at];
+#else
+        u32 master = ((u32)((const u16*)weight)[at] << 16) + (u32)(int)(short)remainder[at];
+#endif
+        u32 m = exp_avg[at], v = exp_avg_sq[at];
+        if (at < tail_start)
+            update<LERP, SQUARE>(master, m, v, g, by);
+        else
+            update<TAIL_LERP, TAIL_SQUARE>(master, m, v, g, by);
+#if WEIGHT == 1
+        ((u32*)weight)[at] = master;
+#else
+        ((u16*)weight)[at] = (u16)rounded_half(master);
+        remainder[at] = (u16)master;
+#endif
+        exp_avg[at] = m;
+        exp_avg_sq[at] = v;
+    }
+}
+
+// `tail_start`: first element of torch's scalar loop, in the last block, which is not whole; `aligned`: whether all
+// pointers allow accesses of four elements. A whole block takes them unguarded, so that nothing stands between its loads.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
       const float* factor, float* square_sums, int n, int tail_start, int aligned, float decay, float weight1,
@@ -112,14 +137,14 @@ adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* g
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
-    float *square_sum = square_sums ? square_sums + blockIdx.x : square_sums, *partial = (float*)memory;
+    float* square_sum = square_sums ? square_sums + blockIdx.x : square_sums;
     const Numbers by = {decay, weight1, beta2, weight2, root, eps, minus_step_size};
     if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
-        update_block<1>(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, partial, n,
-                        tail_start, by);
+        update_whole(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory,
+                     by);
     else
-        update_block<0>(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, partial, n,
-                        tail_start, by);
+        update_ragged(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, n,
+                      tail_start, by);
 }
 
 // The same sums of squares, and nothing else.
