@@ -129,7 +129,8 @@ DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_a
 }
 
 // `tail_start`: first element of torch's scalar loop, in the last block, which is not whole; `aligned`: whether all
-// pointers allow accesses of four elements. A whole block takes them unguarded, so that nothing stands between its loads.
+// pointers allow accesses of four elements. A whole block takes them unguarded, so that nothing stands between its
+// loads.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
       const float* factor, float* square_sums, int n, int tail_start, int aligned, float decay, float weight1,
