@@ -26,88 +26,88 @@ MASKS = ("none", "boolean", "additive")
 # What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked
 # attention.
 FEATURES: dict[str, dict[str, Any]] = {
-    "whole": {"HAS_RIGHT": False},
-    "window": {"HAS_LEFT": True, "EVEN": False},
-    "packed": {"VARLEN": True, "EVEN": False, "TMA": False, "aligned_lengths": False},
-    "strided": {"EVEN": False, "TMA": False, "aligned_lengths": False},
-    "dropout": {"DROPOUT": True, "EVEN": False},
-    "softcap": {"SOFTCAP": True, "EVEN": False},
-    "alibi": {"ALIBI": True, "EVEN": False},
-    "broadcast": {"ENDS": True, "EVEN": False},
+    "whole": {"has_right": False},
+    "window": {"has_left": True, "even": False},
+    "packed": {"varlen": True, "even": False, "tma": False, "aligned_lengths": False},
+    "strided": {"even": False, "tma": False, "aligned_lengths": False},
+    "dropout": {"dropout": True, "even": False},
+    "softcap": {"softcap": True, "even": False},
+    "alibi": {"alibi": True, "even": False},
+    "broadcast": {"ends": True, "even": False},
 }
 FEATURES["all"] = {
     **FEATURES["dropout"],
-    "SOFTCAP": True,
-    "ALIBI": True,
-    "HAS_LEFT": True,
-    "BOTTOM_RIGHT": True,
-    "GROUP": 4,
+    "softcap": True,
+    "alibi": True,
+    "has_left": True,
+    "bottom_right": True,
+    "group": 4,
 }
 SCORED = ("dropout", "softcap", "alibi", "all")
 
 
 def build(
-    kernel_name: str, head: int, mask: str, dtype: str, capability: int, scored: bool = False,
+    kernel_name: str,
+    head: int,
+    mask: str,
+    dtype: str,
+    capability: int,
+    scored: bool = False,
     aligned_lengths: bool = True,
-    plan: Any = None, **features: Any,
-) -> tuple[str, int, int, int, Loops]:  # fmt: skip
+    plan: Any = None,
+    **features: Any,
+) -> tuple[str, int, int, int, Loops]:
     """(plan, shared bytes, spilled bytes and registers a thread, loops) of a causal kernel as it ships."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from vblackwell.kernels.attention.backward import key_gradient, query_gradient
+    from vblackwell.kernels.attention.device import Given, Numbers
     from vblackwell.kernels.attention.forward import attend
-    from vblackwell.kernels.attention.plan import padded_head, plan_for
+    from vblackwell.kernels.attention.plan import plan_for
 
     kernel = {"forward": attend, "dq": query_gradient, "dkv": key_gradient}[kernel_name]
     plan = plan or plan_for(
         kernel_name, head, 4 if dtype == "fp32" else 2, SHARED_BYTES[capability], "scored" if scored else mask
     )
-    width = padded_head(head)
-    constants: dict[str, Any] = {
-        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "BOTTOM_RIGHT": False,
-        "SOFTCAP": False,
-        "ALIBI": False, "DROPOUT": False, "VARLEN": False, "EVEN": True, "H": head, "D": width, "ROWS": plan.rows,
-        "COLUMNS": plan.columns, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "TMA": plan.tma, "ENDS": False,
-        **features,
-    }  # fmt: skip
-    if mask != "none":
-        constants["stride_mask_row" if mask == "boolean" else "stride_mask_col"] = 1
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    form = form_of(head, mask, plan, "ieee" if dtype == "fp32" else "tf32", plan.tma)
+    form = form._replace(**{"even": kernel_name != "dkv", **features})
     tiled = {"q_ptr": plan.rows, "dout_ptr": plan.rows, "k_ptr": plan.columns, "v_ptr": plan.columns}
-
-    def type_of(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in tiled and constants["TMA"]:
-            return f"tensordesc<{dtype}[1, 1, {tiled[name]}, {width}]>"
-        if name.endswith("_ptr"):
-            special = {
-                "lse": "*fp32",
-                "delta": "*fp32",
-                "start": "*fp32",
-                "slope": "*fp32",
-                "seed": "*i64",
-                "mask": "*i64" if mask == "boolean" else f"*{dtype}",
-            }
-            whole = ("items", "counts", "order", "q_starts", "k_starts")
-            stem = name.removesuffix("_ptr")
-            return "*i32" if stem in whole else special.get(stem, f"*{dtype}")
-        return "fp32" if name in ("scale", "softcap", "dropout") else "i32"
-
-    signature = {name: type_of(name) for name in kernel.arg_names}
-    # as launches find them: aligned pointers and strides, and, by ``aligned_lengths``, lengths that are multiples of 16
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
-        or (name.startswith("stride_") or aligned_lengths and name in ("q_length", "k_length"))
-        and signature[name] == "i32"
-    }
-    source = ASTSource(
-        kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}, attrs=aligned
+    signature: dict[str, Any] = {name: f"*{dtype}" for name in kernel.arg_names if name.endswith("_ptr")}
+    tensors = len(signature) - (kernel_name == "forward")  # of the log-sum-exps there are others
+    signature |= {"lse_ptr": "*fp32", "sums": ("*fp32",) * 3, "FORM": "constexpr"}
+    if form.tma:
+        signature |= {name: f"tensordesc<{dtype}[1, 1, {rows}, {form.width}]>" for name, rows in tiled.items()}
+    signature |= dict.fromkeys(("list_batch", "list_head", "list_width"), "i32")
+    side = (2 if mask == "boolean" else 3) if mask != "none" else None  # the mask's lines, or columns, lie side by side
+    signature["given"] = Given(
+        "*i64" if mask == "boolean" else f"*{dtype}",
+        *("*i32", "*i32", "*i32", "*fp32", "*i64", "*i32", "*i32"),
+        (("i32",) * 3,) * tensors,
+        ("i32",) * 2,
+        tuple("constexpr" if i == side else "i32" for i in range(4)),
+        Numbers("i32", "i32", "i32", "i32", "fp32", "fp32", "fp32"),
     )
+    signature = {name: signature[name] for name in kernel.arg_names}
+    place = kernel.arg_names.index
+    constants: dict[Any, Any] = {(place("FORM"),): form}
+    if side is not None:
+        constants[place("given"), Given._fields.index("mask_strides"), side] = 1
+
+    # as launches find them: aligned pointers and strides, and, by ``aligned_lengths``, lengths that are multiples of 16
+    def paths(value: Any, path: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if isinstance(value, tuple):
+            return [found for i, each in enumerate(value) for found in paths(each, (*path, i))]
+        given = path[0] == place("given")
+        number = given and Given._fields[path[1]] == "numbers"
+        if value == "i32" and given and (not number or aligned_lengths and path[2] < 2):
+            return [path]
+        return [path] if value.startswith("*") else []
+
+    aligned = [path for name, value in signature.items() for path in paths(value, (place(name),))]
+    attrs = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": plan.warps, "num_stages": plan.stages} | (
         {"maxnreg": plan.registers} if plan.registers else {}
     )
@@ -115,45 +115,71 @@ def build(
     return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])
 
 
+def form_of(head: int, mask: str, plan: Any, precision: str, tma: bool) -> Any:
+    """What a causal kernel is compiled for."""
+    from vblackwell.kernels.attention.device import Form
+    from vblackwell.kernels.attention.plan import padded_head
+
+    return Form(
+        mask=MASKS.index(mask),
+        has_left=False,
+        has_right=True,
+        bottom_right=False,
+        softcap=False,
+        alibi=False,
+        dropout=False,
+        varlen=False,
+        group=1,
+        head=head,
+        width=padded_head(head),
+        rows=plan.rows,
+        columns=plan.columns,
+        precision=precision,
+        stages=plan.stages,
+        tma=tma,
+        ends=False,
+        even=False,
+    )
+
+
 def build_specialized(
     head: int, mask: str, aligned_lengths: bool = True, plan: Any = None, **features: Any
 ) -> tuple[str, int, int, int, Loops]:
-    """The same of attention_hopper.py's forward for sm_90, in bf16; of ``features`` those that it has."""
+    """The same of hopper.py's forward for sm_90, in bf16; of ``features`` those that it has."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from vblackwell.kernels.attention.hopper import NUMBERS, attend_hopper
+    from vblackwell.kernels.attention.hopper import attend_hopper
     from vblackwell.kernels.attention.plan import SPECIALIZED, padded_head
 
-    width = padded_head(head)
-    plan, names = plan or SPECIALIZED[max(64, width)], attend_hopper.arg_names
-    constants: dict[str, Any] = {
-        "GROUP": 1, "MASK": MASKS.index(mask), "HAS_LEFT": False, "HAS_RIGHT": True, "ENDS": False,
-        "H": head, "D": width, "ROWS": plan.rows // 2, "COLUMNS": plan.columns, "STAGES": plan.stages,
-    }  # fmt: skip
-    constants |= {name: value for name, value in features.items() if name in constants}
-    signature = {name: "constexpr" if name in constants else "i32" for name in names}
+    plan, names = plan or SPECIALIZED[max(64, padded_head(head))], attend_hopper.arg_names
+    form = form_of(head, mask, plan, "tf32", True)
+    form = form._replace(
+        **{name: value for name, value in features.items() if name in ("has_left", "has_right", "ends")}
+    )
+    signature: dict[str, Any] = dict.fromkeys(names, "i32")
+    signature |= {"out_ptr": "*bf16", "lse_ptr": "*fp32", "scale": "fp32", "FORM": "constexpr"}
     signature |= {
-        "out_ptr": "*bf16",
-        "lse_ptr": "*fp32",
-        "scale": "fp32",
+        "out_strides": ("i32",) * 3,
+        "lse_strides": ("i32",) * 2,
         "mask": "*i64" if mask == "boolean" else "*bf16",
     }
-    signature |= {name: "*i32" if mask != "none" else "*fp32" for name in ("items_ptr", "counts_ptr", "order_ptr")}
-    tiles = [("q", plan.rows // 2, width), ("k", plan.columns, width), ("v", plan.columns, width)]
+    signature |= dict.fromkeys(("items_ptr", "counts_ptr", "order_ptr"), "*i32" if mask != "none" else "*fp32")
+    tiles = [("q", plan.rows // 2, form.width), ("k", plan.columns, form.width), ("v", plan.columns, form.width)]
     for name, rows, columns in [*tiles, ("mask", plan.rows // 2, plan.columns)][: 4 if mask == "additive" else 3]:
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.bfloat16)
         signature[name] = f"tensordesc<bf16[1, 1, {rows}, {columns}],{layout!r}>"
-    aligned = [
-        name.endswith("_ptr") or signature[name].startswith("*") or name.startswith("stride_") and name not in NUMBERS
-        for name in names
-    ]
+    aligned = [(i,) for i, name in enumerate(names) if isinstance(signature[name], str) and signature[name][0] == "*"]
+    for name in ("out_strides", "lse_strides"):
+        aligned += [(names.index(name), i) for i in range(len(signature[name]))]
     source = GluonASTSource(
-        attend_hopper, signature, constexprs={(names.index(k),): v for k, v in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, known in enumerate(aligned) if known},
-    )  # fmt: skip
+        attend_hopper,
+        signature,
+        constexprs={(names.index("FORM"),): form},
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
+    )
     options = {"num_warps": plan.warps, "maxnreg": plan.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return str(plan), compiled.metadata.shared, *usage(compiled.asm["cubin"]), loops(compiled.asm["cubin"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.attention.oracle import DEVICE, normal
-from vblackwell.kernels.attention.blocks import bits_of, list_tiles
+from vblackwell.kernels.attention.blocks import Bounds, bits_of, list_tiles
 
 ROWS, COLUMNS = 100, 200
 
@@ -91,7 +91,7 @@ def test_lists(shape, tile, bounds):
             whole[:, :, i, j] = part.all(-1).all(-1) & (part.shape[3] == tile[1])
     bits = bits_of(mask.view(torch.uint8), with_keys=False)
     for by_column in (False, True):
-        lists = list_tiles(mask.view(torch.uint8), bits, (ROWS, COLUMNS), tile, 0, left, right, by_column)
+        lists = list_tiles(mask.view(torch.uint8), bits, tile, Bounds(ROWS, COLUMNS, 0, left, right), by_column)
         expected, full = (x.transpose(2, 3) if by_column else x for x in (some, whole))
         lines = expected.shape[2]
         length = lists.counts.sum(1).reshape(-1, lines)

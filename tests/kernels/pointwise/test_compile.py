@@ -24,32 +24,26 @@ from vblackwell.kernels.pointwise import sampling_triton
 
 def rms(width, stages):
     rows, block, warps = rows_triton.tile_of(width)
-    return {"D": width, "ROWS": rows, "BLOCK": block, "STAGES": stages}, warps
-
-def block_of(shape):
-    return shape["BLOCK"]
+    return {"TILE": rows_triton.Tile(width, rows, block, 64, stages)}, warps
 
 def cases(capability):
     shared = (224 if capability == 90 else 96) << 10
     for width in (128, 2560, 8192):
-        shape, warps = rms(width, rows_triton.forward_stages(width, 2, 2, True, shared))
-        yield rows_triton._rms_norm, {**shape, "HAS_RESIDUAL": True, "TILES": 64}, warps
+        yield rows_triton._rms_norm, *rms(width, rows_triton.forward_stages(width, 2, 2, True, shared))
         shape, warps = rms(width, rows_triton.backward_stages(width, 2, True, shared))
-        yield rows_triton._rms_norm_backward, {
-            **shape, "HAS_DTOTAL": True, "WITH_WEIGHT": True, "TILES": 64}, warps if block_of(shape) <= 4096 else 32
+        yield rows_triton._rms_norm_backward, shape, warps if shape["TILE"].block <= 4096 else 32
     shape, warps = rms(16384, rows_triton.forward_stages(16384, 2, 2, False, shared))  # its weight comes through shared memory, too
-    yield rows_triton._rms_norm, {**shape, "HAS_RESIDUAL": False, "TILES": 64}, warps
+    yield rows_triton._rms_norm, {**shape, "residual_ptr": None}, warps
     yield rows_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rows_triton.SUM_COLUMNS}, 4
     yield rows_triton._swiglu, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
-    yield rows_triton._swiglu_backward, {"BLOCK": rows_triton.SWIGLU_BLOCK, "WITH_PRODUCT": True}, rows_triton.SWIGLU_WARPS
-    yield rows_triton._rotate, {
-        "N": 32, "K": 8, "HALF": 64, "HEADS": 32, "BLOCK": 64, "INVERSE": True}, 4
+    yield rows_triton._swiglu_backward, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
+    yield rows_triton._rotate, {"N": 32, "K": 8, "BY": rows_triton.Rotation(64, 64, 32, True)}, 4
     yield rows_triton._loss_and_gradient, {
         "WORDS": 128256, "GRADIENTS": True, "BLOCK": rows_triton.LOSS_BLOCK}, rows_triton.LOSS_WARPS
     yield rows_triton._scale, {"BLOCK": 2048}, 4
     yield rows_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
-    yield decode_attention_triton._attend, {
-        "K": 8, "G": 4, "H": 256, "WIDE": 256, "PARTS": 9, "KEYS": decode_attention_triton.keys_at_once(2)}, 4
+    size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.keys_at_once(2))
+    yield decode_attention_triton._attend, {"SIZE": size}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
     yield encode_triton._encode, {"BLOCKS": encode_triton.BLOCKS}, 4
@@ -58,6 +52,8 @@ def cases(capability):
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
     "mass_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr")
+STRIDES = {  # of each tensor a tuple
+    "_rotate": (("i32",) * 3,) * 4 + (("i32",) * 2,) * 2, "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,), "_attend": ("i32",) * 3}
 def type_of(name, kernel):
     if kernel == "_words" and name in ("codes_ptr", "out_ptr"):
         return "*i32"
@@ -71,6 +67,8 @@ def type_of(name, kernel):
         return "*fp64"
     if name in ("top_k_ptr", "least_ptr"):
         return "*i32"
+    if name == "strides":
+        return STRIDES[kernel]
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 else "*bf16"
     return "fp32" if name in ("eps", "z_loss", "scale") else "i32"

@@ -12,6 +12,7 @@ partial, bounds counted in. ``collect_tiles`` lists the tiles of each line and `
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,19 @@ WORD = 64
 # Words lie side by side by query (or key), in blocks of this many, so that a tile's loads need no check of their own.
 PADDING = 256
 CHUNK = 64
+# A mask of one head and its strides, as `load_mask` and `load_words` read it.
+Plane = namedtuple("Plane", "mask mask_row mask_col q_len k_len")
+Judged = namedtuple("Judged", "has_left has_right rows columns")
+
+
+class Bounds(NamedTuple):
+    """Who may see whom, as device.py says."""
+
+    q_len: int
+    k_len: int
+    offset: int
+    left: int | None
+    right: int | None
 
 
 class MaskBits(NamedTuple):
@@ -55,20 +69,28 @@ class TileLists(NamedTuple):
     list_batch: int
     list_head: int
 
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """What finds a line: the steps of batches and heads, and the items of a line."""
+        return self.list_batch, self.list_head, self.items.shape[1]
+
 
 @triton.jit
 def pack_bits(
-    mask_ptr, by_query_ptr, by_key_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, rows, cols,
-    query_step, query_word, query_plane, key_step, key_word, key_plane, WITH_KEYS: tl.constexpr,
-):  # fmt: skip
-    """A tile of 64 x 64; of a dimension whose own size is 1, with steps of 0, all 64 are the same."""
+    mask_ptr, by_query_ptr, by_key_ptr, strides, heads, rows, cols, query_steps, key_steps, WITH_KEYS: tl.constexpr
+):
+    """A tile of 64 x 64; of a dimension whose own size is 1, with steps of 0, all 64 are the same. Steps are those of a
+    line, a word and a plane.
+    """
+    query_step, query_word, query_plane = query_steps
+    key_step, key_word, key_plane = key_steps
     which = tl.program_id(2).to(tl.int64)
     row0, col0 = tl.program_id(1) * 64, tl.program_id(0) * 64
     row, col = tl.arange(0, 64), tl.arange(0, 64)
-    corner = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
-    corner += row0.to(tl.int64) * stride_row + col0.to(tl.int64) * stride_col
+    corner = mask_ptr + which // heads * strides[0] + which % heads * strides[1]
+    corner += row0.to(tl.int64) * strides[2] + col0.to(tl.int64) * strides[3]
     inside = ((row0 + row < rows) | (rows == 1))[:, None] & ((col0 + col < cols) | (cols == 1))[None, :]
-    values = tl.load(corner + row[:, None] * stride_row + col[None, :] * stride_col, inside, other=0)
+    values = tl.load(corner + row[:, None] * strides[2] + col[None, :] * strides[3], inside, other=0)
     # Bits of four keys in one number, a byte each, so that a quarter as many are added up between threads.
     bit = (values != 0).to(tl.uint32)
     four = tl.sum((bit << (8 * (col & 3)).to(tl.uint32)[None, :]).reshape(64, 16, 4), 2).to(tl.uint32)
@@ -94,49 +116,45 @@ def pack_bits(
 
 
 @triton.jit
-def judge_bits(
-    bits_ptr, state_ptr, stride_mb, stride_mn, stride_word, stride_row, heads, q_len, k_len, offset, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def judge_bits(bits_ptr, state_ptr, strides, heads, bounds, FORM: tl.constexpr):
     """Bounds are compared for the tile as one: where they cut it, it is partial if the mask has anything in it."""
     k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    bits = bits_ptr + which // heads * stride_mb + which % heads * stride_mn
-    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
-    first, second = load_words(bits, row0, col0, stride_row, stride_word, ROWS, COLUMNS)
-    FULL: tl.constexpr = -1 if COLUMNS >= 64 else (1 << COLUMNS) - 1
+    bits = bits_ptr + which // heads * strides[0] + which % heads * strides[1]
+    plane = Plane(bits, strides[3], strides[2], bounds.q_len, bounds.k_len)
+    row0, col0 = q_tile * FORM.rows, k_tile * FORM.columns
+    first, second = load_words(plane, row0, col0, FORM.rows, FORM.columns)
+    FULL: tl.constexpr = -1 if FORM.columns >= 64 else (1 << FORM.columns) - 1
     first &= FULL
     second &= FULL
-    outside = row0 + tl.arange(0, ROWS) >= q_len  # such rows are nobody's concern
+    outside = row0 + tl.arange(0, FORM.rows) >= bounds.q_len  # such rows are nobody's concern
     some = ((first | second) != 0) & (outside == 0)
     full = ((first == FULL) & (second == FULL)) | outside
-    row_last, col_last = tl.minimum(row0 + ROWS, q_len) - 1, col0 + COLUMNS - 1
-    whole = (tl.min(full.to(tl.int32), 0) == 1) & (col_last < k_len)
+    row_last, col_last = tl.minimum(row0 + FORM.rows, bounds.q_len) - 1, col0 + FORM.columns - 1
+    whole = (tl.min(full.to(tl.int32), 0) == 1) & (col_last < bounds.k_len)
     seen = tl.max(some.to(tl.int32), 0) == 1
-    if HAS_RIGHT:
-        whole = whole & (col_last <= row0 + offset + right)
-        seen = seen & (col0 <= row_last + offset + right)
-    if HAS_LEFT:
-        whole = whole & (col0 >= row_last + offset - left)
-        seen = seen & (col_last >= row0 + offset - left)
+    if FORM.has_right:
+        whole = whole & (col_last <= row0 + bounds.offset + bounds.right)
+        seen = seen & (col0 <= row_last + bounds.offset + bounds.right)
+    if FORM.has_left:
+        whole = whole & (col0 >= row_last + bounds.offset - bounds.left)
+        seen = seen & (col_last >= row0 + bounds.offset - bounds.left)
     state = tl.where(seen, tl.where(whole, 2, 1), 0)
     at = (which * tl.num_programs(1) + q_tile) * tl.num_programs(0) + k_tile
     tl.store(state_ptr + at, state.to(tl.int8))
 
 
 @triton.jit
-def judge_values(
-    mask_ptr, state_ptr, stride_mb, stride_mn, stride_row, stride_col, heads, q_len, k_len, offset, left, right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def judge_values(mask_ptr, state_ptr, strides, heads, bounds, FORM: tl.constexpr):
     k_tile, q_tile, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    mask = mask_ptr + which // heads * stride_mb + which % heads * stride_mn
-    row = (q_tile * ROWS + tl.arange(0, ROWS))[:, None]
-    col = (k_tile * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    row0, col0 = q_tile * ROWS, k_tile * COLUMNS
-    values = load_mask(mask, row0, col0, row - row0, col - col0, stride_row, stride_col, q_len, k_len)
-    inside = visible(row, col, k_len, offset, left, right, HAS_LEFT, HAS_RIGHT)
-    some = inside & (values != float("-inf")) & (row < q_len)
-    plain = (inside & (values == 0)) | (row >= q_len)
+    mask = mask_ptr + which // heads * strides[0] + which % heads * strides[1]
+    plane = Plane(mask, strides[2], strides[3], bounds.q_len, bounds.k_len)
+    row = (q_tile * FORM.rows + tl.arange(0, FORM.rows))[:, None]
+    col = (k_tile * FORM.columns + tl.arange(0, FORM.columns))[None, :]
+    row0, col0 = q_tile * FORM.rows, k_tile * FORM.columns
+    values = load_mask(plane, row0, col0, row - row0, col - col0)
+    inside = visible(row, col, bounds, FORM)
+    some = inside & (values != float("-inf")) & (row < bounds.q_len)
+    plain = (inside & (values == 0)) | (row >= bounds.q_len)
     any_some = tl.max(tl.max(some.to(tl.int32), 1), 0)
     all_plain = tl.min(tl.min(plain.to(tl.int32), 1), 0)
     state = tl.where(all_plain == 1, 2, any_some)
@@ -206,33 +224,25 @@ def bits_of(mask: Tensor, with_keys: bool) -> MaskBits:
     ]
     targets = (by_query.view(torch.int32), (by_query if by_key is None else by_key).view(torch.int32))
     pack_bits[(k_words, q_words, batch * heads)](
-        mask, *targets, *mask_strides(mask), heads, rows, cols, *steps[0], *steps[1], WITH_KEYS=with_keys, num_warps=4
+        mask, *targets, mask_strides(mask), heads, rows, cols, *steps, WITH_KEYS=with_keys, num_warps=4
     )
     return MaskBits(by_query, by_key)
 
 
 def list_tiles(
-    mask: Tensor, bits: MaskBits | None, lengths: tuple[int, int], tile: tuple[int, int], offset: int, left: int | None,
-    right: int | None, by_column: bool,
-) -> TileLists:  # fmt: skip
+    mask: Tensor, bits: MaskBits | None, tile: tuple[int, int], bounds: Bounds, by_column: bool
+) -> TileLists:
     """Lists of key tiles for each query tile, or, ``by_column``, of query tiles for each key tile (at most 128 keys).
 
-    ``mask``: (1 or B, 1 or N, S or 1, T or 1) of any strides, read if it has no ``bits``; bounds as in device.py.
+    ``mask``: (1 or B, 1 or N, S or 1, T or 1) of any strides, read if it has no ``bits``; None in ``bounds``: no bound.
     """
-    q_tiles, k_tiles = triton.cdiv(lengths[0], tile[0]), triton.cdiv(lengths[1], tile[1])
+    q_tiles, k_tiles = triton.cdiv(bounds.q_len, tile[0]), triton.cdiv(bounds.k_len, tile[1])
     batch, heads = mask.shape[:2]
     state = torch.empty((batch * heads, q_tiles, k_tiles), dtype=torch.int8, device=mask.device)
-    bounds = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "ROWS": tile[0], "COLUMNS": tile[1]}
-    numbers = (heads, *lengths, offset, left or 0, right or 0)
-    if bits is None:
-        judge_values[(k_tiles, q_tiles, batch * heads)](
-            mask, state, *mask_strides(mask), *numbers, **bounds, num_warps=4
-        )
-    else:
-        words = bits.by_query
-        judge_bits[(k_tiles, q_tiles, batch * heads)](
-            words, state, *mask_strides(words), *numbers, **bounds, num_warps=1
-        )
+    judge, source, warps = (judge_values, mask, 4) if bits is None else (judge_bits, bits.by_query, 1)
+    numbers = bounds._replace(left=bounds.left or 0, right=bounds.right or 0)
+    form = Judged(bounds.left is not None, bounds.right is not None, *tile)
+    judge[(k_tiles, q_tiles, batch * heads)](source, state, mask_strides(source), heads, numbers, form, num_warps=warps)
     lines, tiles = (k_tiles, q_tiles) if by_column else (q_tiles, k_tiles)
     items = torch.empty((batch * heads * lines, tiles + 1), dtype=torch.int32, device=mask.device)
     counts = torch.empty((batch * heads * lines, 2), dtype=torch.int32, device=mask.device)

@@ -10,6 +10,7 @@ How many parts there are depends on sizes alone, so a graph holds for every leng
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,48 +24,58 @@ _MAX_PARTS = 32
 _LOG2_E = math.log2(math.e)
 
 
+class Size(NamedTuple):
+    """What `_attend` is compiled for."""
+
+    kv_heads: int
+    group: int  # queries that share a key head
+    head: int
+    wide: int  # ``head`` padded
+    parts: int
+    keys: int  # of a tile
+
+
 @triton.jit
-def _attend(
-    q_ptr, keys_ptr, values_ptr, position_ptr, sum_ptr, top_ptr, mass_ptr, scale, cache_b, cache_k, cache_t,
-    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def _attend(q_ptr, keys_ptr, values_ptr, position_ptr, sum_ptr, top_ptr, mass_ptr, scale, strides, SIZE: tl.constexpr):
     """One part of the positions for the queries of one key head: weighted sum of values, top score, sum of weights."""
-    b, k, part = tl.program_id(0).to(tl.int64) // K, tl.program_id(0) % K, tl.program_id(1)
+    b, k, part = tl.program_id(0).to(tl.int64) // SIZE.kv_heads, tl.program_id(0) % SIZE.kv_heads, tl.program_id(1)
     length = tl.load(position_ptr).to(tl.int32) + 1
-    blocks = tl.cdiv(tl.cdiv(length, KEYS), PARTS)
-    begin = part * blocks * KEYS
-    end = tl.minimum(length, begin + blocks * KEYS)
-    g, h, t = tl.arange(0, 16), tl.arange(0, WIDE), tl.arange(0, KEYS)
-    row = (b * K + k) * G + g
-    q = tl.load(q_ptr + row[:, None] * H + h[None, :], (g < G)[:, None] & (h < H)[None, :], other=0.0)
+    blocks = tl.cdiv(tl.cdiv(length, SIZE.keys), SIZE.parts)
+    begin = part * blocks * SIZE.keys
+    end = tl.minimum(length, begin + blocks * SIZE.keys)
+    g, h, t = tl.arange(0, 16), tl.arange(0, SIZE.wide), tl.arange(0, SIZE.keys)
+    row = (b * SIZE.kv_heads + k) * SIZE.group + g
+    whole = (g < SIZE.group)[:, None] & (h < SIZE.head)[None, :]
+    q = tl.load(q_ptr + row[:, None] * SIZE.head + h[None, :], whole, other=0.0)
     top = tl.full((16,), float("-inf"), tl.float32)
     mass = tl.zeros((16,), tl.float32)
+    WIDE: tl.constexpr = SIZE.wide
     total = tl.zeros((16, WIDE), tl.float32)
-    cache = b * cache_b + k * cache_k
-    for start in range(begin, end, KEYS):
+    cache = b * strides[0] + k * strides[1]
+    for start in range(begin, end, SIZE.keys):
         at = start + t
-        inside = (at < end)[:, None] & (h < H)[None, :]
-        places = cache + at.to(tl.int64)[:, None] * cache_t + h[None, :]
+        inside = (at < end)[:, None] & (h < SIZE.head)[None, :]
+        places = cache + at.to(tl.int64)[:, None] * strides[2] + h[None, :]
         keys = tl.load(keys_ptr + places, inside, other=0.0)
         values = tl.load(values_ptr + places, inside, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where((at < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(top - higher)
-        mass = mass * kept + tl.sum(weights, 1)
-        total = total * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        shrink = tl.exp2(top - higher)
+        mass = mass * shrink + tl.sum(weights, 1)
+        total = total * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = higher
-    place = row * PARTS + part
-    tl.store(top_ptr + place, top, g < G)
-    tl.store(mass_ptr + place, mass, g < G)
-    tl.store(sum_ptr + place[:, None] * H + h[None, :], total, (g < G)[:, None] & (h < H)[None, :])
+    place = row * SIZE.parts + part
+    tl.store(top_ptr + place, top, g < SIZE.group)
+    tl.store(mass_ptr + place, mass, g < SIZE.group)
+    tl.store(sum_ptr + place[:, None] * SIZE.head + h[None, :], total, whole)
 
 
 @triton.jit
 def _join(
     sum_ptr, top_ptr, mass_ptr, out_ptr, H: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     p, h = tl.arange(0, MANY), tl.arange(0, WIDE)
     top = tl.load(top_ptr + row * PARTS + p, p < PARTS, other=float("-inf"))
@@ -96,13 +107,10 @@ def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Te
     sums = torch.empty((batch * heads, parts, width), dtype=torch.float32, device=q.device)
     tops, masses = torch.empty((2, batch * heads, parts), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
+    many, scale = triton.next_power_of_2(parts), _LOG2_E / math.sqrt(width)
+    tensors, strides = (q, keys_BKTH, values_BKTH, position_1, sums, tops, masses), keys_BKTH.stride()[:3]
+    size = Size(kv_heads, heads // kv_heads, width, wide, parts, keys)
     with on_device(q):
-        _attend[(batch * kv_heads, parts)](
-            q, keys_BKTH, values_BKTH, position_1, sums, tops, masses, _LOG2_E / math.sqrt(width),
-            *keys_BKTH.stride()[:3], K=kv_heads, G=heads // kv_heads, H=width, WIDE=wide, PARTS=parts, KEYS=keys,
-            num_warps=4,
-        )  # fmt: skip
-        _join[(batch * heads,)](
-            sums, tops, masses, out, H=width, WIDE=wide, PARTS=parts, MANY=triton.next_power_of_2(parts), num_warps=2
-        )  # fmt: skip
+        _attend[(batch * kv_heads, parts)](*tensors, scale, strides, size, num_warps=4)
+        _join[(batch * heads,)](sums, tops, masses, out, width, wide, parts, many, num_warps=2)
     return out

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.backward import key_gradient, query_gradient
-from vblackwell.kernels.attention.blocks import MaskBits, TileLists, bits_of, list_tiles, mask_strides
-from vblackwell.kernels.attention.device import INTERPRETED
+from vblackwell.kernels.attention.blocks import Bounds, MaskBits, TileLists, bits_of, list_tiles, mask_strides
+from vblackwell.kernels.attention.device import INTERPRETED, Form, Given, Numbers
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import (
     SPECIALIZED_TRITON,
@@ -105,10 +105,14 @@ class _Call:
         """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
         forced = "forward" in _FORCED.get()
         fits = (
-            self.q.device.type == "cuda" and not INTERPRETED and self.q.element_size() == 2 and self.head >= 32
-            and not self.scored and self.takes_tma(self.q, self.k, self.v)
+            self.q.device.type == "cuda"
+            and not INTERPRETED
+            and self.q.element_size() == 2
+            and self.head >= 32
+            and not self.scored
+            and self.takes_tma(self.q, self.k, self.v)
             and (self.mask_kind != "additive" or self.describes_mask())
-        )  # fmt: skip
+        )
         if forced and plan.specialized and not fits:
             raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
         if forced or not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
@@ -117,10 +121,12 @@ class _Call:
 
     def takes_tma(self, *tensors: Tensor) -> bool:
         return not self.varlen and all(
-            x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-            and x.numel() > 0 and all(x.stride(i) > 0 for i in range(3))
+            x.data_ptr() % 16 == 0
+            and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+            and x.numel() > 0
+            and all(x.stride(i) > 0 for i in range(3))
             for x in tensors
-        )  # fmt: skip
+        )
 
     def describes_mask(self) -> bool:
         """Whether the copy engine brings tiles of an additive mask: 16 bits wide, not broadcast in a tile, aligned."""
@@ -129,9 +135,11 @@ class _Call:
             return False
         steps = [stride for size, stride in zip(mask.shape[:3], mask.stride(), strict=False) if size > 1]
         return (
-            tuple(mask.shape[2:]) == self.lengths and mask.stride(3) == 1 and mask.data_ptr() % 16 == 0
+            tuple(mask.shape[2:]) == self.lengths
+            and mask.stride(3) == 1
+            and mask.data_ptr() % 16 == 0
             and all(stride > 0 and stride % 8 == 0 for stride in steps)
-        )  # fmt: skip
+        )
 
     def pack(self, with_keys: bool) -> None:
         """Put a boolean mask into bits, once for all kernels that follow."""
@@ -141,10 +149,8 @@ class _Call:
     def lists(self, plan: AttentionPlan, by_column: bool) -> TileLists | None:
         if self.mask is None:
             return None
-        return list_tiles(
-            self.mask, self.bits, self.lengths, (plan.rows, plan.columns), self.offset, self.options.left,
-            self.options.right, by_column,
-        )  # fmt: skip
+        bounds = Bounds(*self.lengths, self.offset, self.options.left, self.options.right)
+        return list_tiles(self.mask, self.bits, (plan.rows, plan.columns), bounds, by_column)
 
     def read_mask(self, by_column: bool) -> Tensor | None:
         """What kernels load: numbers (B, N, S, T), or words followed by their lines, each 1 where broadcast."""
@@ -159,48 +165,70 @@ class _Call:
         cut = self.lengths[1] % plan.columns != 0
         return cut and self.mask is not None and (self.bits is None or self.mask.shape[3] == 1)
 
+    def form(self, plan: AttentionPlan, tma: bool, even: bool = False) -> Form:
+        options = self.options
+        return Form(
+            mask=("none", "boolean", "additive").index(self.mask_kind),
+            has_left=options.left is not None,
+            has_right=options.right is not None,
+            bottom_right=options.bottom_right,
+            softcap=options.softcap > 0,
+            alibi=options.slopes_N is not None,
+            dropout=options.dropout > 0,
+            varlen=self.varlen,
+            group=self.num_heads // self.kv_heads,
+            head=self.head,
+            width=padded_head(self.head),
+            rows=plan.rows,
+            columns=plan.columns,
+            precision="ieee" if self.q.dtype == torch.float32 else "tf32",
+            stages=plan.stages,
+            tma=tma,
+            ends=self.open_ended(plan),
+            even=even,
+        )
+
     def launch(
-        self, kernel: Any, plan: AttentionPlan, more: list[tuple[Tensor, int]], others: list[Tensor], lse: Tensor, *,
-        by_column: bool = False,
-    ) -> None:  # fmt: skip
-        """Run ``kernel`` over the heads and tiles of queries, or ``by_column`` of keys: it takes q, k, v and ``more``,
-        tensors and the rows of their tiles (0: always by address), ``others``, and then what all kernels take.
+        self, kernel: Any, plan: AttentionPlan, more: list[tuple[Tensor, int]], outputs: Any, lse: Tensor
+    ) -> None:
+        """Run ``kernel`` over the heads and tiles of queries, or `key_gradient` of keys: it takes q, k, v and ``more``,
+        tensors and the rows of their tiles (0: always by address), ``outputs``, and then what all kernels take.
         """
-        options, mask, lists = self.options, self.read_mask(by_column), self.lists(plan, by_column)
+        options, by_column = self.options, kernel is key_gradient
+        mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
         tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
         if by_column:
-            grid, constants = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), {}
+            grid, even = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), False
         else:
             grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
-            constants = {"EVEN": not self.varlen and options.max_k % plan.columns == 0}
-        tma, width = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows)), padded_head(self.head)
-        given = (
-            mask, lists and lists.items, lists and lists.counts, lists and lists.order, options.slopes_N, options.seed,
-            options.q_starts, options.k_starts,
-        )  # fmt: skip
-        strides: list[int] = []  # of batch (none where sequences are packed), head and row
-        for x in (*(x for x, _ in tiled), *others):
-            if x.dim() == 4:  # not sums of rows
-                strides += (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
-        kernel[(*grid, self.batch)](
-            *(
-                TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if tma and rows else x
-                for x, rows in tiled
-            ),
-            *others, *(self.q if x is None else x for x in given),  # some tensor stands in where there is none
-            *strides, *((0, lse.stride(0)) if self.varlen else lse.stride()[:2]),
-            *((0, 0, 0, 0) if mask is None else mask_strides(mask)),
-            *((lists.list_batch, lists.list_head, lists.items.shape[1]) if lists else (0, 0, 0)),
-            *self.lengths, options.left or 0, options.right or 0, options.scale, options.softcap, options.dropout,
-            GROUP=self.num_heads // self.kv_heads, MASK=("none", "boolean", "additive").index(self.mask_kind),
-            HAS_LEFT=options.left is not None, HAS_RIGHT=options.right is not None, BOTTOM_RIGHT=options.bottom_right,
-            SOFTCAP=options.softcap > 0, ALIBI=options.slopes_N is not None, DROPOUT=options.dropout > 0,
-            VARLEN=self.varlen, H=self.head, D=width, ROWS=plan.rows, COLUMNS=plan.columns,
-            PRECISION="ieee" if self.q.dtype == torch.float32 else "tf32", TMA=tma, ENDS=self.open_ended(plan),
-            num_warps=plan.warps, num_stages=plan.stages, **constants,
-            # Addresses of single rows take the registers that descriptors do not.
-            **({"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {}),
-        )  # fmt: skip
+            even = not self.varlen and options.max_k % plan.columns == 0
+        tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
+        found = (None, None, None) if lists is None else (lists.items, lists.counts, lists.order)
+        some = (mask, *found, options.slopes_N, options.seed, options.q_starts, options.k_starts)
+        strides = [  # of batch (none where sequences are packed), head and row
+            (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
+            for x in (*(x for x, _ in tiled), *outputs)
+            if isinstance(x, Tensor) and x.dim() == 4  # not numbers of rows
+        ]
+        lse_strides = (0, lse.stride(0)) if self.varlen else lse.stride()[:2]
+        numbers = (*self.lengths, options.left or 0, options.right or 0, options.scale)
+        given = Given(
+            *(self.q if x is None else x for x in some),
+            tuple(strides),
+            lse_strides,
+            (0, 0, 0, 0) if mask is None else mask_strides(mask),
+            Numbers(*numbers, options.softcap, options.dropout),
+        )
+        width = padded_head(self.head)
+        tensors = [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) if tma and rows else x
+            for x, rows in tiled
+        ]
+        places = (0, 0, 0) if lists is None else lists.places
+        # Addresses of single rows take the registers that descriptors do not.
+        limits = {"maxnreg": plan.registers} if plan.registers and tma == plan.tma else {}
+        arguments = (*tensors, *outputs, given, *places, self.form(plan, tma, even))
+        kernel[(*grid, self.batch)](*arguments, num_warps=plan.warps, num_stages=plan.stages, **limits)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -219,7 +247,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
         hopper.launch(call, special, out, lse)
         return result, lse
-    call.launch(attend, plan, [], [out, lse], lse)
+    call.launch(attend, plan, [], (out, lse), lse)
     return result, lse
 
 
@@ -233,10 +261,10 @@ def backward(
     call = _Call(q, k, v, options)
     dq, dk, dv = (call.heads_first(x) for x in results)
     dout, out = call.heads_first(dout), call.heads_first(out)
-    sums = [lse, torch.empty_like(lse), torch.empty_like(lse)]  # and what ``query_gradient`` writes for the other
+    sums = (lse, torch.empty_like(lse), torch.empty_like(lse))  # and what ``query_gradient`` writes for the other
     call.pack(with_keys=True)
     plan = call.plan("dq")
-    call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], [*sums, dq], lse)
+    call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], (sums, dq), lse)
     plan = call.plan("dkv")
-    call.launch(key_gradient, plan, [(dout, plan.rows)], [*sums, dk, dv], lse, by_column=True)
+    call.launch(key_gradient, plan, [(dout, plan.rows)], (sums, dk, dv), lse)
     return results

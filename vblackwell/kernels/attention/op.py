@@ -34,10 +34,20 @@ def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
 
 
 def flash_attention(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-    bottom_right: bool = False, window: int | None = None, scale: float | None = None, softcap: float | None = None,
-    alibi_slopes_N: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bottom_right: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T scale + mask) v of every head; differentiable in queries, keys and values.
 
     Args:
@@ -67,11 +77,23 @@ def flash_attention(
 
 
 def flash_attention_varlen(
-    q_SNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int, *,
-    causal: bool = False, bottom_right: bool = False, window: int | None = None, scale: float | None = None,
-    softcap: float | None = None, alibi_slopes_N: Tensor | None = None, dropout: float = 0.0,
+    q_SNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    causal: bool = False,
+    bottom_right: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
     seed: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``flash_attention`` of sequences packed one after the other; returns (S, N, H), and raises the same.
 
     Args:
@@ -180,10 +202,23 @@ def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-
 
 @register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slopes_N: Tensor | None, seed: Tensor | None,
-    q_starts: Tensor | None, k_starts: Tensor | None, max_q: int, max_k: int, scale: float, left: int | None,
-    right: int | None, bottom_right: bool, softcap: float, dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    slopes_N: Tensor | None,
+    seed: Tensor | None,
+    q_starts: Tensor | None,
+    k_starts: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    bottom_right: bool,
+    softcap: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
     from vblackwell.kernels.attention.launch import Options, forward
 
     refuse_forward_mode("attention")
@@ -195,10 +230,26 @@ def _attention(
 
 @register_op(lambda dout, q, k, v, *others: (empty_of(q), empty_of(k), empty_of(v)))
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    slopes_N: Tensor | None, seed: Tensor | None, q_starts: Tensor | None, k_starts: Tensor | None, max_q: int,
-    max_k: int, scale: float, left: int | None, right: int | None, bottom_right: bool, softcap: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    slopes_N: Tensor | None,
+    seed: Tensor | None,
+    q_starts: Tensor | None,
+    k_starts: Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    bottom_right: bool,
+    softcap: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     from vblackwell.kernels.attention.launch import Options, backward
 
     starts = (q_starts, k_starts, max_q, max_k)

@@ -30,10 +30,20 @@ def visible_ST(
 
 
 def attention_reference(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, mask: Tensor | None = None, left: int | None = None,
-    right: int | None = None, bottom_right: bool = False, scale: float | None = None, softcap: float = 0.0,
-    slopes_N: Tensor | None = None, dropout: float = 0.0, keep_BNST: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    mask: Tensor | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    bottom_right: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
+    keep_BNST: Tensor | None = None,
+) -> Tensor:
     """softmax(cap(q k^T scale) - slope |i + offset - j| + mask) v in the inputs' type; rows that see nothing are zero.
 
     ``keep_BNST``: which probabilities dropout keeps; drawn by torch's generator if not given. Raises ConfigurationError

@@ -20,7 +20,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,11 +78,10 @@ class Order:
 
 
 def _fused(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep) -> None:
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(numbers.step))],
-        lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+    betas: dict[str, Any] = {"beta1": numbers.beta1, "beta2": numbers.beta2, "amsgrad": False, "maximize": False}
+    others: dict[str, Any] = {"lr": numbers.lr, "weight_decay": numbers.weight_decay, "eps": numbers.eps}
+    tensors = ([weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(numbers.step))])
+    torch._fused_adamw_(*tensors, **betas, **others)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @functools.cache
@@ -183,11 +182,9 @@ def chunks(
 
 def macros(weight: int, gradient: int, previous: int) -> dict[str, int]:
     """What ``adamw.cu`` is compiled with, for torch's order on this machine."""
-    order = torch_order()
-    return {
-        "FP16": 0, "WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, "LERP": int(order.lerp[0]),
-        "TAIL_LERP": int(order.lerp[1]), "SQUARE": order.square[0], "TAIL_SQUARE": order.square[1],
-    }  # fmt: skip
+    lerp, square = torch_order().lerp, torch_order().square
+    order = {"LERP": int(lerp[0]), "TAIL_LERP": int(lerp[1]), "SQUARE": square[0], "TAIL_SQUARE": square[1]}
+    return {"FP16": 0, "WEIGHT": weight, "GRADIENT": gradient, "PREVIOUS": previous, **order}
 
 
 @functools.cache
@@ -291,10 +288,10 @@ def adamw_piece(
                     _fused(master, values, exp_avg[part], exp_avg_sq[part], numbers)
                     split(bits[:count], weight[part], remainder[part], rounded[:count])
     elif n:
-        compiled = _kernel("adamw", int(remainder is None), gradient.dtype, dtype_of(previous), device)
         tensors = (weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sums)
-        args = (*tensors, n, torch_order().tail_start(n), aligned(*tensors[:6]), *numbers.words)
-        compiled.launch((-(-n // BLOCK), 1, 1), THREADS, 64, args)
+        at = Addresses(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+        with torch.cuda.device(device):
+            adamw_at(at, n, numbers, gradient.dtype, dtype_of(previous), torch.cuda.current_stream(device))
 
 
 class Addresses(NamedTuple):
@@ -311,9 +308,13 @@ class Addresses(NamedTuple):
 
 
 def adamw_at(
-    at: Addresses, num_elements: int, numbers: AdamWStep, gradient: torch.dtype, previous: torch.dtype | None,
+    at: Addresses,
+    num_elements: int,
+    numbers: AdamWStep,
+    gradient: torch.dtype,
+    previous: torch.dtype | None,
     stream: torch.cuda.Stream,
-) -> None:  # fmt: skip
+) -> None:
     """`adamw_piece` of at least one element, by address and unchecked, on ``stream`` of the current device: for a
     caller that queues hundreds of pieces a step. ``gradient``, ``previous``: their types, or None.
     """

@@ -32,9 +32,16 @@ def chunk_tokens_for(vocabulary: int, itemsize: int) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight_VD: Tensor, targets: Tensor, bias_V: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: str = "mean", z_loss: float = 0.0, chunk_tokens: int | None = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight_VD: Tensor,
+    targets: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> Tensor:
     """Cross entropy of ``hidden W^T + b`` against ``targets``, a scalar in fp32.
 
     If no token counts, the mean is 0 with zero gradients. A target outside the vocabulary makes the loss NaN.
@@ -60,7 +67,7 @@ def linear_cross_entropy(
     chunk = chunk_tokens or chunk_tokens_for(weight_VD.shape[0], hidden.element_size())
     total = _linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, *wanted
-    )[0]  # fmt: skip
+    )[0]
     if reduction == "sum":
         return total
     return total / (targets_T != ignore_index).sum().clamp(min=1)
@@ -123,9 +130,17 @@ def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-unty
 
 @register_op(_fake_linear_cross_entropy, save=_save, backward=_backward)
 def _linear_cross_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, ignore_index: int, z_loss: float,
-    chunk: int, with_hidden: bool, with_weight: bool, with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    ignore_index: int,
+    z_loss: float,
+    chunk: int,
+    with_hidden: bool,
+    with_weight: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The summed loss, and the gradients of hidden states, weight and bias for an incoming 1; empty if not wanted."""
     refuse_forward_mode("linear_cross_entropy")
     tokens, words, sum_type = hidden_TD.shape[0], weight_VD.shape[0], _sum_type(hidden_TD.dtype)

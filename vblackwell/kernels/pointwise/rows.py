@@ -204,9 +204,15 @@ def rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 def store_rotated(
-    q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, cos_TH: Tensor, sin_TH: Tensor,
+    q_BNH: Tensor,
+    k_BKH: Tensor,
+    v_BKH: Tensor,
+    keys_BKTH: Tensor,
+    values_BKTH: Tensor,
+    cos_TH: Tensor,
+    sin_TH: Tensor,
     position_1: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Put the rotated keys and the values at ``position_1`` (int64, on the device); returns the rotated queries (B, N,
     H).
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,61 +34,66 @@ SUM_COLUMNS = 16
 WEIGHT_KEPT: tl.constexpr = tl.constexpr(8192)
 
 
+class Tile(NamedTuple):
+    """What a program takes of rows of ``width``, padded to ``block``: ``tiles`` times ``rows``."""
+
+    width: int
+    rows: int
+    block: int
+    tiles: int
+    stages: int
+
+
 @triton.jit
-def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps, TILES: tl.constexpr, D: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    column = tl.arange(0, BLOCK)
-    if BLOCK <= WEIGHT_KEPT:
-        weight = tl.load(weight_ptr + column, column < D, other=0.0)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
+def _rms_norm(x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, scale_ptr, rows, eps, TILE: tl.constexpr):
+    column = tl.arange(0, TILE.block)
+    if TILE.block <= WEIGHT_KEPT:
+        weight = tl.load(weight_ptr + column, column < TILE.width, other=0.0)
+    for tile in tl.range(0, TILE.tiles, num_stages=TILE.stages):
         # Programs stride over the rows, so that those that run at a time read side by side.
-        row = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (column < D)[None, :]
-        at = row[:, None] * D + column[None, :]
+        row = (tile * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
+        mask = (row < rows)[:, None] & (column < TILE.width)[None, :]
+        at = row[:, None] * TILE.width + column[None, :]
         x = tl.load(x_ptr + at, mask, other=0.0)
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             total = x.to(tl.float32) + tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
             x = total.to(x.dtype)
             tl.store(total_ptr + at, x, mask)
         x = x.to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
-        if BLOCK > WEIGHT_KEPT:
-            weight = tl.load(weight_ptr + column, column < D, other=0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / TILE.width + eps)
+        if TILE.block > WEIGHT_KEPT:
+            weight = tl.load(weight_ptr + column, column < TILE.width, other=0.0)
         y = x * scale[:, None] * weight.to(tl.float32)[None, :]
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
         tl.store(scale_ptr + row, scale, row < rows)
 
 
 @triton.jit
-def _rms_norm_backward(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, partial_ptr, rows,
-    TILES: tl.constexpr, D: tl.constexpr, HAS_DTOTAL: tl.constexpr, WITH_WEIGHT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _rms_norm_backward(dy_ptr, dtotal_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, partial_ptr, rows, TILE: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < D
+    column = tl.arange(0, TILE.block)
+    inside = column < TILE.width
     weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(0, TILES, num_stages=STAGES):  # the next rows are on their way while these are reduced
-        row = (program * TILES + tile) * ROWS + tl.arange(0, ROWS)
+    for tile in tl.range(0, TILE.tiles, num_stages=TILE.stages):  # the next rows come while these are reduced
+        row = (program * TILE.tiles + tile) * TILE.rows + tl.arange(0, TILE.rows)
         mask = (row < rows)[:, None] & inside[None, :]
-        at = row[:, None] * D + column[None, :]
+        at = row[:, None] * TILE.width + column[None, :]
         x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask, other=0.0).to(tl.float32)
         scale = tl.load(scale_ptr + row, row < rows, other=0.0)
         normed = x * scale[:, None]
-        if WITH_WEIGHT:
+        if partial_ptr is not None:
             dweight += dy * normed
         dy = dy * weight[None, :]
-        dx = (dy - normed * (tl.sum(dy * normed, 1) / D)[:, None]) * scale[:, None]
-        if HAS_DTOTAL:
+        dx = (dy - normed * (tl.sum(dy * normed, 1) / TILE.width)[:, None]) * scale[:, None]
+        if dtotal_ptr is not None:
             dx += tl.load(dtotal_ptr + at, mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
-    if WITH_WEIGHT:
-        tl.store(partial_ptr + program * D + column, tl.sum(dweight, 0), inside)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + program * TILE.width + column, tl.sum(dweight, 0), inside)
 
 
 @triton.jit
@@ -154,50 +161,48 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -
     scale_R = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         at_once, block, warps = tile_of(width)
-        tiles_each, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
+        tiles, programs = tiles_of(-(-rows // at_once), FORWARD_PROGRAMS)
         shared = shared_bytes_of(x.device)
         stages = forward_stages(width, x.element_size(), weight_D.element_size(), residual is not None, shared)
+        tile = Tile(width, at_once, block, tiles, stages)
+        added, weight_D = None if residual is None else residual.contiguous(), weight_D.contiguous()
         with on_device(y):
-            _rms_norm[(programs,)](
-                x_RD, x_RD if residual is None else residual.contiguous(), weight_D.contiguous(), y, total, scale_R,
-                rows, eps, TILES=tiles_each, D=width, HAS_RESIDUAL=residual is not None, ROWS=at_once, BLOCK=block,
-                STAGES=stages, num_warps=warps,
-            )  # fmt: skip
+            _rms_norm[(programs,)](x_RD, added, weight_D, y, total, scale_R, rows, eps, tile, num_warps=warps)
     return y, total, scale_R
 
 
 def rms_norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight_D: Tensor, scale_R: Tensor, with_weight: bool,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight_D: Tensor,
+    scale_R: Tensor,
+    with_weight: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """``(dx + dtotal, dweight)``; the second is empty without ``with_weight``; the first is ``out`` if given."""
     width, rows = x.shape[-1], x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     at_once, block, warps = tile_of(width)
-    tiles_each, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
-    partial = torch.empty((programs if with_weight else 0, width), dtype=torch.float32, device=x.device)
+    tiles, programs = tiles_of(-(-rows // at_once), BACKWARD_PROGRAMS)
+    partial = torch.empty((programs, width), dtype=torch.float32, device=x.device) if with_weight else None
     if rows:
-        dy = dy.contiguous()
+        stages = backward_stages(width, x.element_size(), dtotal is not None, shared_bytes_of(x.device))
+        tile, warps = Tile(width, at_once, block, tiles, stages), warps if block <= ROWS_TILE else 32
+        added = None if dtotal is None else dtotal.contiguous()
+        tensors = (dy.contiguous(), added, x.contiguous(), weight_D.contiguous(), scale_R, dx, partial)
         with on_device(dx):
-            _rms_norm_backward[(programs,)](
-                dy, dy if dtotal is None else dtotal.contiguous(), x.contiguous(), weight_D.contiguous(), scale_R, dx,
-                partial, rows, TILES=tiles_each, D=width, HAS_DTOTAL=dtotal is not None, WITH_WEIGHT=with_weight,
-                ROWS=at_once, BLOCK=block,
-                STAGES=backward_stages(width, x.element_size(), dtotal is not None, shared_bytes_of(x.device)),
-                num_warps=warps if block <= ROWS_TILE else 32,
-            )  # fmt: skip
-    if not with_weight:
+            _rms_norm_backward[(programs,)](*tensors, rows, tile, num_warps=warps)
+    if partial is None:
         return dx, weight_D.new_empty(0)
     if not rows:
         return dx, torch.zeros_like(weight_D, memory_format=torch.contiguous_format)
     # Filled by the sums alone: zeroing it first would be one more launch, compared with some 75 us for 16384 rows of
     # 2560 on an H200.
     dweight_D = torch.empty_like(weight_D, memory_format=torch.contiguous_format)
+    grid, parts = (triton.cdiv(width, SUM_COLUMNS),), triton.next_power_of_2(programs)
     with on_device(dx):
-        _sum[(triton.cdiv(width, SUM_COLUMNS),)](
-            partial, dweight_D, programs,
-            D=width, ROWS=triton.next_power_of_2(programs), COLUMNS=SUM_COLUMNS, num_warps=4,
-        )  # fmt: skip
+        _sum[grid](partial, dweight_D, programs, D=width, ROWS=parts, COLUMNS=SUM_COLUMNS, num_warps=4)
     return dx, dweight_D
 
 
@@ -220,9 +225,8 @@ def _swiglu(gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, BLOCK: tl.co
 
 @triton.jit
 def _swiglu_backward(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, width, dy_stride, gate_stride, up_stride,
-    WITH_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, width, dy_stride, gate_stride, up_stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -236,11 +240,11 @@ def _swiglu_backward(
     at = row * width + column
     tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), inside)
     tl.store(dup_ptr + at, (dy * silu).to(dup_ptr.dtype.element_ty), inside)
-    if WITH_PRODUCT:
+    if y_ptr is not None:
         tl.store(y_ptr + at, (silu * up).to(y_ptr.dtype.element_ty), inside)
 
 
-def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
+def _rows(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
     """The tensors as rows of adjacent elements, their row strides, and (rows, width): one row if all are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         count = tensors[0].numel()
@@ -250,24 +254,24 @@ def _rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
     return flat, [tensor.stride(0) for tensor in flat], flat[0].shape[0], flat[0].shape[1]
 
 
-def _part(start: int, rows: int, *tensors: Tensor) -> tuple[list[Tensor], int]:
-    """At most `MAX_ROWS` rows of each from ``start`` on, and how many."""
-    count = min(MAX_ROWS, rows - start)
-    return list(tensors) if count == rows else [tensor[start : start + count] for tensor in tensors], count
+def _launch(kernel: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
+    """``kernel`` of rows of ``tensors``, of one shape, and of contiguous ``outputs``, `MAX_ROWS` at a time."""
+    parts, strides, rows, width = _rows(*tensors)
+    if not rows or not width:
+        return
+    parts += [None if out is None else out.view(rows, width) for out in outputs]
+    with on_device(tensors[0]):
+        for start in range(0, rows, MAX_ROWS):
+            count = min(MAX_ROWS, rows - start)
+            grid = (triton.cdiv(width, SWIGLU_BLOCK), count)
+            some = parts if count == rows else [x if x is None else x[start : start + count] for x in parts]
+            kernel[grid](*some, width, *strides, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
 
 
 def swiglu(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, contiguous: new, or ``out``, which may be a contiguous ``gate`` or ``up`` itself."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if out is None else out
-    (gate, up), strides, rows, width = _rows(gate, up)
-    if rows and width:
-        y_RI = y.view(rows, width)
-        with on_device(y):
-            for start in range(0, rows, MAX_ROWS):
-                (gate_RI, up_RI, out_RI), count = _part(start, rows, gate, up, y_RI)
-                _swiglu[(triton.cdiv(width, SWIGLU_BLOCK), count)](
-                    gate_RI, up_RI, out_RI, width, *strides, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
-                )
+    _launch(_swiglu, (gate, up), (y,))
     return y
 
 
@@ -275,27 +279,13 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) ->
     """``(dgate, dup, product)``, contiguous; the product is empty unless asked for."""
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     y = torch.empty(gate.shape if with_product else (0,), dtype=gate.dtype, device=gate.device)
-    (dy, gate, up), strides, rows, width = _rows(dy, gate, up)
-    if rows and width:
-        written = [out.view(rows, width) for out in ((dgate, dup, y) if with_product else (dgate, dup, dgate))]
-        with on_device(y):
-            for start in range(0, rows, MAX_ROWS):
-                parts, count = _part(start, rows, dy, gate, up, *written)
-                _swiglu_backward[(triton.cdiv(width, SWIGLU_BLOCK), count)](
-                    *parts, width, *strides, WITH_PRODUCT=with_product, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
-                )
+    _launch(_swiglu_backward, (dy, gate, up), (dgate, dup, y if with_product else None))
     return dgate, dup, y
 
 
 def swiglu_backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
     """Turns the three, contiguous, into the product, dgate and dup: each element is read before it is written."""
-    count = dy.numel()
-    if count:
-        grid = (triton.cdiv(count, SWIGLU_BLOCK), 1)
-        with on_device(dy):
-            _swiglu_backward[grid](
-                dy, gate, up, gate, up, dy, *(count,) * 4, WITH_PRODUCT=True, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS
-            )
+    _launch(_swiglu_backward, (dy, gate, up), (gate, up, dy))
 
 
 # -- rotary embedding --------------------------------------------------------------------------------------------------
@@ -303,84 +293,104 @@ def swiglu_backward_in_place(dy: Tensor, gate: Tensor, up: Tensor) -> None:
 ROTARY_TILE = 2048  # elements of one half that a program holds at a time
 
 
+class Rotation(NamedTuple):
+    half: int  # elements of half a head
+    block: int  # the same, padded
+    heads: int  # that a program holds at a time
+    inverse: bool
+
+
 @triton.jit
-def _turn(
-    in_ptr, out_ptr, b, s, in_b, in_n, in_s, out_b, out_n, out_s, cos1, cos2, sin1, sin2, inside,
-    N: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
-    h = tl.arange(0, BLOCK)
+def _halves(head_ptr, inside, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    at = head_ptr + tl.arange(0, BLOCK)
+    return tl.load(at, inside, other=0.0).to(tl.float32), tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turn(in_ptr, out_ptr, in_strides, out_strides, b, s, cos, sin, inside, N: tl.constexpr, BY: tl.constexpr):
+    cos1, cos2 = cos
+    sin1, sin2 = sin
+    HEADS: tl.constexpr = BY.heads
+    h = tl.arange(0, BY.block)
     for first in tl.static_range(0, N, HEADS):
         n = first + tl.arange(0, HEADS)
         mask = (n < N)[:, None] & inside[None, :]
-        at = in_ptr + b * in_b + s * in_s + n[:, None] * in_n + h[None, :]
+        at = in_ptr + b * in_strides[0] + s * in_strides[2] + n[:, None] * in_strides[1] + h[None, :]
         left = tl.load(at, mask, other=0.0).to(tl.float32)
-        right = tl.load(at + HALF, mask, other=0.0).to(tl.float32)
-        if INVERSE:
-            new_left = left * cos1 + right * sin2
-            new_right = right * cos2 - left * sin1
+        right = tl.load(at + BY.half, mask, other=0.0).to(tl.float32)
+        if BY.inverse:
+            new_left = left * cos1[None, :] + right * sin2[None, :]
+            new_right = right * cos2[None, :] - left * sin1[None, :]
         else:
-            new_left = left * cos1 - right * sin1
-            new_right = right * cos2 + left * sin2
-        to = out_ptr + b * out_b + s * out_s + n[:, None] * out_n + h[None, :]
+            new_left = left * cos1[None, :] - right * sin1[None, :]
+            new_right = right * cos2[None, :] + left * sin2[None, :]
+        to = out_ptr + b * out_strides[0] + s * out_strides[2] + n[:, None] * out_strides[1] + h[None, :]
         tl.store(to, new_left.to(out_ptr.dtype.element_ty), mask)
-        tl.store(to + HALF, new_right.to(out_ptr.dtype.element_ty), mask)
+        tl.store(to + BY.half, new_right.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _rotate(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, length, q_b, q_n, q_s, k_b, k_n, k_s, qo_b, qo_n, qo_s, ko_b,
-    ko_n, ko_s, cos_b, cos_s, sin_b, sin_s, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, INVERSE: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    cos_ptr,
+    sin_ptr,
+    length,
+    strides,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BY: tl.constexpr,
+):
+    q_strides, k_strides, q_out_strides, k_out_strides, cos_strides, sin_strides = strides
     position = tl.program_id(0).to(tl.int64)
     b, s = position // length, position % length
-    h = tl.arange(0, BLOCK)
-    inside = h < HALF
-    cos_at = cos_ptr + b * cos_b + s * cos_s + h
-    sin_at = sin_ptr + b * sin_b + s * sin_s + h
-    cos1 = tl.load(cos_at, inside, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos_at + HALF, inside, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin_at, inside, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin_at + HALF, inside, other=0.0).to(tl.float32)[None, :]
-    _turn(
-        q_ptr, q_out_ptr, b, s, q_b, q_n, q_s, qo_b, qo_n, qo_s, cos1, cos2, sin1, sin2, inside, N, HALF, HEADS, BLOCK,
-        INVERSE
-    )  # fmt: skip
-    _turn(
-        k_ptr, k_out_ptr, b, s, k_b, k_n, k_s, ko_b, ko_n, ko_s, cos1, cos2, sin1, sin2, inside, K, HALF, HEADS, BLOCK,
-        INVERSE
-    )  # fmt: skip
+    inside = tl.arange(0, BY.block) < BY.half
+    cos = _halves(cos_ptr + b * cos_strides[0] + s * cos_strides[1], inside, BY.half, BY.block)
+    sin = _halves(sin_ptr + b * sin_strides[0] + s * sin_strides[1], inside, BY.half, BY.block)
+    _turn(q_ptr, q_out_ptr, q_strides, q_out_strides, b, s, cos, sin, inside, N, BY)
+    _turn(k_ptr, k_out_ptr, k_strides, k_out_strides, b, s, cos, sin, inside, K, BY)
 
 
 @triton.jit
 def _store(
-    q_ptr, k_ptr, v_ptr, out_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, position_ptr, q_b, q_n, k_b, k_n, v_b, v_n,
-    cache_b, cache_k, cache_t, N: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    strides,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One head of one row: a query, a key or a value."""
+    q_strides, k_strides, v_strides, cache_strides = strides
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr)
     h = tl.arange(0, BLOCK)
     inside = h < HALF
     if head >= N + K:
-        at = v_ptr + b * v_b + (head - N - K) * v_n + h
-        to = values_ptr + b * cache_b + (head - N - K) * cache_k + position * cache_t + h
+        at = v_ptr + b * v_strides[0] + (head - N - K) * v_strides[1] + h
+        to = values_ptr + b * cache_strides[0] + (head - N - K) * cache_strides[1] + position * cache_strides[2] + h
         tl.store(to, tl.load(at, inside), inside)
         tl.store(to + HALF, tl.load(at + HALF, inside), inside)
     else:
-        table = position * (2 * HALF) + h
-        cos1 = tl.load(cos_ptr + table, inside, other=0.0)
-        cos2 = tl.load(cos_ptr + table + HALF, inside, other=0.0)
-        sin1 = tl.load(sin_ptr + table, inside, other=0.0)
-        sin2 = tl.load(sin_ptr + table + HALF, inside, other=0.0)
+        cos1, cos2 = _halves(cos_ptr + position * (2 * HALF), inside, HALF, BLOCK)
+        sin1, sin2 = _halves(sin_ptr + position * (2 * HALF), inside, HALF, BLOCK)
         if head < N:
-            at = q_ptr + b * q_b + head * q_n + h
+            head_ptr = q_ptr + b * q_strides[0] + head * q_strides[1]
             to = out_ptr + (b * N + head) * (2 * HALF) + h
         else:
-            at = k_ptr + b * k_b + (head - N) * k_n + h
-            to = keys_ptr + b * cache_b + (head - N) * cache_k + position * cache_t + h
-        left = tl.load(at, inside, other=0.0).to(tl.float32)
-        right = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+            head_ptr = k_ptr + b * k_strides[0] + (head - N) * k_strides[1]
+            to = keys_ptr + b * cache_strides[0] + (head - N) * cache_strides[1] + position * cache_strides[2] + h
+        left, right = _halves(head_ptr, inside, HALF, BLOCK)
         tl.store(to, (left * cos1 - right * sin1).to(out_ptr.dtype.element_ty), inside)
         tl.store(to + HALF, (right * cos2 + left * sin2).to(out_ptr.dtype.element_ty), inside)
 
@@ -395,33 +405,36 @@ def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bo
         return q_out, k_out
     block = triton.next_power_of_2(width // 2)
     at_once = max(1, min(triton.next_power_of_2(max(heads, k.shape[1])), ROTARY_TILE // block))
-    tables = [
-        (table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2)) for table in (cos, sin)
-    ]
+    strides = [x.stride()[:3] for x in (q, k, q_out, k_out)]
+    for table in (cos, sin):
+        strides.append((table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2)))
+    tensors, by = (q, k, q_out, k_out, cos, sin), Rotation(width // 2, block, at_once, inverse)
     with on_device(q):
-        _rotate[(batch * length,)](
-            q, k, q_out, k_out, cos, sin, length,
-            *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *tables[0], *tables[1],
-            N=heads, K=k.shape[1], HALF=width // 2, HEADS=at_once, BLOCK=block, INVERSE=inverse, num_warps=4,
-        )  # fmt: skip
+        _rotate[(batch * length,)](*tensors, length, tuple(strides), N=heads, K=k.shape[1], BY=by, num_warps=4)
     return q_out, k_out
 
 
 def store(
-    q_BNH: Tensor, k_BKH: Tensor, v_BKH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, cos_TH: Tensor, sin_TH: Tensor,
+    q_BNH: Tensor,
+    k_BKH: Tensor,
+    v_BKH: Tensor,
+    keys_BKTH: Tensor,
+    values_BKTH: Tensor,
+    cos_TH: Tensor,
+    sin_TH: Tensor,
     position_1: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `store_rotated`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BNH, k_BKH, v_BKH))
     assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
     batch, heads, width = q.shape
     out = torch.empty((batch, heads, width), dtype=q.dtype, device=q.device)
+    tensors = (q, k, v, out, keys_BKTH, values_BKTH, cos_TH.contiguous(), sin_TH.contiguous(), position_1)
+    strides = (*(x.stride()[:2] for x in (q, k, v)), keys_BKTH.stride()[:3])
+    half = width // 2
+    grid, sizes = (batch, heads + 2 * k.shape[1]), (heads, k.shape[1], half, triton.next_power_of_2(half))
     with on_device(q):
-        _store[(batch, heads + 2 * k.shape[1])](
-            q, k, v, out, keys_BKTH, values_BKTH, cos_TH.contiguous(), sin_TH.contiguous(), position_1,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys_BKTH.stride()[:3],
-            N=heads, K=k.shape[1], HALF=width // 2, BLOCK=triton.next_power_of_2(width // 2), num_warps=1,
-        )  # fmt: skip
+        _store[grid](*tensors, strides, *sizes, num_warps=1)
     return out
 
 
@@ -432,9 +445,16 @@ LOSS_BLOCK, LOSS_WARPS = 4096, 8
 
 @triton.jit
 def _loss_and_gradient(
-    logits_ptr, target_ptr, loss_ptr, stride, ignore_index, z_loss,
-    WORDS: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    target_ptr,
+    loss_ptr,
+    stride,
+    ignore_index,
+    z_loss,
+    WORDS: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(target_ptr + row)
@@ -480,12 +500,11 @@ def loss_and_gradient_(
 ) -> None:
     """Writes the loss of each row, and with ``gradients`` its gradient over the logits; rows of adjacent elements."""
     rows, words = logits_CV.shape
+    block = min(LOSS_BLOCK, triton.next_power_of_2(words))
     if rows:
+        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index, z_loss)
         with on_device(logits_CV):
-            _loss_and_gradient[(rows,)](
-                logits_CV, targets_C.contiguous(), loss_C, logits_CV.stride(0), ignore_index, z_loss, WORDS=words,
-                GRADIENTS=gradients, BLOCK=min(LOSS_BLOCK, triton.next_power_of_2(words)), num_warps=LOSS_WARPS,
-            )  # fmt: skip
+            _loss_and_gradient[(rows,)](*tensors, *numbers, words, gradients, block, num_warps=LOSS_WARPS)
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:

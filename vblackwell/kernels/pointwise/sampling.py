@@ -22,9 +22,15 @@ from vblackwell.kernels.runtime.registry import DTYPES, on_device, register_op, 
 
 
 def sample_tokens(
-    logits_BV: Tensor, seeds_B: Tensor | int, positions_B: Tensor | int = 0, *, temperature: float = 1.0,
-    top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-) -> Tensor:  # fmt: skip
+    logits_BV: Tensor,
+    seeds_B: Tensor | int,
+    positions_B: Tensor | int = 0,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Tensor:
     """The tokens (B,) int64; -1 for a row that has NaN or +inf, or nothing but -inf.
 
     What may be drawn is cut by ``top_k``, ``top_p`` (Holtzman et al., arXiv:1904.09751) and ``min_p`` (Nguyen et al.,

@@ -20,10 +20,10 @@ from torch import Tensor
 from vblackwell.kernels.pointwise.sampling_reference import GROUP, LANES, MAX_UNIFORM
 
 NO_TOKEN, SPOILED = tl.constexpr(-1), tl.constexpr(-2)
-_MOST: tl.constexpr = tl.constexpr(MAX_UNIFORM)
+_MAX_UNIFORM: tl.constexpr = tl.constexpr(MAX_UNIFORM)
 _PROGRAMS = 1024  # some for each multiprocessor, where the rows alone are fewer
-CUT_LANES, CUT_WARPS = 4096, 16  # 120 registers a thread hold the kept words and their probabilities
-KEPT: tl.constexpr = tl.constexpr(4)
+CUT_LANES, CUT_WARPS = 4096, 16  # 120 registers a thread hold the largest words and their probabilities
+PER_LANE: tl.constexpr = tl.constexpr(4)  # words that are held
 MIN_KEY: tl.constexpr = tl.constexpr(-(1 << 31))  # below any logit's
 
 
@@ -73,23 +73,32 @@ def _mass(logits, above, top, temperature, WORDS: tl.constexpr, LANES: tl.conste
 
 
 @triton.jit
-def _count_kept(a, b, c, d, least):
+def _count_largest(largest, least):
+    a, b, c, d = largest
     held = (a >= least).to(tl.int32) + (b >= least).to(tl.int32) + (c >= least).to(tl.int32) + (d >= least).to(tl.int32)
     return tl.sum(held, 0)
 
 
 @triton.jit
-def _mass_kept(a, b, c, d, of_a, of_b, of_c, of_d, above):
-    held = tl.where(a > above, of_a, 0.0) + tl.where(b > above, of_b, 0.0)
-    held += tl.where(c > above, of_c, 0.0) + tl.where(d > above, of_d, 0.0)
+def _mass_largest(largest, masses, above):
+    a, b, c, d = largest
+    held = tl.where(a > above, masses[0], 0.0) + tl.where(b > above, masses[1], 0.0)
+    held += tl.where(c > above, masses[2], 0.0) + tl.where(d > above, masses[3], 0.0)
     return tl.sum(held, 0)
 
 
 @triton.jit
 def _least_key(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, least_ptr, stride, WORDS: tl.constexpr,
-    LANES: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    least_ptr,
+    stride,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * stride
     temperature = tl.load(temperature_ptr + row)
@@ -105,18 +114,19 @@ def _least_key(
         b, x = tl.maximum(b, x), tl.minimum(b, x)
         c, x = tl.maximum(c, x), tl.minimum(c, x)
         d = tl.maximum(d, x)
+    largest = (a, b, c, d)
     top_key = tl.max(a, 0)
     top = _value(top_key)
-    # No word above this is missing among the kept ones.
+    # No word above this is missing among the largest.
     dropped = tl.full([], MIN_KEY, tl.int64)
-    if WORDS > KEPT * LANES:
+    if WORDS > PER_LANE * LANES:
         dropped = tl.max(d, 0).to(tl.int64)
     low = tl.full([], MIN_KEY, tl.int64)
     if (top_k > 0) & (top_k < WORDS) & (greedy == 0):
         high = top_key.to(tl.int64) + 1
         while high - low > 1:  # top_k keys or more from low on, fewer from high on
             middle = (low + high) >> 1
-            enough = _count_kept(a, b, c, d, middle.to(tl.int32)) >= top_k
+            enough = _count_largest(largest, middle.to(tl.int32)) >= top_k
             low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         if dropped > low:
             high = top_key.to(tl.int64) + 1
@@ -126,24 +136,23 @@ def _least_key(
                 low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     least = low
     if (top_p < 1) & (greedy == 0):
-        base = tl.where(
-            (top != top) | (top == float("inf")) | (top == float("-inf")), 0.0, top
-        )  # of such a row nothing is drawn
+        # nothing is drawn of a row whose top is not finite
+        base = tl.where((top != top) | (top == float("inf")) | (top == float("-inf")), 0.0, top)
         of_a, of_b = tl.exp(_value(a) - base), tl.exp(_value(b) - base)
-        of_c, of_d = tl.exp(_value(c) - base), tl.exp(_value(d) - base)
+        masses = (of_a, of_b, tl.exp(_value(c) - base), tl.exp(_value(d) - base))
         low = tl.maximum(low - 1, tl.full([], MIN_KEY, tl.int64))
         if dropped > low:
             wanted = top_p * _mass(logits, low.to(tl.int32), base, temperature, WORDS, LANES)
         else:
-            wanted = top_p * _mass_kept(a, b, c, d, of_a, of_b, of_c, of_d, low.to(tl.int32))
+            wanted = top_p * _mass_largest(largest, masses, low.to(tl.int32))
         # Keys above low have the probability, those above high do not.
         high = top_key.to(tl.int64)
         known = tl.maximum(low, dropped)
-        if _mass_kept(a, b, c, d, of_a, of_b, of_c, of_d, known.to(tl.int32)) >= wanted:
+        if _mass_largest(largest, masses, known.to(tl.int32)) >= wanted:
             low = known
             while high - low > 1:
                 middle = (low + high) >> 1
-                short = _mass_kept(a, b, c, d, of_a, of_b, of_c, of_d, middle.to(tl.int32)) < wanted
+                short = _mass_largest(largest, masses, middle.to(tl.int32)) < wanted
                 low, high = tl.where(short, low, middle), tl.where(short, middle, high)
         else:
             high = known
@@ -157,50 +166,45 @@ def _least_key(
     tl.store(least_ptr + row, tl.where(greedy, MIN_KEY, least).to(tl.int32))
 
 
-def least_keys(logits_BV: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor) -> Tensor:
+def least_keys(logits_BV: Tensor, temperature_B: Tensor, *cuts: Tensor) -> Tensor:
     """The least `ordered` number, (B,) int32, of each row's scaled logits that may be drawn; words are contiguous."""
     rows, words = logits_BV.shape
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     lanes = min(CUT_LANES, triton.next_power_of_2(words))
-    _least_key[(rows,)](
-        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, least_B, logits_BV.stride(0), WORDS=words, LANES=lanes,
-        num_warps=CUT_WARPS
-    )  # fmt: skip
+    tensors, stride = (logits_BV, temperature_B, *cuts, least_B), logits_BV.stride(0)
+    _least_key[(rows,)](*tensors, stride, words, lanes, num_warps=CUT_WARPS)
     return least_B
 
 
 @triton.jit
 def _gumbel(word):
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _MOST)
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, _MAX_UNIFORM)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * (0.25 + u * 0.2))))
     return -tl.log(tl.where(u < 0.03125, series, -tl.log(1.0 - u)))
 
 
 @triton.jit
-def _better(
-    best, token, spoiled, logits, column, word, temperature, greedy, least, WORDS: tl.constexpr, CUT: tl.constexpr
-):
-    y = scaled(logits, column, temperature, WORDS)
-    spoiled = spoiled | (y != y) | (y == float("inf"))
-    score = tl.where(greedy, y, y + _gumbel(word))
-    if CUT:
-        score = tl.where(ordered(y) >= least, score, float("-inf"))
-    better = score > best
-    return tl.where(better, score, best), tl.where(better, column, token), spoiled
-
-
-@triton.jit
 def _best(
-    logits_ptr, seed_ptr, position_ptr, temperature_ptr, least_ptr, score_ptr, token_ptr, stride, groups_each,
-    WORDS: tl.constexpr, CUT: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    seed_ptr,
+    position_ptr,
+    temperature_ptr,
+    least_ptr,
+    score_ptr,
+    token_ptr,
+    stride,
+    groups_each,
+    WORDS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The best score of a part of the row and its token; all may be drawn where ``least_ptr`` is None."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
     seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature <= 0
     temperature = tl.where(greedy, 1.0, temperature)
-    least = tl.load(least_ptr + row) if CUT else 0
+    least = tl.load(least_ptr + row) if least_ptr is not None else 0
     lane = tl.arange(0, LANES)
     zero = (lane * 0).to(tl.uint32)
     position_low, position_high = zero + position.to(tl.uint32), zero + (position >> 32).to(tl.uint32)
@@ -212,9 +216,13 @@ def _best(
         words = tl.philox(seed, (group * LANES + lane).to(tl.uint32), zero, position_low, position_high)
         for place in tl.static_range(4):
             column = group * (4 * LANES) + lane + place * LANES
-            best, token, spoiled = _better(
-                best, token, spoiled, logits, column, words[place], temperature, greedy, least, WORDS, CUT
-            )
+            y = scaled(logits, column, temperature, WORDS)
+            spoiled = spoiled | (y != y) | (y == float("inf"))
+            score = tl.where(greedy, y, y + _gumbel(words[place]))
+            if least_ptr is not None:
+                score = tl.where(ordered(y) >= least, score, float("-inf"))
+            better = score > best
+            best, token = tl.where(better, score, best), tl.where(better, column, token)
     highest = tl.max(best, 0)
     first = tl.min(tl.where(best == highest, token, 0x7FFFFFFF), 0)
     at = row * tl.num_programs(1) + part
@@ -243,15 +251,13 @@ def sample(
     tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return tokens_B
-    least_B = least_keys(logits_BV, temperature_B, *cuts) if cuts else seeds_B  # without cuts nobody reads it
+    least_B = least_keys(logits_BV, temperature_B, *cuts) if cuts else None
     groups = triton.cdiv(words, GROUP)
     groups_each = triton.cdiv(groups, min(groups, max(1, _PROGRAMS // rows)))
     parts = triton.cdiv(groups, groups_each)
     scores_BP = torch.empty(rows, parts, dtype=torch.float32, device=device)
     found_BP = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    _best[(rows, parts)](
-        logits_BV, seeds_B, positions_B, temperature_B, least_B, scores_BP, found_BP, stride, groups_each,
-        WORDS=words, CUT=bool(cuts), LANES=LANES, num_warps=4,
-    )  # fmt: skip
+    tensors = (logits_BV, seeds_B, positions_B, temperature_B, least_B, scores_BP, found_BP)
+    _best[(rows, parts)](*tensors, stride, groups_each, words, LANES, num_warps=4)
     _first[(rows,)](scores_BP, found_BP, tokens_B, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return tokens_B

@@ -1,11 +1,13 @@
-// AdamW on a piece of one parameter, to the bits of torch's fused CPU kernel (kernels/optimizer/adamw.py), with sums of squares on the way.
+// AdamW on a piece of one parameter, to the bits of torch's fused CPU kernel (kernels/optimizer/adamw.py), with sums of
+// squares on the way.
 //
-// A block takes 4096 elements, a thread twice four neighbours, 2048 apart: 14 bytes an element come in by loads of 64 (bf16) and
-// 128 bits (fp32), all under way before the first is used. Every operation is named with its rounding, so that the
-// compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
+// A block takes 4096 elements, a thread twice four neighbours, 2048 apart: 14 bytes an element come in by loads of 64
+// (bf16) and 128 bits (fp32), all under way before the first is used. Every operation is named with its rounding, so
+// that the compiler fuses nothing; division and square root are the correctly rounded ones, subnormals stay.
 //
-// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), and torch's order: LERP and SQUARE of its vector loop,
-// TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh.
+// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32), and torch's order: LERP and SQUARE of its
+// vector loop, TAIL_LERP and TAIL_SQUARE of its scalar one; GRADIENT and PREVIOUS for gradient.cuh.
+
 // m + w (g - m), or from the other end for a w of a half and more.
 template <int FUSED>
 DEVICE float moved(float m, float g, float weight) {
@@ -22,8 +24,6 @@ DEVICE float mean_square(float v, float g, float keep, float weight) {
     return __fadd_rn(__fmul_rn(v, keep), __fmul_rn(scaled, g));
 }
 
-struct Numbers { float decay, weight1, beta2, weight2, root, eps, minus_step_size; };
-
 // One element: `g` is the gradient after clipping; the fp32 bits of the others change in place.
 template <int MOVE, int MEAN>
 DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
@@ -36,8 +36,9 @@ DEVICE void update(u32& master, u32& m, u32& v, float g, const Numbers& by) {
     v = as_bits(new_v);
 }
 // A thread's share of a block that lies inside the piece.
-DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
-                         const float* factor, float* square_sum, float* partial, const Numbers& by) {
+DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+                         const void* previous, const float* factor, float* square_sum, float* partial,
+                         const Numbers& by) {
     const int first = blockIdx.x * 4096 + threadIdx.x * 4;
     Loaded loaded[2];
     uint4 m[2], v[2];
@@ -72,8 +73,10 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
 #if WEIGHT == 1
         u32 master[4] = {w[k].x, w[k].y, w[k].z, w[k].w};
 #else
-        u32 master[4] = {(w[k].x << 16) + (u32)((int)(low[k].x << 16) >> 16), (w[k].x & 0xFFFF0000u) + (u32)((int)low[k].x >> 16),
-                         (w[k].y << 16) + (u32)((int)(low[k].y << 16) >> 16), (w[k].y & 0xFFFF0000u) + (u32)((int)low[k].y >> 16)};
+        u32 master[4] = {(w[k].x << 16) + (u32)((int)(low[k].x << 16) >> 16),
+                         (w[k].x & 0xFFFF0000u) + (u32)((int)low[k].x >> 16),
+                         (w[k].y << 16) + (u32)((int)(low[k].y << 16) >> 16),
+                         (w[k].y & 0xFFFF0000u) + (u32)((int)low[k].y >> 16)};
 #endif
         update<LERP, SQUARE>(master[0], m[k].x, v[k].x, __fmul_rn(g[k][0], scale), by);
         update<LERP, SQUARE>(master[1], m[k].y, v[k].y, __fmul_rn(g[k][1], scale), by);
@@ -84,7 +87,8 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
 #else
         *(uint2*)((u16*)weight + at) = make_uint2(rounded_half(master[0]) | (rounded_half(master[1]) << 16),
                                                   rounded_half(master[2]) | (rounded_half(master[3]) << 16));
-        *(uint2*)(remainder + at) = make_uint2((master[0] & 0xFFFFu) | (master[1] << 16), (master[2] & 0xFFFFu) | (master[3] << 16));
+        *(uint2*)(remainder + at) = make_uint2((master[0] & 0xFFFFu) | (master[1] << 16),
+                                               (master[2] & 0xFFFFu) | (master[3] << 16));
 #endif
         *(uint4*)(exp_avg + at) = m[k];
         *(uint4*)(exp_avg_sq + at) = v[k];
@@ -92,8 +96,9 @@ DEVICE void update_whole(void* weight, u16* remainder, u32* exp_avg, u32* exp_av
 }
 
 // The same one by one, for the last block and pointers that are not aligned.
-DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
-                          const float* factor, float* square_sum, float* partial, int n, int tail_start, const Numbers& by) {
+DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient,
+                          const void* previous, const float* factor, float* square_sum, float* partial, int n,
+                          int tail_start, const Numbers& by) {
     if (square_sum) sum_block<0>(gradient, previous, square_sum, partial, n);
     const float scale = factor ? *factor : 1.0f;
     const int end = min(n, (int)blockIdx.x * 4096 + 4096);
@@ -123,21 +128,24 @@ DEVICE void update_ragged(void* weight, u16* remainder, u32* exp_avg, u32* exp_a
     }
 }
 
-// `tail_start`: first element of torch's scalar loop, in the last block, which is not whole; `aligned`: whether all pointers allow
-// accesses of four elements. A whole block takes them unguarded, so that nothing stands between its loads.
+// `tail_start`: first element of torch's scalar loop, in the last block, which is not whole; `aligned`: whether all
+// pointers allow accesses of four elements. A whole block takes them unguarded, so that nothing stands between its
+// loads.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous, const float* factor,
-      float* square_sums, int n, int tail_start, int aligned, float decay, float weight1, float beta2, float weight2, float root,
-      float eps, float minus_step_size) {
+adamw(void* weight, u16* remainder, u32* exp_avg, u32* exp_avg_sq, const void* gradient, const void* previous,
+      const float* factor, float* square_sums, int n, int tail_start, int aligned, float decay, float weight1,
+      float beta2, float weight2, float root, float eps, float minus_step_size) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
     float* square_sum = square_sums ? square_sums + blockIdx.x : square_sums;
     const Numbers by = {decay, weight1, beta2, weight2, root, eps, minus_step_size};
     if (aligned && n - (int)blockIdx.x * 4096 >= 4096)
-        update_whole(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, by);
+        update_whole(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory,
+                     by);
     else
-        update_ragged(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, n, tail_start, by);
+        update_ragged(weight, remainder, exp_avg, exp_avg_sq, gradient, previous, factor, square_sum, (float*)memory, n,
+                      tail_start, by);
 }
 
 // The same sums of squares, and nothing else.
@@ -152,8 +160,8 @@ square_sums(const void* gradient, const void* previous, float* out, int n, int a
         sum_block<0>(gradient, previous, out + blockIdx.x, (float*)memory, n);
 }
 
-// sqrt of the sum of `count` block sums, in double, by one block: a thread adds columns t and t + 512 of rows of 1024, row by row;
-// then the columns 512, 256, ... 1 apart.
+// sqrt of the sum of `count` block sums, in double, by one block: a thread adds columns t and t + 512 of rows of 1024,
+// row by row; then the columns 512, 256, ... 1 apart.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 block_norm(const float* sums, float* out, int count) {
     SHARED_MEMORY(memory);

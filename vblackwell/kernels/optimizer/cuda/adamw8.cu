@@ -1,13 +1,12 @@
-// AdamW with moments of 8 bits on a piece of one parameter; kernels/optimizer/adamw8.py has the formats, the reasons and the same bits.
+// AdamW with moments of 8 bits on a piece of one parameter; kernels/optimizer/adamw8.py has the formats, the reasons
+// and the same bits.
 //
-// A block of 512 threads takes 4096 elements, a thread eight neighbours, so that a warp holds the 256 elements that share a
-// scale: their largest moments are two warp reductions away, and nothing but the scales passes between lanes.
+// A block of 512 threads takes 4096 elements, a thread eight neighbours, so that a warp holds the 256 elements that
+// share a scale: their largest moments are two warp reductions away, and nothing but the scales passes between lanes.
 //
-// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32, 2 bf16 rounded at random); GRADIENT and PREVIOUS for
-// gradient.cuh.
+// Set by the launcher: WEIGHT (0 bf16 with a 16-bit remainder, 1 fp32, 2 bf16 rounded at random); GRADIENT and PREVIOUS
+// for gradient.cuh.
 #define SMALLEST 7.888609052210118e-31f  // 2^-100: a block whose largest moment is smaller keeps zeros
-
-struct Numbers { float decay, weight1, beta2, weight2, root, eps, minus_step_size; };
 
 // 64 random bits for the counter (low, high): Philox 2x32 of seven rounds.
 DEVICE uint2 random_bits(u32 low, u32 high, u32 key) {
@@ -21,7 +20,8 @@ DEVICE uint2 random_bits(u32 low, u32 high, u32 key) {
     return make_uint2(low, high);
 }
 
-// Codes are exponents above MANTISSA bits, relative to the scale: from 1 on a code is the top of fp32's bits, below 1 steps are even.
+// Codes are exponents above MANTISSA bits, relative to the scale: from 1 on a code is the top of fp32's bits, below 1
+// steps are even.
 template <int MANTISSA>
 DEVICE float decoded(u32 code) {
     const u32 shift = 23 - MANTISSA;
@@ -35,8 +35,8 @@ DEVICE u32 encoded(float value, u32 random) {
     if (value >= 1.0f) return ((as_bits(value) + random) >> shift) - (126u << MANTISSA);
     return ((as_bits(__fadd_rn(value, 1.0f)) + random) >> shift) - (127u << MANTISSA);
 }
-#define MOST1 124.0f  // the largest value of three exponent and four mantissa bits: the magnitude of m
-#define MOST2 126.0f  // and of three and five: sqrt(v)
+#define MAX1 124.0f  // the largest value of three exponent and four mantissa bits: the magnitude of m
+#define MAX2 126.0f  // and of three and five: sqrt(v)
 
 DEVICE u32 code_at(const u32* words, int i) { return (words[i >> 2] >> (8 * (i & 3))) & 0xFFu; }
 
@@ -62,23 +62,11 @@ DEVICE void store_codes(u8* to, int left, const u32* from) {
             if (i < left) to[i] = (u8)code_at(from, i);
     }
 }
-// Eight halves of 16 bits, two a word.
-template <int WHOLE>
-DEVICE void store_halves(u16* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint2*)to = make_uint2(from[0], from[1]);
-        *(uint2*)(to + 4) = make_uint2(from[2], from[3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i] = (u16)(from[i >> 1] >> (16 * (i & 1)));
-    }
-}
 
 template <int WHOLE>
-DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, float* scales2, const void* gradient,
-                   const void* previous, const float* factor, int n, u32 first_low, u32 first_high, u32 key, u32 salt,
-                   const Numbers& by) {
+DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, float* scales2,
+                   const void* gradient, const void* previous, const float* factor, int n, u32 first_low,
+                   u32 first_high, u32 key, u32 salt, const Numbers& by) {
     const int at = blockIdx.x * 4096 + threadIdx.x * 8, left = n - at;
     if (at - (int)(threadIdx.x & 31) * 8 >= n) return;  // the whole warp
     Loaded loaded[2];
@@ -104,7 +92,7 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     float* scale2_at = scales2 + at / 256;
     const float old_scale1 = *scale1_at, old_scale2 = *scale2_at, clip = factor ? *factor : 1.0f;
 
-    float m[8], root_v[8], most1 = 0.0f, most2 = 0.0f;
+    float m[8], root_v[8], max1 = 0.0f, max2 = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const float g = __fmul_rn(gradient_value(loaded[i >> 2], i & 3), clip);
@@ -116,14 +104,14 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
         const float kept = __fmul_rn(__fmul_rn(old_root, old_root), by.beta2);
         root_v[i] = __fsqrt_rn(__fadd_rn(kept, __fmul_rn(__fmul_rn(by.weight2, g), g)));
         if (!WHOLE && i >= left) m[i] = root_v[i] = 0.0f;
-        most1 = fmaxf(most1, fabsf(m[i]));
-        most2 = fmaxf(most2, root_v[i]);
+        max1 = fmaxf(max1, fabsf(m[i]));
+        max2 = fmaxf(max2, root_v[i]);
     }
     // as integers: these are not negative
-    most1 = as_float(__reduce_max_sync(0xFFFFFFFFu, as_bits(most1)));
-    most2 = as_float(__reduce_max_sync(0xFFFFFFFFu, as_bits(most2)));
-    const int some1 = most1 >= SMALLEST, some2 = most2 >= SMALLEST;
-    const float up1 = some1 ? __fdiv_rn(MOST1, most1) : 0.0f, up2 = some2 ? __fdiv_rn(MOST2, most2) : 0.0f;
+    max1 = as_float(__reduce_max_sync(0xFFFFFFFFu, as_bits(max1)));
+    max2 = as_float(__reduce_max_sync(0xFFFFFFFFu, as_bits(max2)));
+    const int some1 = max1 >= SMALLEST, some2 = max2 >= SMALLEST;
+    const float up1 = some1 ? __fdiv_rn(MAX1, max1) : 0.0f, up2 = some2 ? __fdiv_rn(MAX2, max2) : 0.0f;
 
     u32 new1[2] = {0, 0}, new2[2] = {0, 0};
 #if WEIGHT != 1
@@ -133,8 +121,8 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     for (int i = 0; i < 8; i++) {
         const u32 index = first_low + at + i;  // within the parameter; the launcher keeps pieces from crossing 2^32
         const uint2 random = random_bits(index, first_high ^ salt, key);
-        const u32 code1 = encoded<4>(fminf(__fmul_rn(fabsf(m[i]), up1), MOST1), random.y >> 13);
-        u32 code2 = encoded<5>(fminf(__fmul_rn(root_v[i], up2), MOST2), (random.x >> 16 << 2) | 2u);
+        const u32 code1 = encoded<4>(fminf(__fmul_rn(fabsf(m[i]), up1), MAX1), random.y >> 13);
+        u32 code2 = encoded<5>(fminf(__fmul_rn(root_v[i], up2), MAX2), (random.x >> 16 << 2) | 2u);
         if (code2 == 0 && some2 && root_v[i] > 0.0f) code2 = 1;
         new1[i >> 2] |= (code1 | (m[i] < 0.0f ? 128u : 0u)) << (8 * (i & 3));
         new2[i >> 2] |= code2 << (8 * (i & 3));
@@ -161,31 +149,29 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     store_codes<WHOLE>(codes1 + at, left, new1);
     store_codes<WHOLE>(codes2 + at, left, new2);
     if ((threadIdx.x & 31) == 0) {
-        *scale1_at = some1 ? __fdiv_rn(most1, MOST1) : 0.0f;
-        *scale2_at = some2 ? __fdiv_rn(most2, MOST2) : 0.0f;
+        *scale1_at = some1 ? __fdiv_rn(max1, MAX1) : 0.0f;
+        *scale2_at = some2 ? __fdiv_rn(max2, MAX2) : 0.0f;
     }
 #if WEIGHT == 1
-    if (WHOLE) {
-        *(uint4*)((u32*)weight + at) = make_uint4(w[0], w[1], w[2], w[3]);
-        *(uint4*)((u32*)weight + at + 4) = make_uint4(w[4], w[5], w[6], w[7]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) ((u32*)weight)[at + i] = w[i];
-    }
+    store_words<WHOLE>((u32*)weight + at, left, w);
+    store_words<WHOLE>((u32*)weight + at + 4, left - 4, w + 4);
 #else
     store_halves<WHOLE>((u16*)weight + at, left, new_w);
+    store_halves<WHOLE>((u16*)weight + at + 4, left - 4, new_w + 2);
 #if WEIGHT == 0
     store_halves<WHOLE>(remainder + at, left, new_low);
+    store_halves<WHOLE>(remainder + at + 4, left - 4, new_low + 2);
 #endif
 #endif
 }
 
-// (`first_low`, `first_high`): the piece's first element within its parameter, with `key` and `salt` the counter of its random bits.
+// (`first_low`, `first_high`): the piece's first element within its parameter, with `key` and `salt` the counter of its
+// random bits.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw8(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, float* scales2, const void* gradient,
-       const void* previous, const float* factor, float* square_sums, int n, int aligned, int first_low, int first_high, int key,
-       int salt, float decay, float weight1, float beta2, float weight2, float root, float eps, float minus_step_size) {
+       const void* previous, const float* factor, float* square_sums, int n, int aligned, int first_low, int first_high,
+       int key, int salt, float decay, float weight1, float beta2, float weight2, float root, float eps,
+       float minus_step_size) {
     SHARED_MEMORY(memory);
     let_next_start();
     wait_for_previous();
@@ -198,7 +184,9 @@ adamw8(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, flo
             sum_block<0>(gradient, previous, square_sums + blockIdx.x, (float*)memory, n);
     }
     if (whole)
-        update<1>(weight, remainder, codes1, scales1, codes2, scales2, gradient, previous, factor, n, first_low, first_high, key, salt, by);
+        update<1>(weight, remainder, codes1, scales1, codes2, scales2, gradient, previous, factor, n, first_low,
+                  first_high, key, salt, by);
     else
-        update<0>(weight, remainder, codes1, scales1, codes2, scales2, gradient, previous, factor, n, first_low, first_high, key, salt, by);
+        update<0>(weight, remainder, codes1, scales1, codes2, scales2, gradient, previous, factor, n, first_low,
+                  first_high, key, salt, by);
 }

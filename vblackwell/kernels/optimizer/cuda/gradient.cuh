@@ -1,13 +1,17 @@
 // The gradient as AdamW's kernels read it, and its sums of squares; split masters.
 //
-// Sums of squares are those of blocks of 4096, by 512 threads with twice four neighbours, 2048 apart: in a thread the two fours onto
-// each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1 apart. Elements beyond the end count as zeros.
-// The order depends on an element's place in its block and on nothing else; kernels/optimizer/adamw.py has the same.
+// Sums of squares are those of blocks of 4096, by 512 threads with twice four neighbours, 2048 apart: in a thread the
+// two fours onto each other and then pairs, then lanes 16, 8, 4, 2, 1 apart, then warps 8, 4, 2, 1 apart. Elements
+// beyond the end count as zeros. The order depends on an element's place in its block and on nothing else;
+// kernels/optimizer/adamw.py has the same.
 //
-// Set by the launcher: GRADIENT (0 bf16, 1 fp32, 2 fp16) and PREVIOUS (0 none, 1 bf16, 2 fp32), the sum of gradients before this one.
+// Set by the launcher: GRADIENT (0 bf16, 1 fp32, 2 fp16) and PREVIOUS (0 none, 1 bf16, 2 fp32), the sum of gradients
+// before this one.
 #define THREADS 512
 
-// Four elements of 16 bits, two a word, or of 32 at `from`. WHOLE: by one access; otherwise the `left` that exist, and zeros.
+struct Numbers { float decay, weight1, beta2, weight2, root, eps, minus_step_size; };
+
+// Four elements of 16 bits, two a word, or of 32. WHOLE: by one access; otherwise the `left` that exist, others zero.
 template <int WHOLE>
 DEVICE void load_halves(const u16* from, int left, u32* to) {
     if (WHOLE) {
@@ -28,6 +32,26 @@ DEVICE void load_words(const u32* from, int left, u32* to) {
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) to[i] = i < left ? from[i] : 0;
+    }
+}
+template <int WHOLE>
+DEVICE void store_halves(u16* to, int left, const u32* from) {
+    if (WHOLE) {
+        *(uint2*)to = make_uint2(from[0], from[1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) to[i] = (u16)(from[i >> 1] >> (16 * (i & 1)));
+    }
+}
+template <int WHOLE>
+DEVICE void store_words(u32* to, int left, const u32* from) {
+    if (WHOLE) {
+        *(uint4*)to = make_uint4(from[0], from[1], from[2], from[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (i < left) to[i] = from[i];
     }
 }
 // Half i of four, as the upper half of a word: a bf16 as fp32.
@@ -100,9 +124,8 @@ DEVICE void sum_block(const void* gradient, const void* previous, float* out, fl
     write_square_sum(g, partial, out);
 }
 
-// A split master is its weight's bits on top plus the remainder as signed; its weight is it rounded to nearest, ties away from zero,
-// and its remainder the low half.
-// A NaN stays one: the GPU's own, 0x7FFFFFFF, would round up to a zero.
+// A split master is its weight's bits on top plus the remainder as signed; its weight is it rounded to nearest, ties
+// away from zero, and its remainder the low half. A NaN stays one: the GPU's own, 0x7FFFFFFF, would round up to a zero.
 DEVICE u32 cut_half(u32 master, u32 added) {
     return (master & 0x7FFFFFFFu) > 0x7F800000u ? (master >> 16) | 0x40u : (master + added) >> 16;
 }
