@@ -63,6 +63,30 @@ DEVICE void store_codes(u8* to, int left, const u32* from) {
     }
 }
 
+// Eight elements of 16 bits, two a word, or of 32.
+template <int WHOLE>
+DEVICE void store_halves(u16* to, int left, const u32* from) {
+    if (WHOLE) {
+        *(uint2*)to = make_uint2(from[0], from[1]);
+        *(uint2*)(to + 4) = make_uint2(from[2], from[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (i < left) to[i] = (u16)(from[i >> 1] >> (16 * (i & 1)));
+    }
+}
+template <int WHOLE>
+DEVICE void store_words(u32* to, int left, const u32* from) {
+    if (WHOLE) {
+        *(uint4*)to = make_uint4(from[0], from[1], from[2], from[3]);
+        *(uint4*)(to + 4) = make_uint4(from[4], from[5], from[6], from[7]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (i < left) to[i] = from[i];
+    }
+}
+
 template <int WHOLE>
 DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, float* scales2,
                    const void* gradient, const void* previous, const float* factor, int n, u32 first_low,
@@ -154,13 +178,10 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     }
 #if WEIGHT == 1
     store_words<WHOLE>((u32*)weight + at, left, w);
-    store_words<WHOLE>((u32*)weight + at + 4, left - 4, w + 4);
 #else
     store_halves<WHOLE>((u16*)weight + at, left, new_w);
-    store_halves<WHOLE>((u16*)weight + at + 4, left - 4, new_w + 2);
 #if WEIGHT == 0
     store_halves<WHOLE>(remainder + at, left, new_low);
-    store_halves<WHOLE>(remainder + at + 4, left - 4, new_low + 2);
 #endif
 #endif
 }

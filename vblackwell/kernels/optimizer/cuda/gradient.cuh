@@ -34,26 +34,6 @@ DEVICE void load_words(const u32* from, int left, u32* to) {
         for (int i = 0; i < 4; i++) to[i] = i < left ? from[i] : 0;
     }
 }
-template <int WHOLE>
-DEVICE void store_halves(u16* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint2*)to = make_uint2(from[0], from[1]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) to[i] = (u16)(from[i >> 1] >> (16 * (i & 1)));
-    }
-}
-template <int WHOLE>
-DEVICE void store_words(u32* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint4*)to = make_uint4(from[0], from[1], from[2], from[3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) to[i] = from[i];
-    }
-}
 // Half i of four, as the upper half of a word: a bf16 as fp32.
 DEVICE u32 half_on_top(const u32* words, int i) { return i & 1 ? words[i >> 1] & 0xFFFF0000u : words[i >> 1] << 16; }
 
