@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ import pytest
 from tests.cli.conftest import LEVELS, MINIATURE
 
 ROOT = Path(__file__).parents[1]
-TRAIN = "import sys, vblackwell.cli; code = vblackwell.cli.main(); print(vblackwell.__file__); sys.exit(code)"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vblackwell")
 
 
-def run(*words: str, cwd: Path, **environment: str) -> str:
+def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     done = subprocess.run(words, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -42,8 +40,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The installed setuptools builds it: nothing is asked of a registry.
     run(*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", "../dist", cwd=folder / "sources")
     (wheel,) = (folder / "dist").glob("vblackwell-*.whl")
-    with zipfile.ZipFile(wheel) as packed:  # what pip does with a wheel of Python alone
-        packed.extractall(folder / "installed")
+    # Its dependencies are the ones of this environment: no registry is asked.
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", folder / "installed", wheel, cwd=folder)
     return folder / "installed"
 
 
@@ -59,11 +57,12 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     corpus.write_text(Path(argparse.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     found = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])  # with what it depends on
     where = {"PYTHONPATH": found, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    output = run(
-        sys.executable, "-c", TRAIN, "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
+    where_from = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
+    assert Path(where_from.strip()).is_relative_to(installed)
+    run(
+        installed / "bin" / "vb", "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
         "--disk-path", str(tmp_path), "--out", "run", cwd=tmp_path, **where,
     )  # fmt: skip
-    assert Path(output.splitlines()[-1]).is_relative_to(installed)
     steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line).get("step") for line in steps][-1] == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
