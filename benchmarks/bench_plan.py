@@ -12,7 +12,8 @@ One stack serves all, so that host memory is registered once.
 The shape is wide and has few layers, so that its time is the GPU's and the link's. A placement is left out, and the
 table says so, where arithmetic (the GPU's operators alone, or the CPU's updates alone) shows it to be slower than what
 was measured, where others with the same micro-batches all were, or where it is predicted to take twice as long as the
-plan. A run that is stopped (SIGTERM) still prints the table of what it has.
+plan. A run that is stopped (SIGTERM) still prints the table of what it has. On a GPU every placement is a row of
+`benchmarks/results/plan.csv`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.lib.child_process import Stopped, until_stopped
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.loop import Clock, Feed
 from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
+from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.machine.device import cap_process
 from vblackwell.machine.facts import memory_facts
@@ -298,6 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     words = f"{asked.shape}, {asked.sequences} x {asked.seq} tokens a step, cap {asked.cap}"
     print(f"\n{where}, torch {torch.__version__}, {words}, {time.perf_counter() - bench.began:.0f} s")
     print("\n".join(report(rows)), flush=True)
+    if bench.cuda:
+        append_csv(RESULTS / "plan.csv", [{**machine(), **row.record()} for row in rows])
     if stopped:
         os._exit(0)  # threads of a step that was cut off may wait for each other
     bench.stack.close()

@@ -4,14 +4,14 @@
     python benchmarks/bench_two_part.py --linear     # on a CUDA GPU
 
 ``--linear``: medians of CUDA-graph replays in turns over 24 layers of 8192x8192, far beyond L2, and ratios to cuBLAS in
-the same run. Every row is printed as it comes; the exit code is 1 where a floor is missed.
+the same run. Every row is printed as it comes, all are appended to `benchmarks/results/two_part.csv`; the exit code is
+1 where a floor is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.lib.kernels.graph_timing import alternating_us
-from benchmarks.lib.results import tell
+from benchmarks.lib.results import RESULTS, append_csv, tell, told_machine
 from vblackwell.kernels.fp4 import layout
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.two_part import two_part_linear
@@ -34,10 +34,13 @@ from vblackwell.nn.convert.linears import enable_vb_optimization
 LAYERS = 24
 
 
-def tell_row(what: str, measured: str, floor: str, met: bool) -> bool:
-    """A row as soon as it is known; ``met`` again."""
+Row = dict[str, str | bool]
+
+
+def tell_row(what: str, measured: str, floor: str, met: bool) -> Row:
+    """A row, told as soon as it is known."""
     tell(f"{what}  {measured}  [{floor}: {'met' if met else 'MISSED'}]")
-    return met
+    return {"what": what, "measured": measured, "floor": floor, "met": met}
 
 
 def compiled(calls: Sequence[Callable[[], object]]) -> None:
@@ -55,7 +58,7 @@ def deep_model(device: str) -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(762, 762) for _ in range(62)))
 
 
-def start_row(device: str) -> bool:
+def start_row(device: str) -> Row:
     model = deep_model(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     began = time.perf_counter()
@@ -78,7 +81,7 @@ def random_parts(n: int, k: int, device: str = "cuda") -> tuple[Tensor, ...]:
     return codes, fine, scales, torch.tensor(2.0**-7, device=device)
 
 
-def linear_rows(n: int, k: int, counts: list[int]) -> Iterator[bool]:
+def linear_rows(n: int, k: int, counts: list[int]) -> Iterator[Row]:
     parts = [random_parts(n, k) for _ in range(LAYERS)]
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     ours_of = functools.partial(two_part_linear, format=layout.TILED_PARTS, activation="none", n=n, k=k)
@@ -113,15 +116,14 @@ def main() -> None:
         help="of --linear",
     )
     args = parser.parse_args()
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    print(f"torch {torch.__version__}, {machine}", flush=True)
-    met: list[bool] = []
+    about, rows = told_machine(), list[Row]()
     if args.linear:
         n, k = (int(size) for size in args.shape.split("x"))
-        met += linear_rows(n, k, args.rows)
+        rows += linear_rows(n, k, args.rows)
     if args.start:
-        met.append(start_row(args.device))
-    raise SystemExit(not all(met))
+        rows.append(start_row(args.device))
+    append_csv(RESULTS / "two_part.csv", [{**about, **row} for row in rows])
+    raise SystemExit(not all(row["met"] for row in rows))
 
 
 if __name__ == "__main__":

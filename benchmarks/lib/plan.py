@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from vblackwell.planner.forecast import Forecast
 from vblackwell.planner.placement import Choice, Lacking, Plan, Prediction, Space
@@ -57,6 +58,13 @@ class Row:
     def left_out(self) -> bool:
         """Whether it was not run because it is certain, or nearly, to be slower."""
         return self.error.startswith("left out")
+
+    def record(self) -> dict[str, Any]:
+        """The row of a results file: what was chosen, predicted and measured."""
+        predicted = {"predicted_seconds": self.prediction.step_seconds, "predicted_p99": self.prediction.gpu_p99}
+        measured = {"step_seconds": self.step_seconds, "reserved": self.reserved, "setup_seconds": self.setup_seconds}
+        told = {"again": " ".join(f"{each:.6g}" for each in self.again), "is_plan": self.is_plan, "error": self.error}
+        return {**asdict(self.choice), **predicted, **measured, **told}
 
 
 def why_left_out(row: Row, rows: list[Row], least: float, best: float) -> str:
