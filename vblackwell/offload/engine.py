@@ -5,8 +5,6 @@ undoes that, and a hook on each parameter takes its gradient. Meanwhile, saved t
 packed as (group, view) and read again when backward needs them; hooks that were active already keep everything else.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +51,7 @@ from vblackwell.offload.storage.masters import (
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
-def locked(engines: Iterable[Offload]) -> ExitStack:
+def locked(engines: Iterable["Offload"]) -> ExitStack:
     """The locks of the stacks of ``engines``, to be left; always taken in one order."""
     with ExitStack() as held:
         for lock in sorted({engine.lock for engine in engines}, key=id):
@@ -61,7 +59,7 @@ def locked(engines: Iterable[Offload]) -> ExitStack:
         return held.pop_all()
 
 
-def offload_of(model: nn.Module) -> Offload | Resident | None:
+def offload_of(model: nn.Module) -> "Offload | Resident | None":
     """The engine that holds ``model``'s parameters; None for a plain module."""
     for param in model.parameters():
         engine = param.__dict__.get("_vb_binding") or param.__dict__.get("_vb_resident")
@@ -78,7 +76,7 @@ def stream(
     source: ModelSource,
     store: ActivationStore | None = None,
     measured: Measured | None = None,
-) -> Offload:
+) -> "Offload":
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
     """

@@ -5,8 +5,6 @@ and costs nothing; otherwise its class is `OffloadedParameter`, swapped as torch
 a NaN of stride zero: should code get past the interception, NaN is loud where old weights would be silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial

@@ -9,8 +9,6 @@ into `Shadows`, which the step makes the group's ranges, or, if every backward i
 into the ranges themselves.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ else holds it. A due update, whose step has come, brings up the weights that the
 room.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

@@ -6,8 +6,6 @@ arrived (or backward ends without it) the buffer is sent. The first arrival sinc
 added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

@@ -11,8 +11,6 @@ Tests have a third kind, whose work runs in any order that the declared one allo
 silent.
 """
 
-from __future__ import annotations
-
 import ctypes
 from abc import abstractmethod
 from collections import Counter, deque

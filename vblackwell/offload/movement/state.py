@@ -21,8 +21,6 @@ An update may begin whenever no step is open: STORED, LOADING, LOADED and UPDATI
 on level 0 outlive the phase: ``loaded`` may be there in EARLY and DUE, where nobody but the update itself may use them.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -558,7 +556,7 @@ class Level0Budget:
         """Drop weights, of this model first; wait for an update that holds some."""
         return any(budget.drop_weights() or budget.end_update() for budget in (self, *self._others()))
 
-    def _others(self) -> list[Level0Budget]:
+    def _others(self) -> list["Level0Budget"]:
         return [budget for budget in self._all if budget is not self]
 
 

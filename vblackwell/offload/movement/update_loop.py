@@ -8,8 +8,6 @@ loop with the lock released. torch's own threads would meet after every call, an
 core with a busy thread; here every thread takes the next chunks when it is done (docs/journal/offload.md).
 """
 
-from __future__ import annotations
-
 # ruff: noqa: UP006, UP035 (TorchScript reads the annotations)
 import os
 import threading

@@ -7,8 +7,6 @@ queued: memory freed by one group takes another without an event. Dropped is the
 and the link would rest meanwhile, so the groups that stay are spread evenly.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -38,7 +36,7 @@ class SavedTensor(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> SavedTensor:
+    def of(cls, tensor: Tensor) -> "SavedTensor":
         """Detached: the graph of an operator that saves its output would hold itself where no backward comes."""
         return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
