@@ -268,7 +268,7 @@ class Offload:
             with self.lock:
                 self.step_control.prefetch(group)
         elif group is not None:
-            self.weights.asked[group] = None
+            self.weights.asked.append(group)
         return group is not None
 
     # -- autograd ----------------------------------------------------------------------------------------------------

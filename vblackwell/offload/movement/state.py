@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -516,48 +516,41 @@ class Level0Budget:
         self._all.add(self)
 
     def reserve(
-        self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
+        self, what: str, num_bytes: int, *free_some: FreeSome, fits: Callable[[], bool] = lambda: True
     ) -> Reservation:
-        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `exhausted`."""
+        """Bytes of level 0 for a while, when they have a place in the model's own budget too (``fits``).
+
+        Raises InsufficientMemory where everything on level 0 is in use.
+        """
         level = self._stack.levels[0]
 
         def take() -> Reservation:
-            check()
+            if not free_until(fits, self.drop_weights, self.free_any):
+                give_up()
             # Where no key could give way, bytes are freed before they are asked for: an attempt in vain costs an error.
             free_until(lambda: level.can_allocate(num_bytes) or self._stack.keys(), *free_some)
             return self._storage.take(what, num_bytes, 0)
 
-        def give_up() -> bool:
-            raise self.exhausted(what, num_bytes)
+        def give_up() -> NoReturn:
+            raise InsufficientMemory(
+                f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
+                f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity "
+                "of level 0)",
+                needed_bytes=num_bytes,
+                available_bytes=level.capacity_bytes - level.used_bytes,
+            )
 
         with self.lock:
             return reserve(take, *free_some, give_up)
 
-    def exhausted(self, what: str, num_bytes: int) -> InsufficientMemory:
-        """The InsufficientMemory where everything on level 0 is in use."""
-        level = self._stack.levels[0]
-        return InsufficientMemory(
-            f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
-            f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of "
-            "level 0)",
-            needed_bytes=num_bytes,
-            available_bytes=level.capacity_bytes - level.used_bytes,
-        )
-
     def free_any(self) -> bool:
         """This model has no idle weights: wait for what leaves level 0, then ask the stack's other models."""
+        others = (budget for budget in self._all if budget is not self)
         return (
             self.end_gradient()
             or self.end_update()
-            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in self._others())
+            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in others)
         )
-
-    def free_weights(self) -> bool:
-        """Drop weights, of this model first; wait for an update that holds some."""
-        return any(budget.drop_weights() or budget.end_update() for budget in (self, *self._others()))
-
-    def _others(self) -> list["Level0Budget"]:
-        return [budget for budget in self._all if budget is not self]
 
 
 class Shared(NamedTuple):

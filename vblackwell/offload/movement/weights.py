@@ -9,6 +9,7 @@ and the link would rest meanwhile, so the groups that stay are spread evenly.
 
 import itertools
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +78,7 @@ class WeightStreamer(Mover):
         self.trace = AccessTrace()
         self.wait_for = Stalls(shared.stack).wait_for
         self._latest: Group | None = None
-        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
+        self.asked = deque[Group]()  # groups that other threads want loaded ahead
         self._largest_bytes = max((group.num_bytes for group in self._groups), default=0)
         self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, budget_bytes // max(1, self._largest_bytes) // 2))
         if any(group.name.endswith(TRAINED) for group in self._groups):  # a layer is two groups, one of them small
@@ -109,13 +110,6 @@ class WeightStreamer(Mover):
         groups = map(self._groups.__getitem__, self.trace.upcoming(len(self._groups), wrap=True))
         absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= self.budget_bytes)
         return itertools.islice(absent, WEIGHT_PLACES)
-
-    def take_asked(self) -> list[Group]:
-        """The groups that other threads have asked for since."""
-        if not self.asked:
-            return []
-        asked, self.asked = self.asked, {}
-        return list(asked)
 
     def free_for(self, group: Group) -> bool:
         """Whether level 0 has, or gets by dropping what is needed later, the bytes of ``group``. Never blocks."""
@@ -185,10 +179,10 @@ class WeightStreamer(Mover):
     @defer_sigint()  # what has been reserved is known, or given back, when it comes
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
-        budget, name, check = self._budget, f"{group.name}/loaded", partial(self._keep_budget, group)
+        budget, name, fits = self._budget, f"{group.name}/loaded", partial(self._fits, group)
         budget.sweep_updates()
         with torch.inference_mode(False):
-            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, check=check)
+            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, fits=fits)
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
@@ -204,10 +198,6 @@ class WeightStreamer(Mover):
 
     def _fits(self, group: Group) -> bool:
         return self.loaded_bytes + group.num_bytes <= self.budget_bytes
-
-    def _keep_budget(self, group: Group) -> None:
-        if not free_until(lambda: self._fits(group), self.drop_one, self._budget.free_any):
-            raise self._budget.exhausted(group.name, group.num_bytes)
 
     @property
     def loaded_bytes(self) -> int:
