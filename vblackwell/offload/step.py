@@ -149,7 +149,7 @@ class StepControl(Mover):
         with defer_sigint():
             if place is self.host_updates:
                 place.wait(group)  # the worker counts its steps
-            shadows = place.shadows.take(group, place.own_ranges(group)) if undo else None
+            shadows = place.shadows.take(group, self._storage.own_ranges(group)) if undo else None
             if undo and shadows is None:
                 if place is self.host_updates:
                     place.shadows.free_spare()  # of some kinds, there was room for
@@ -157,7 +157,7 @@ class StepControl(Mover):
             jobs = self.jobs(group)
             early = EarlyUpdate(jobs, [job.step.clone() for job in jobs], shadows, earlier=state.gradient.task)
             try:
-                early.reads_until = place.queue(group, jobs, gradient, shadows=shadows)
+                early.reads_until = place.queue(group, jobs, gradient, None, shadows)
             except BaseException:
                 place.shadows.give_back(shadows or {})
                 raise
@@ -232,9 +232,8 @@ class StepControl(Mover):
         return buffer
 
     def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was updated since."""
+        """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was changed since."""
         self.order_loads(packed.group)
-        self.weights.check_unchanged(packed)
         self._use(packed.group)
         tensor = self.weights.unpack(packed)
         self._prefetch_upcoming()
@@ -260,16 +259,12 @@ class StepControl(Mover):
         self.weights.arrive(group)
 
     def _prefetch_upcoming(self) -> None:
-        while self.weights.asked:
-            self.prefetch(self.weights.asked.popleft())
+        asked, self.weights.asked = self.weights.asked, {}
+        for group in list(asked):  # another thread may still hold it
+            self.prefetch(group)
         for group in self.weights.upcoming():
             if not self.prefetch(group):
                 return
-
-    def drain(self) -> None:
-        """Return when every update whose step came has read its gradient."""
-        if self.level0 is not None:
-            self.level0.drain()
 
     @property
     def shadow_bytes(self) -> int:
@@ -325,17 +320,14 @@ class StepControl(Mover):
                 held, factor = self._unscaled.pop(group)
                 self._scale(filter(self.gradients.has, held), factor)
 
-    def zero_gradients(self, slots: list[Slot]) -> None:
-        """Make gradients zero."""
+    def clear_gradients(self, slots: list[Slot], *, to_zero: bool = False) -> None:
+        """Forget gradients, or make them zero."""
         self.roll_back()
         self.finish_backward()
-        self._scale(slots, None)
-
-    def clear_gradients(self, slots: list[Slot]) -> None:
-        """Forget gradients."""
-        self.roll_back()
-        self.finish_backward()
-        self.gradients.clear(slots)
+        if to_zero:
+            self._scale(slots, None)
+        else:
+            self.gradients.clear(slots)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

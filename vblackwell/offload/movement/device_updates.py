@@ -44,7 +44,7 @@ class DeviceUpdates(Mover):
         self._sliced = found.slice_rows.keys()  # never whole on level 0
         self._weights = weights
         self._gradients = gradients
-        self.shadows, self.own_ranges = Shadows(self._storage), self._storage.own_ranges
+        self.shadows = Shadows(self._storage)
         memory = self._storage.take("update ring", found.ring_bytes, 0).bytes
         kind, queues = (CudaLane, CudaQueues(memory.device)) if memory.is_cuda else (Lane, WorkerQueues(self._worker))
         count = num_buffers(memory.numel(), max(map(smallest_buffer, found.on_level0), default=0))
@@ -79,12 +79,7 @@ class DeviceUpdates(Mover):
         self.shadows.give_back(shadows)
 
     def queue(
-        self,
-        group: Group,
-        jobs: list[Job],
-        gradient: Tensor | None = None,
-        factor: Tensor | None = None,
-        shadows: Ranges | None = None,
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
     ) -> Transfer:
         """Queue an update: early, from ``gradient`` on level 0, where the weights are too, into ``shadows`` (None: the
         group's ranges); or, with None, a due one, for which everything is in storage. Its end on level 0.
@@ -92,8 +87,8 @@ class DeviceUpdates(Mover):
         self._unlock_group(group)
         self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
-        kind, sources = None, self.own_ranges(group)
-        targets = shadows or self.own_ranges(group)
+        kind, own = None, self._storage.own_ranges(group)
+        sources, targets = own.copy(), shadows or own
         loaded = self._fetch(group) if gradient is None else weights.lock(group)
         if loaded is None:
             weights.invalidate(group)
@@ -170,7 +165,7 @@ class DeviceUpdates(Mover):
             return
         with defer_sigint():
             jobs, factor = self._due[group]
-            self.queue(group, jobs, factor=factor)
+            self.queue(group, jobs, None, factor, None)
             del self._due[group]
             self._states[group].update_is_queued()
 

@@ -7,7 +7,6 @@ added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from vblackwell.offload.movement.state import (
     current_stream,
     defer_sigint,
     flat_of,
+    free_after,
     free_until,
     reserve,
 )
@@ -85,14 +85,6 @@ class GradientCollector(Mover):
     def _later(self, work: Callable[..., None], group: Group, *args: Any, arriving: Transfer | None = None) -> Task:
         self._state(group).measured = None
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
-
-    def _give_after(self, ends: Iterable[Transfer], *reservations: Reservation) -> None:
-        """Something failed: give ``reservations`` back when ``ends`` have used them, whichever of these fails."""
-        with ExitStack() as left:
-            for reservation in reservations:
-                left.callback(self._storage.give, reservation)
-            for end in ends:
-                left.callback(end.wait)
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class GradientCollector(Mover):
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except Exception:
-            self._give_after(under_way, buffer.reservation)
+            free_after(under_way, partial(self._storage.give, buffer.reservation))
             raise
         finally:
             del self.filling[group]
@@ -204,7 +196,7 @@ class GradientCollector(Mover):
             before = (transfer, *readers)
             state.task = self._later(self._receive, group, receive, incoming, before, True, arriving=transfer)
         except Exception:
-            self._give_after(under_way, incoming)
+            free_after(under_way, partial(self._storage.give, incoming))
             raise
         self._summing.add((state.task,))
         self._free_after(before, reservation)

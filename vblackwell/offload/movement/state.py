@@ -26,9 +26,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -393,6 +393,24 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def free_after(
+    ends: Iterable[Transfer | Task], free: Callable[[], object], stream: torch.cuda.Stream | None = None
+) -> None:
+    """Call ``free`` when all ``ends`` are over, whichever of them fails; ``stream``, if given, waits for events."""
+
+    def wait(end: Transfer | Task) -> None:
+        if stream is not None and isinstance(end, EventTransfer):
+            end.wait_on(stream)
+            end.let_go()
+        else:
+            end.wait()
+
+    with ExitStack() as left:
+        left.callback(free)
+        for end in ends:
+            left.callback(wait, end)
+
+
 class InFlightQueue:
     """Bytes that are free again when copies, or tasks of the worker that read them in place, are over; oldest first."""
 
@@ -415,16 +433,8 @@ class InFlightQueue:
         if not self._queue:
             return False
         ends, free = self._queue.popleft()
-        on_stream = stream is not None and all(isinstance(end, EventTransfer) for end in ends)
-        try:
-            for end in ends:
-                if on_stream and isinstance(end, EventTransfer):
-                    end.wait_on(stream)
-                    end.let_go()
-                else:
-                    end.wait()
-        finally:
-            free()
+        on_stream = all(isinstance(end, EventTransfer) for end in ends)
+        free_after(ends, free, stream if on_stream else None)
         return True
 
     def sweep(self, stream: torch.cuda.Stream | None = None) -> None:

@@ -53,6 +53,8 @@ def _adamw(
         old_masters, old_exp_avgs, old_exp_avg_sqs, factor, steps = stretch[6:]
         lr, beta1, beta2, eps, weight_decay = numbers[index]
         total, most, scaled = masters.numel(), wide.numel(), factor.numel() > 0
+        if weights.numel() + factor.numel() + old_masters.numel() == 0 and gradients.dtype == torch.float32:
+            most = total  # AdamW is all there is to do
         step[0] = steps
         for start in range(0, total, most):
             count = min(most, total - start)
@@ -354,7 +356,7 @@ class HostUpdates(Mover):
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
-        self.queue(group, jobs, factor=factor)
+        self.queue(group, jobs, None, factor, None)
         self._states[group].update_is_queued()
 
     def wait(self, group: Group) -> None:
@@ -379,16 +381,11 @@ class HostUpdates(Mover):
         return task is not None and (not task.done() or task.exception() is not None)
 
     def queue(
-        self,
-        group: Group,
-        jobs: list[Job],
-        gradient: Tensor | None = None,
-        factor: Tensor | None = None,
-        shadows: Ranges | None = None,
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
     ) -> None:
         """Queue an update from the gradient in host memory (``gradient``: None), into ``shadows`` if there are any."""
         self._weights.invalidate(group)
-        state, own, forgiven = self._states[group], self.own_ranges(group), self._worker.forgiven[group.index]
+        state, own, forgiven = self._states[group], self._storage.own_ranges(group), self._worker.forgiven[group.index]
         update = _Update(group, jobs, own, shadows, state.gradient.kind, factor, state.last_load, forgiven)
         state.update_end = self._worker.submit(self._update, update, group=group.index, postponable=True)
         state.gradient.task = state.update_end
@@ -416,11 +413,6 @@ class HostUpdates(Mover):
             self._worker.broken = True
             old = self.shadows.swap(group, old)
         self.shadows.give_up(old)
-
-    def own_ranges(self, group: Group) -> Ranges:
-        """What an update of ``group`` reads, and writes if there are no shadows, but for the gradient."""
-        kinds = [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in self._storage]
-        return {kind: self._storage.range(group, kind) for kind in kinds}
 
     def apply(self, update: _Update) -> None:
         """One AdamW step."""

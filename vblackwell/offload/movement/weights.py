@@ -9,7 +9,6 @@ and the link would rest meanwhile, so the groups that stay are spread evenly.
 
 import itertools
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,15 +30,13 @@ MIN_AHEAD, MAX_AHEAD = 2, 5
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it."""
+    """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it.
+
+    Detached: the graph of an operator that saves its output would hold itself where no backward comes.
+    """
 
     tensor: Tensor
     version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "SavedTensor":
-        """Detached: the graph of an operator that saves its output would hold itself where no backward comes."""
-        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def unchanged(self) -> Tensor:
         """The tensor again; raises RuntimeError, as torch says it, where it was written to since."""
@@ -78,7 +75,7 @@ class WeightStreamer(Mover):
         self.trace = AccessTrace()
         self.wait_for = Stalls(shared.stack).wait_for
         self._latest: Group | None = None
-        self.asked = deque[Group]()  # groups that other threads want loaded ahead
+        self.asked: dict[Group, None] = {}  # groups that other threads want loaded ahead
         self._largest_bytes = max((group.num_bytes for group in self._groups), default=0)
         self._ahead = max(MIN_AHEAD, min(MAX_AHEAD, budget_bytes // max(1, self._largest_bytes) // 2))
         if any(group.name.endswith(TRAINED) for group in self._groups):  # a layer is two groups, one of them small
@@ -354,13 +351,10 @@ class WeightStreamer(Mover):
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
-    def check_unchanged(self, packed: PackedView) -> None:
-        """Raise StaleTensor if the weights that ``packed`` refers to were changed since."""
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `pack` was given, whose group is loaded; raises StaleTensor if that was changed since."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
-
-    def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `pack` was given; its group is loaded, and unchanged."""
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize
