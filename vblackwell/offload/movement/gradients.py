@@ -326,11 +326,13 @@ class GradientCollector(Mover):
         self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
     ) -> None:
         """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
-        for transfer in before:
-            transfer.wait()
-        receive(found.bytes)
-        if owned:
-            self._storage.give(found)
+        try:
+            for transfer in before:
+                transfer.wait()
+            receive(found.bytes)
+        finally:
+            if owned:
+                self._storage.give(found)
         self._state(group).norms.clear()
 
     def _add(self, group: Group, held: GradientState, slots: list[Slot], fresh: Tensor) -> None:

@@ -94,8 +94,8 @@ def _adamw(
             if weights.dtype != torch.int16:
                 weight.copy_(master[0])
                 continue
-            # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because
-            # TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
+            # The gradient has been read: memory that it was widened in takes the sum. A tensor is added, not a number,
+            # because TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
             torch.add(master_bits.narrow(0, start, count), half, out=bits.narrow(0, 0, count))
             weight.copy_(high_bits.narrow(0, 0, count))
             wrong = master[0].isnan()
