@@ -569,5 +569,5 @@ class CudaLane(Lane):
             if slot in job.numbers:
                 offset, numbers = start - piece.start, job.numbers[slot]
                 places = (base and base + offset * size for base, size in zip(bases, sizes, strict=True))
-                at = Addresses(*places, factor, 0)
+                at = Addresses._make((*places, factor, 0))
                 adamw_at(at, stop - start, numbers, gradient_dtype, previous_dtype, self._queues.update)

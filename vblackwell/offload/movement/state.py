@@ -28,7 +28,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -491,22 +491,6 @@ def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
                 raise
 
 
-_Budgets = tuple[threading.RLock, "weakref.WeakSet[Level0Budget]"]
-_budgets: weakref.WeakKeyDictionary[VGPUStack, _Budgets] = weakref.WeakKeyDictionary()
-
-
-def _budgets_of(stack: VGPUStack) -> _Budgets:
-    return _budgets.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
-
-
-def drop_idle_weights(stack: VGPUStack) -> None:
-    """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    lock, budgets = _budgets_of(stack)
-    with lock:
-        for budget in budgets:
-            free_until(lambda: False, budget.end_update, budget.drop_weights)
-
-
 class Level0Budget:
     """Level 0 as one model sees it, which shares it with the other models of the stack.
 
@@ -514,8 +498,10 @@ class Level0Budget:
     background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
     """
 
+    _by_stack = weakref.WeakKeyDictionary[VGPUStack, tuple[Any, weakref.WeakSet["Level0Budget"]]]()
+
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
-        self.lock, self._all = _budgets_of(stack)
+        self.lock, self._all = self._by_stack.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
         # `StepControl` sets these.
         self.drop_weights: FreeSome = lambda: False  # of an idle group
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
@@ -524,6 +510,14 @@ class Level0Budget:
         self.free_spare: FreeSome = lambda: False  # host memory that updates on level 0 keep for speed
         self._stack, self._storage = stack, storage
         self._all.add(self)
+
+    @classmethod
+    def drop_idle_weights(cls, stack: VGPUStack) -> None:
+        """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
+        lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
+        with lock:
+            for budget in budgets:
+                free_until(lambda: False, budget.end_update, budget.drop_weights)
 
     def reserve(
         self, what: str, num_bytes: int, *free_some: FreeSome, fits: Callable[[], bool] = lambda: True
