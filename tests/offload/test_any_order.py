@@ -201,7 +201,7 @@ def late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    for name in ("drop", "_keep_budget", "load", "_forget", "pin", "arrive", "invalidate"):
+    for name in ("drop", "_fits", "load", "_forget", "pin", "arrive", "invalidate"):
         monkeypatch.setattr(WeightStreamer, name, late(getattr(WeightStreamer, name)))
     for name in ("acquire", "unpack"):
         monkeypatch.setattr(StepControl, name, late(getattr(StepControl, name)))

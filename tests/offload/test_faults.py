@@ -730,7 +730,7 @@ def test_an_early_update_that_cannot_begin_keeps_no_shadows(make_stack: MakeStac
     failed.exception()
     engine.states[group].update_end = failed
     with pytest.raises(OSError, match="said no"):
-        engine.host_updates.start_early(group, [], None, final=False)
+        engine.step_control._start_early(group, None)
     assert stack.levels[1].used_bytes == before
 
 

@@ -30,7 +30,7 @@ from vblackwell.offload.layout.groups import (
 from vblackwell.offload.layout.placement import CUDA_ACTIVATION_SHARE, StreamingOptions
 from vblackwell.offload.measure import rates_together
 from vblackwell.offload.movement.activations import ActivationStore
-from vblackwell.offload.movement.state import drop_idle_weights
+from vblackwell.offload.movement.state import Level0Budget
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.storage.initialize import Initialize, ModelSource, move_buffers, refuse_shared_memory
 from vblackwell.units import format_bytes, parse_bytes
@@ -144,7 +144,7 @@ def enable_vgpu_stack_optimization(
             undone.callback(_restore, model)
             accelerate_causal_lm(model, loss="training")
         source = ModelSource(model, initialize)
-        drop_idle_weights(stack)
+        Level0Budget.drop_idle_weights(stack)
         needed = bytes_when_resident(model, compute_dtype, options.formats)
         level, device, on_gpu = stack.levels[0], stack.level0_device, stack.level0_device.type == "cuda"
         free = level.capacity_bytes - level.used_bytes

@@ -5,8 +5,6 @@ undoes that, and a hook on each parameter takes its gradient. Meanwhile, saved t
 packed as (group, view) and read again when backward needs them; hooks that were active already keep everything else.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -42,18 +40,12 @@ from vblackwell.offload.parameters import (
 from vblackwell.offload.resident import Resident
 from vblackwell.offload.sliced import SlicedLeaf, swap_class
 from vblackwell.offload.step import StepControl
+from vblackwell.offload.storage import masters
 from vblackwell.offload.storage.initialize import ModelSource, move_buffers
-from vblackwell.offload.storage.masters import (
-    open_weights,
-    read_truth,
-    refuse_unprepared,
-    store_weights,
-    write_parameters,
-)
 from vblackwell.offload.storage.storage import Storage, spaces_of
 
 
-def locked(engines: Iterable[Offload]) -> ExitStack:
+def locked(engines: Iterable["Offload"]) -> ExitStack:
     """The locks of the stacks of ``engines``, to be left; always taken in one order."""
     with ExitStack() as held:
         for lock in sorted({engine.lock for engine in engines}, key=id):
@@ -61,7 +53,7 @@ def locked(engines: Iterable[Offload]) -> ExitStack:
         return held.pop_all()
 
 
-def offload_of(model: nn.Module) -> Offload | Resident | None:
+def offload_of(model: nn.Module) -> "Offload | Resident | None":
     """The engine that holds ``model``'s parameters; None for a plain module."""
     for param in model.parameters():
         engine = param.__dict__.get("_vb_binding") or param.__dict__.get("_vb_resident")
@@ -78,7 +70,7 @@ def stream(
     source: ModelSource,
     store: ActivationStore | None = None,
     measured: Measured | None = None,
-) -> Offload:
+) -> "Offload":
     """Write ``model`` to the levels below level 0, and let it stream; errors leave it as it was. Arguments and errors
     as `place_streamed`; ``store``: where checkpoints' inputs wait for backward, None: on level 0.
     """
@@ -88,10 +80,10 @@ def stream(
     try:
         refuse_slices_on_disk(found.slice_rows, storage.plan)
         for group in found.groups:
-            opened = open_weights(storage, group, load=False)
+            opened = masters.open_weights(storage, group, load=False)
             for slot in group.slots:
                 source.write(slot, opened)
-            store_weights(storage, group, opened)
+            masters.store_weights(storage, group, opened)
         source.take_over(found.groups)
         move_buffers(model, stack.level0_device)
         params = [slot.param for group in found.groups for slot in group.slots]
@@ -140,7 +132,6 @@ class Offload:
         self.stack = stack = storage.stack
         self.groups = found.groups
         self.storage = storage
-        self.budget_bytes = found.budget_bytes
         self.device = stack.level0_device
         self.activations = activations
         self._slice_rows = found.slice_rows
@@ -148,8 +139,8 @@ class Offload:
         self.states = {group: GroupState() for group in found.groups}
         budget = Level0Budget(stack, storage)
         self.lock = budget.lock
-        self._shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
-        self.step_control = control = StepControl(self._shared, found)
+        shared = Shared(name, stack, found.groups, storage, self.worker, self.states, budget)
+        self.step_control = control = StepControl(shared, found)
         self.weights, self.gradients = control.weights, control.gradients
         self.host_updates, self.level0 = control.host_updates, control.level0
         self.used = UsedParameters(self, _weakly(self._take_gradient))
@@ -162,7 +153,7 @@ class Offload:
         self._sliced: list[nn.Module] = []
         refuse_wrapping()
         try:
-            self._take_modules(found.sites)
+            self._take_modules(found.sites, shared)
         except BaseException:
             self.detach()
             raise
@@ -173,18 +164,14 @@ class Offload:
         self.finalizer = weakref.finalize(model, _close_parts, storage, self.worker, prefetcher, activations)
         self.finalizer.atexit = False  # at exit the stack closes itself
 
-    def _take_modules(self, sites: list[Site]) -> None:
+    def _take_modules(self, sites: list[Site], shared: Shared) -> None:
         """Placeholders in place of parameters, and hooks that bring them."""
         keep = self._handles.append  # each at once: where a later one fails, `detach` removes it
         for slot in self.slots():
             self.used.hide(slot)
-        leaves = {
-            group: SlicedLeaf(self._shared, group, num_rows, self.step_control)
-            for group, num_rows in self._slice_rows.items()
-        }
         for site in sites:
-            if site.groups[0] in leaves:
-                swap_class(site.module, leaves[site.groups[0]])
+            if (group := site.groups[0]) in self._slice_rows:
+                swap_class(site.module, SlicedLeaf(shared, group, self._slice_rows[group], self.step_control))
                 self._sliced.append(site.module)
             else:
                 enter, leave = SiteHook(partial(self._enter, site)), SiteHook(partial(self._leave, site))
@@ -292,7 +279,8 @@ class Offload:
         return torch.autograd.graph.saved_tensors_hooks(partial(_pack_detached, pack), unpack)
 
     def _pack(self, tensor: Tensor) -> SavedTensor | PackedView:
-        return self.weights.pack(tensor) or SavedTensor.of(tensor)
+        packed = self.weights.pack(tensor)
+        return packed or SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def _unpack(self, packed: SavedTensor | PackedView) -> Tensor:
         if isinstance(packed, SavedTensor):
@@ -327,7 +315,7 @@ class Offload:
         with self.lock:
             self.step_control.wait_for_updates(slot.group)
             self.before_overwrite(slot.group)
-            self.worker.submit(write_parameters, self.storage, [slot], source.detach().to("cpu")).result()
+            self.worker.submit(masters.write_parameters, self.storage, [slot], source.detach().to("cpu")).result()
         return True
 
     def before_overwrite(self, group: Group) -> None:
@@ -345,7 +333,7 @@ class Offload:
             self.stack.write(self.storage.range(group, "weight"), buffer).wait()
             self.weights.unpin(group)
             changed = [slot for slot in slots if slot.group is group]
-            self.worker.submit(write_parameters, self.storage, changed).result()
+            self.worker.submit(masters.write_parameters, self.storage, changed).result()
 
     def _read_stored(self, slot: Slot) -> Tensor:
         """A copy of a slot's compute weight on the CPU, after every update whose step came."""
@@ -399,7 +387,7 @@ class Offload:
         if self.step_control.source not in (None, optimizer):  # `VGPUAdamW` has released one that it replaces
             raise Unsupported(f"{self.name!r} already has an optimizer: put all its parameters into one VGPUAdamW")
         groups = list(dict.fromkeys(slot.group for slot in slots))
-        refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
+        masters.refuse_unprepared(self.name, groups, self.storage, () if self.level0 is None else self.level0.groups)
         fresh = [pair for pair in moment_ranges(groups) if pair not in self.storage]
         # Updates after the backward that have no rollback: gradients of groups on level 0 never leave it.
         final = optimizer.update_in_backward and not optimizer.undo and optimizer.accumulation_steps == 1
@@ -442,7 +430,8 @@ class Offload:
             self.step_control.roll_back()
             self.step_control.scale_stored()
             self.worker.drain()
-            self.step_control.drain()
+            if self.level0 is not None:
+                self.level0.drain()
             self.gradients.in_flight.sweep()
 
     def summary(self) -> dict[str, Any]:
@@ -451,7 +440,7 @@ class Offload:
             "placement": self.placement,
             "groups": len(self.groups),
             "largest_group_bytes": max((group.num_bytes for group in self.groups), default=0),
-            "weights_budget_bytes": self.budget_bytes,
+            "weights_budget_bytes": self.weights.budget_bytes,
             "sliced": sorted({module._vb_leaf.group.name for module in self._sliced}),  # type: ignore[union-attr]
             "bytes_by_level": self.storage.plan.bytes_by_level(),
             "formats": formats_summary(self.groups),
@@ -479,17 +468,17 @@ class Offload:
         if self.step_control.source is not None:
             self.step_control.source.let_go(self, device)
         for slot in self.slots():
-            values = read_truth(slot, open_weights(self.storage, slot.group)).to(device, copy=True)
+            values = masters.read_truth(slot, masters.open_weights(self.storage, slot.group)).to(device, copy=True)
             gradient = self.gradients.read(slot).to(device, values.dtype) if self.gradients.has(slot) else None
             make_plain(slot.param, slot.plain_class, values)
             slot.param.grad = gradient
 
     def detach(self) -> None:
         """Remove every hook; parameters keep their placeholders (the caller gives them data)."""
-        for handle in self._handles:
+        for handle in [*self._handles, *self.used.hooks.values()]:
             handle.remove()
         self._handles.clear()
-        self.used.remove_hooks()
+        self.used.hooks.clear()
         for module in self._sliced:
             swap_class(module, None)
         self._sliced.clear()
@@ -498,7 +487,8 @@ class Offload:
         """Give everything back to the stack. Idempotent. Parameters that were not released stay unreadable."""
         self.detach()
         with self.lock:
-            self.step_control.drain()
+            if self.level0 is not None:
+                self.level0.drain()
             self.weights.drop_all()
         self.finalizer()  # without the lock: a forward that packs holds the activations' and wants this one
 

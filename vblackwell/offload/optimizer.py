@@ -264,7 +264,7 @@ class VGPUAdamW(torch.optim.AdamW):
                 control = engine.step_control
                 control.begin_window()
                 if held := [slot for slot in self._slots_of(engine) if engine.gradients.has(slot)]:
-                    (control.clear_gradients if set_to_none else control.zero_gradients)(held)
+                    control.clear_gradients(held, to_zero=not set_to_none)
                 engine.worker.forgive()
         with self._without(self._slots.keys()):
             super().zero_grad(set_to_none)

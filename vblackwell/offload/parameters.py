@@ -5,8 +5,6 @@ and costs nothing; otherwise its class is `OffloadedParameter`, swapped as torch
 a NaN of stride zero: should code get past the interception, NaN is loud where old weights would be silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -260,7 +258,7 @@ class UsedParameters:
         self._pins: dict[Slot, int] = {}
         self._seen_versions: dict[Slot, int] = {}
         self._placeholders: dict[torch.dtype, Tensor] = {}
-        self._hooks: dict[Slot, Any] = {}
+        self.hooks: dict[Slot, Any] = {}
 
     @contextmanager
     def using(self, slots: Iterable[Slot]) -> Iterator[None]:
@@ -299,8 +297,8 @@ class UsedParameters:
             param.__class__ = _used_class(slot.plain_class)
             with torch.inference_mode(False):
                 _DATA_SET(param, slot.view(self._engine.weights.buffer(slot.group)))
-            if param.requires_grad and slot not in self._hooks:
-                self._hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
+            if param.requires_grad and slot not in self.hooks:
+                self.hooks[slot] = param.register_post_accumulate_grad_hook(self._take_gradient)
             self._seen_versions[slot] = param._version
 
     def _was_written(self, slot: Slot) -> bool:
@@ -318,11 +316,6 @@ class UsedParameters:
             _DATA_SET(slot.param, self._placeholders[dtype].expand(slot.shape))
         slot.param.__class__ = OffloadedParameter
         held.update(_vb_binding=self._engine, _vb_slot=slot)
-
-    def remove_hooks(self) -> None:
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
 
 
 # -- what p.grad is ----------------------------------------------------------------------------------------------------
@@ -362,7 +355,7 @@ class OffloadedGradient(Tensor):
                     control.scale_gradients([slot], torch.as_tensor(rest[0]))
                     return first
                 if func is _T.zero_ and not rest:
-                    control.zero_gradients([slot])
+                    control.clear_gradients([slot], to_zero=True)
                     return first
                 if func is _T.cpu and not rest:
                     return control.read_gradient(slot)

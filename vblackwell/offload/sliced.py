@@ -6,8 +6,6 @@ exists. An embedding gives the same bits as the whole; a linear layer's input gr
 other last bits: so a leaf is sliced only if it must be. The module's class is switched to one whose forward is sliced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from typing import Any

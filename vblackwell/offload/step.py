@@ -9,8 +9,6 @@ into `Shadows`, which the step makes the group's ranges, or, if every backward i
 into the ranges themselves.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ from vblackwell.errors import StepAbandoned
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.layout.placement import StreamedPlacement, shadowed_groups
 from vblackwell.offload.movement.device_updates import DeviceUpdates
-from vblackwell.offload.movement.gradients import GradientCollector, by_group
+from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.state import EarlyUpdate, GradientBuffer, Job, Mover, Phase, Shared, defer_sigint
 from vblackwell.offload.movement.update_loop import HostUpdates
 from vblackwell.offload.movement.weights import PackedView, WeightStreamer
@@ -92,7 +90,7 @@ class StepControl(Mover):
 
     def finish_backward(self) -> None:
         """Backward is over: groups that got only part of their gradients send these too."""
-        for buffer in self.gradients.unsent:
+        for buffer in list(self.gradients.filling.values()):
             self._send_gradient(buffer)
 
     @defer_sigint()
@@ -144,15 +142,27 @@ class StepControl(Mover):
     # -- updates before their step -------------------------------------------------------------------------------------
 
     def _start_early(self, group: Group, gradient: Tensor | None) -> EarlyUpdate | None:
-        """Update ``group`` now; None if there is no room for a rollback."""
-        if self.source.undo and group not in self._shadowed:
+        """Update ``group`` now, on level 0 from the ``gradient`` there; None if there is no room for a rollback."""
+        undo, place, state = self.source.undo, self._places[group], self._states[group]
+        if undo and group not in self._shadowed:
             return None
-        jobs = self.jobs(group)
         with defer_sigint():
-            early = self._places[group].start_early(group, jobs, gradient, final=not self.source.undo)
-            if early is not None:
-                self._states[group].early = early
-                self._states[group].to(Phase.EARLY)
+            if place is self.host_updates:
+                place.wait(group)  # the worker counts its steps
+            shadows = place.shadows.take(group, self._storage.own_ranges(group)) if undo else None
+            if undo and shadows is None:
+                if place is self.host_updates:
+                    place.shadows.free_spare()  # of some kinds, there was room for
+                return None  # this group is updated at the step, which is always right
+            jobs = self.jobs(group)
+            early = EarlyUpdate(jobs, [job.step.clone() for job in jobs], shadows, earlier=state.gradient.task)
+            try:
+                early.reads_until = place.queue(group, jobs, gradient, None, shadows)
+            except BaseException:
+                place.shadows.give_back(shadows or {})
+                raise
+            state.early = early
+            state.to(Phase.EARLY)
         return early
 
     @cached_property
@@ -222,9 +232,8 @@ class StepControl(Mover):
         return buffer
 
     def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was updated since."""
+        """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was changed since."""
         self.order_loads(packed.group)
-        self.weights.check_unchanged(packed)
         self._use(packed.group)
         tensor = self.weights.unpack(packed)
         self._prefetch_upcoming()
@@ -250,16 +259,12 @@ class StepControl(Mover):
         self.weights.arrive(group)
 
     def _prefetch_upcoming(self) -> None:
-        for group in self.weights.take_asked():
+        asked, self.weights.asked = self.weights.asked, {}
+        for group in list(asked):  # another thread may still hold it
             self.prefetch(group)
         for group in self.weights.upcoming():
             if not self.prefetch(group):
                 return
-
-    def drain(self) -> None:
-        """Return when every update whose step came has read its gradient."""
-        if self.level0 is not None:
-            self.level0.drain()
 
     @property
     def shadow_bytes(self) -> int:
@@ -296,12 +301,15 @@ class StepControl(Mover):
         if factor != 1:
             self.roll_back()
             self.scale_stored()
-            for group, held in by_group(slots).items():
-                self._scale(group, held, factor.cpu())
+            self._scale(slots, factor.cpu())
 
-    def _scale(self, group: Group, slots: list[Slot], factor: Tensor | None) -> None:
-        self._places[group].wait(group)  # an update whose step came may still read what is about to change
-        self.gradients.scale_later(group, slots, factor)
+    def _scale(self, slots: Iterable[Slot], factor: Tensor | None) -> None:
+        by_group = defaultdict[Group, list[Slot]](list)
+        for slot in slots:
+            by_group[slot.group].append(slot)
+        for group, held in by_group.items():
+            self._places[group].wait(group)  # an update whose step came may still read what is about to change
+            self.gradients.scale_later(group, held, factor)
 
     def scale_stored(self, *groups: Group) -> None:
         """Multiply gradients in storage, of ``groups`` or all, by the factor of the last step, as torch's clipping does
@@ -310,22 +318,16 @@ class StepControl(Mover):
         for group in groups or list(self._unscaled):
             if group in self._unscaled:
                 held, factor = self._unscaled.pop(group)
-                slots = [slot for slot in held if self.gradients.has(slot)]
-                if slots:  # else a sum would be reserved for nothing
-                    self._scale(group, slots, factor)
+                self._scale(filter(self.gradients.has, held), factor)
 
-    def zero_gradients(self, slots: list[Slot]) -> None:
-        """Make gradients zero."""
+    def clear_gradients(self, slots: list[Slot], *, to_zero: bool = False) -> None:
+        """Forget gradients, or make them zero."""
         self.roll_back()
         self.finish_backward()
-        for group, held in by_group(slots).items():
-            self._scale(group, held, None)
-
-    def clear_gradients(self, slots: list[Slot]) -> None:
-        """Forget gradients."""
-        self.roll_back()
-        self.finish_backward()
-        self.gradients.clear(slots)
+        if to_zero:
+            self._scale(slots, None)
+        else:
+            self.gradients.clear(slots)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +356,7 @@ class StepControl(Mover):
             self.roll_back(group)
             if jobs:
                 self._places[group].update(group, jobs, factor)
-                if factor is not None and (self._places[group] is self.level0 or not group.is_fp32):
+                if factor is not None:
                     self._unscaled[group] = [job.slot for job in jobs], factor
         if self.level0 is not None:
             self.level0.end_step()

@@ -28,9 +28,14 @@ NUMBERS = Hyper(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
 
 def reference(
-    master: torch.Tensor, moments: list[torch.Tensor], gradient: torch.Tensor, step: int, factor: torch.Tensor | None
+    master: torch.Tensor,
+    moments: list[torch.Tensor],
+    gradient: torch.Tensor,
+    step: int,
+    factor: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """torch's fused AdamW on the whole tensors; the weight that goes with the new master."""
+    """torch's fused AdamW on the whole tensors; the weight of ``dtype`` that goes with the new master."""
     values = gradient.float() if factor is None else gradient.float() * factor
     torch._fused_adamw_(
         [master],
@@ -43,7 +48,7 @@ def reference(
         maximize=False,
         **vars(NUMBERS),
     )
-    weight = torch.empty(len(master), dtype=torch.bfloat16)
+    weight = torch.empty(len(master), dtype=dtype)
     round_from_fp32(master, weight)
     return weight
 
@@ -52,30 +57,45 @@ def reference(
 @given(
     length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, MIN_PART + CHUNK + 3]),
     wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(),
-    seed=st.integers(0, 9),
+    seed=st.integers(0, 9), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), beside=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_bits_are_torchs(way: str, length: int, wide: bool, clipped: list[bool], in_place: bool, seed: int):
+def test_bits_are_torchs(
+    way: str,
+    length: int,
+    wide: bool,
+    clipped: list[bool],
+    in_place: bool,
+    seed: int,
+    dtype: torch.dtype,
+    beside: bool,
+):
+    """fp32: the weight is its own master. ``beside``: the new states are written next to the old."""
     generator = torch.Generator().manual_seed(seed)
     master = torch.randn(length, generator=generator)
     moments = [torch.zeros(length), torch.zeros(length)]
     ours, ours_moments = master.clone(), [torch.zeros(length), torch.zeros(length)]
-    weight, step, loop = torch.empty(length, dtype=torch.bfloat16), torch.zeros(()), MasterLoop()
+    weight, step, loop = torch.empty(length, dtype=dtype), torch.zeros(()), MasterLoop()
     with pytest.MonkeyPatch.context() as patch:
         if way == "plain":
             patch.setattr(update_loop, "compiled", lambda loop: loop)
         for number, clip in enumerate(clipped, 1):
             gradient = torch.randn(length, generator=generator)
-            gradient = gradient if wide else gradient.bfloat16()
+            gradient = gradient if wide else gradient.to(dtype)
             factor = torch.tensor(0.37) if clip else None
-            expected = reference(master, moments, gradient, number, factor)
-            if in_place and not wide:  # the gradient landed where the weight was
+            expected = reference(master, moments, gradient, number, factor, dtype)
+            if in_place and not wide and dtype != torch.float32:  # the gradient landed where the weight was
                 weight.copy_(gradient)
                 gradient = weight
             step.add_(1)
-            loop.add(ours, weight, gradient, *ours_moments, step, factor, NUMBERS)
+            old: list[torch.Tensor | None] = [None] * 3
+            if beside:
+                old = [ours, *ours_moments]
+                ours, *ours_moments = (torch.full_like(each, torch.nan) for each in (ours, *ours_moments))
+            narrow = None if dtype == torch.float32 else weight
+            loop.add(ours, narrow, gradient, *ours_moments, step, factor, NUMBERS, old)
             loop.run()
-            assert torch.equal(ours, master) and torch.equal(weight, expected)
+            assert torch.equal(ours, master) and torch.equal(ours if narrow is None else weight, expected)
             assert all(map(torch.equal, ours_moments, moments))
 
 

@@ -9,8 +9,6 @@ pool. It holds the only strong reference to what it will ask for, so a graph tha
 interrupt, gives its buffers back by reference counts; with ``retain_graph`` they are read again.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref
@@ -161,14 +159,14 @@ class Boundary:
 class Ticket:
     """What autograd holds instead of a tensor, each time that it was saved; ``call`` numbers the checkpoints."""
 
-    def __init__(self, boundary: Boundary, call: int, tape: list[weakref.ref[Ticket]]) -> None:
+    def __init__(self, boundary: Boundary, call: int, tape: list[weakref.ref["Ticket"]]) -> None:
         self.boundary = boundary
         self.call = call
         self._tape = tape
         self._position = len(tape)
         tape.append(weakref.ref(self))
 
-    def before(self, calls: int) -> list[Ticket]:
+    def before(self, calls: int) -> list["Ticket"]:
         """What the last ``calls`` checkpoints before this one saved in the same forward and is held; last first."""
         held = (self._tape[position]() for position in range(self._position - 1, -1, -1))
         others = (ticket for ticket in held if ticket is not None and ticket.call != self.call)

@@ -5,19 +5,17 @@ else holds it. A due update, whose step has come, brings up the weights that the
 room.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor
 
 from vblackwell.kernels.optimizer.adamw import AdamWStep
+from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import AccessTrace, Group, smallest_buffer
 from vblackwell.offload.layout.placement import MAX_LOCKED, StreamedPlacement, deferred_groups, num_buffers
 from vblackwell.offload.movement.gradients import GradientCollector
 from vblackwell.offload.movement.lane import CudaLane, CudaQueues, Lane, LaneEnd, LaneJob, WorkerQueues
 from vblackwell.offload.movement.state import (
-    EarlyUpdate,
     InFlightQueue,
     Job,
     LoadedWeights,
@@ -70,23 +68,6 @@ class DeviceUpdates(Mover):
             self._lane.expect([self._groups[index] for index in self._trace.last_pass])
             self._lane.pump()
 
-    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
-        """Update ``group`` before its step, from ``gradient`` on level 0; None if there is no room for shadows."""
-        self._unlock_group(group)
-        self.sweep()
-        own = self._storage.own_ranges(group)
-        shadows = None if final else self.shadows.take(group, own)
-        if shadows is None and not final:
-            return None
-        steps = [job.step.clone() for job in jobs]
-        try:
-            end = self._queue(group, jobs, shadows or own, gradient, None)
-        except BaseException:
-            self.shadows.give_back(shadows or {})
-            raise
-        self._trace.use(group.index)
-        return EarlyUpdate(jobs, steps, shadows, end.computed)
-
     def commit(self, group: Group, shadows: Ranges) -> None:
         self.shadows.give_back(self.shadows.swap(group, shadows))  # in the lane's order
 
@@ -97,12 +78,17 @@ class DeviceUpdates(Mover):
         self._weights.drop(group)
         self.shadows.give_back(shadows)
 
-    def _queue(
-        self, group: Group, jobs: list[Job], targets: Ranges, gradient: Tensor | None, factor: Tensor | None
-    ) -> LaneEnd:
-        """``gradient``: on level 0, where the weights are too; None: everything is in storage."""
+    def queue(
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
+    ) -> Transfer:
+        """Queue an update: early, from ``gradient`` on level 0, where the weights are too, into ``shadows`` (None: the
+        group's ranges); or, with None, a due one, for which everything is in storage. Its end on level 0.
+        """
+        self._unlock_group(group)
+        self.sweep()
         weights, state, in_flight = self._weights, self._states[group], self._storage.in_flight
-        kind, sources = None, self._storage.own_ranges(group)
+        kind, own = None, self._storage.own_ranges(group)
+        sources, targets = own.copy(), shadows or own
         loaded = self._fetch(group) if gradient is None else weights.lock(group)
         if loaded is None:
             weights.invalidate(group)
@@ -134,7 +120,9 @@ class DeviceUpdates(Mover):
             weights.mark_updated(loaded, end.computed)
             self._locked.add((end.stored,), partial(weights.unlock, loaded))
             free_until(lambda: len(self._locked) <= MAX_LOCKED, self.end_oldest)
-        return end
+        if gradient is not None:
+            self._trace.use(group.index)
+        return end.computed
 
     def end_oldest(self) -> bool:
         """Let the weights go that the oldest update holds on level 0; False if there is none."""
@@ -177,8 +165,7 @@ class DeviceUpdates(Mover):
             return
         with defer_sigint():
             jobs, factor = self._due[group]
-            self._unlock_group(group)
-            self._queue(group, jobs, self._storage.own_ranges(group), None, factor)
+            self.queue(group, jobs, None, factor, None)
             del self._due[group]
             self._states[group].update_is_queued()
 

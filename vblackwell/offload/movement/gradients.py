@@ -6,10 +6,7 @@ arrived (or backward ends without it) the buffer is sent. The first arrival sinc
 added them. Norms are taken as `torch.nn.utils.clip_grad_norm_` would take them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +30,7 @@ from vblackwell.offload.movement.state import (
     current_stream,
     defer_sigint,
     flat_of,
+    free_after,
     free_until,
     reserve,
 )
@@ -70,7 +68,7 @@ class GradientCollector(Mover):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self.measuring = False
-        self._filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
+        self.filling: dict[Group, GradientBuffer] = {}  # by the order in which they were opened
         self.in_flight = InFlightQueue()  # level-0 buffers
         self._summing = InFlightQueue()  # tasks of the worker that give host memory back
         self._sums = SumLoop()
@@ -88,14 +86,6 @@ class GradientCollector(Mover):
         self._state(group).measured = None
         return self._worker.submit(work, group, *args, group=group.index, arriving=arriving)
 
-    def _give_after(self, ends: Iterable[Transfer], *reservations: Reservation) -> None:
-        """Something failed: give ``reservations`` back when ``ends`` have used them, whichever of these fails."""
-        with ExitStack() as left:
-            for reservation in reservations:
-                left.callback(self._storage.give, reservation)
-            for end in ends:
-                left.callback(end.wait)
-
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> GradientBuffer | None:
@@ -108,7 +98,7 @@ class GradientCollector(Mover):
             raise Unsupported(
                 f"{slot.name!r} has a sparse gradient: offloaded parameters need dense ones (sparse=False)"
             )
-        buffer = self._filling.get(slot.group)
+        buffer = self.filling.get(slot.group)
         if buffer is not None and slot in buffer.slots:  # a second part of the same backward (reentrant checkpoint)
             self._send_unfinished(buffer)
             buffer = None
@@ -116,17 +106,15 @@ class GradientCollector(Mover):
             self._wait_for_place()
             with torch.inference_mode(False):
                 group, what = slot.group, f"{slot.group.name}/gradient"
-                reservation = self._budget.reserve(what, group.num_bytes, self.end_oldest, self._budget.free_weights)
+                reservation = self._budget.reserve(
+                    what, group.num_bytes, self.end_oldest, self._budget.drop_weights, self._budget.free_any
+                )
                 buffer = GradientBuffer(group, reservation, reservation.bytes, len(group.trainable()))
-            self._filling[group] = buffer
+            self.filling[group] = buffer
         with torch.no_grad():
             slot.view(buffer.bytes).copy_(gradient)
         buffer.slots[slot] = None
         return buffer if buffer.is_whole() else None
-
-    @property
-    def unsent(self) -> list[GradientBuffer]:
-        return list(self._filling.values())
 
     def _wait_for_place(self) -> None:
         free_until(lambda: len(self.in_flight) < MAX_IN_FLIGHT, self.end_oldest)
@@ -169,10 +157,10 @@ class GradientCollector(Mover):
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except Exception:
-            self._give_after(under_way, buffer.reservation)
+            free_after(under_way, partial(self._storage.give, buffer.reservation))
             raise
         finally:
-            del self._filling[group]
+            del self.filling[group]
         buffer.bytes = torch.empty(0)
         state.slots.update(buffer.slots)
 
@@ -197,14 +185,18 @@ class GradientCollector(Mover):
             state.task = self._later(self._receive, group, receive, reservation, readers, False)
             self._free_after((state.task, *readers), reservation)
             return
-        incoming, under_way = self._reserve_incoming(reservation.num_bytes), list[Transfer]()
+        under_way = list[Transfer]()
+        # Next to the group's range, which holds the sum so far.
+        self._summing.sweep()
+        free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_spare
+        incoming = reserve(lambda: self._storage.take_host("incoming", reservation.num_bytes), *free_some)
         try:
             transfer = self._stack.write(incoming, fresh)
             under_way.append(transfer)
             before = (transfer, *readers)
             state.task = self._later(self._receive, group, receive, incoming, before, True, arriving=transfer)
         except Exception:
-            self._give_after(under_way, incoming)
+            free_after(under_way, partial(self._storage.give, incoming))
             raise
         self._summing.add((state.task,))
         self._free_after(before, reservation)
@@ -214,7 +206,7 @@ class GradientCollector(Mover):
         if not self.in_flight:
             # What has waited longest for the rest of its gradients is sent without it: there may be none, as for
             # experts that got no token.
-            waiting = next((buffer for buffer in self._filling.values() if not buffer.closed), None)
+            waiting = next((buffer for buffer in self.filling.values() if not buffer.closed), None)
             if waiting is not None:
                 self._send_unfinished(waiting)
         return self.in_flight.free_oldest(current_stream(self._stack.level0_device))
@@ -228,12 +220,6 @@ class GradientCollector(Mover):
         # The other sums will follow: where they spill, the host memory that they pass through is taken first.
         later = [(each, "accumulated") for each in self._groups if kinds[1:] and each.trainable() and not each.is_fp32]
         reserve(lambda: self._storage.reserve([(group, kind) for kind in kinds], later), self._budget.free_spare)
-
-    def _reserve_incoming(self, num_bytes: int) -> Reservation:
-        """Host memory for a gradient that will be added: its range holds the sum so far."""
-        self._summing.sweep()
-        free_some = self.in_flight.free_oldest, self._summing.free_oldest, self._budget.free_spare
-        return reserve(lambda: self._storage.take_host("incoming", num_bytes), *free_some)
 
     def wait_idle(self, group: Group) -> None:
         """Return when the worker is done with the group's range: a copy into it goes past the worker's order."""
@@ -277,7 +263,7 @@ class GradientCollector(Mover):
 
     def has(self, slot: Slot) -> bool:
         """Whether ``slot`` has a gradient, in host memory, on its way, or on level 0."""
-        filling = self._filling.get(slot.group)
+        filling = self.filling.get(slot.group)
         return slot in self._state(slot.group).slots or (filling is not None and slot in filling.slots)
 
     def has_all_on_host(self, group: Group) -> bool:
@@ -340,11 +326,13 @@ class GradientCollector(Mover):
         self, group: Group, receive: Receive, found: Reservation, before: Sequence[Transfer], owned: bool
     ) -> None:
         """After ``before``, ``receive`` what lies in ``found``, and give that back if it is ``owned``."""
-        for transfer in before:
-            transfer.wait()
-        receive(found.bytes)
-        if owned:
-            self._storage.give(found)
+        try:
+            for transfer in before:
+                transfer.wait()
+            receive(found.bytes)
+        finally:
+            if owned:
+                self._storage.give(found)
         self._state(group).norms.clear()
 
     def _add(self, group: Group, held: GradientState, slots: list[Slot], fresh: Tensor) -> None:
@@ -408,10 +396,3 @@ class GradientCollector(Mover):
             values.zero_() if factor is None else values.mul_(factor)
             held.norms.pop(slot, None)
         self._storage.store(group, kind, flat)
-
-
-def by_group(slots: Iterable[Slot]) -> dict[Group, list[Slot]]:
-    found: dict[Group, list[Slot]] = {}
-    for slot in slots:
-        found.setdefault(slot.group, []).append(slot)
-    return found

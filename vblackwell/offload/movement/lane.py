@@ -11,8 +11,6 @@ Tests have a third kind, whose work runs in any order that the declared one allo
 silent.
 """
 
-from __future__ import annotations
-
 import ctypes
 from abc import abstractmethod
 from collections import Counter, deque
@@ -64,7 +62,8 @@ Queue = Any  # work in order, as `torch.cuda.Stream`: `wait_event`, `synchronize
 
 
 class Queues(Transfer):
-    """The queues of one device's updates. As a transfer: all that they have been given when that is asked about."""
+    """The queues of one device's updates. As a transfer, which is only waited for: all
+    that they have been given by then."""
 
     states_in: Queue  # copies to level 0
     update: Queue  # arithmetic there
@@ -103,12 +102,6 @@ class Queues(Transfer):
         for queue in self.all:
             with suppress(Exception):  # of what was queued: its owner has heard of it
                 queue.synchronize()
-
-    def wait_on(self, stream: Any) -> None:
-        self.wait()
-
-    def done(self) -> bool:
-        return False
 
     def follow(self, queue: Queue, other: Queue) -> None:
         """Let what ``queue`` gets from now on start after everything that ``other`` has now."""
@@ -569,18 +562,12 @@ class CudaLane(Lane):
             gradients.append((held[job.gradient_kind], element_type(job.gradient_kind, dtype)))
         (gradient, gradient_dtype), (previous, previous_dtype) = [*gradients, (0, None)][:2]
         assert gradient_dtype is not None, "a gradient is on level 0 or in host memory"
+        bases = (held["weight"], held.get("remainder", 0), held["exp_avg"], held["exp_avg_sq"], gradient, previous)
+        sizes = (dtype.itemsize, 2, 4, 4, gradient_dtype.itemsize, getattr(previous_dtype, "itemsize", 0))
+        factor = 0 if job.factor is None else job.factor.data_ptr()
         for slot, start, stop in parts_of(group, piece):
-            if slot not in job.numbers:
-                continue
-            offset = start - piece.start
-            at = Addresses(
-                held["weight"] + offset * dtype.itemsize,
-                held["remainder"] + offset * 2 if "remainder" in held else 0,
-                held["exp_avg"] + offset * 4,
-                held["exp_avg_sq"] + offset * 4,
-                gradient + offset * gradient_dtype.itemsize,
-                0 if previous_dtype is None else previous + offset * previous_dtype.itemsize,
-                0 if job.factor is None else job.factor.data_ptr(),
-                0,
-            )
-            adamw_at(at, stop - start, job.numbers[slot], gradient_dtype, previous_dtype, self._queues.update)
+            if slot in job.numbers:
+                offset, numbers = start - piece.start, job.numbers[slot]
+                places = (base and base + offset * size for base, size in zip(bases, sizes, strict=True))
+                at = Addresses._make((*places, factor, 0))
+                adamw_at(at, stop - start, numbers, gradient_dtype, previous_dtype, self._queues.update)

@@ -21,21 +21,19 @@ An update may begin whenever no step is open: STORED, LOADING, LOADED and UPDATI
 on level 0 outlive the phase: ``loaded`` may be there in EARLY and DUE, where nobody but the update itself may use them.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -395,6 +393,24 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def free_after(
+    ends: Iterable[Transfer | Task], free: Callable[[], object], stream: torch.cuda.Stream | None = None
+) -> None:
+    """Call ``free`` when all ``ends`` are over, whichever of them fails; ``stream``, if given, waits for events."""
+
+    def wait(end: Transfer | Task) -> None:
+        if stream is not None and isinstance(end, EventTransfer):
+            end.wait_on(stream)
+            end.let_go()
+        else:
+            end.wait()
+
+    with ExitStack() as left:
+        left.callback(free)
+        for end in ends:
+            left.callback(wait, end)
+
+
 class InFlightQueue:
     """Bytes that are free again when copies, or tasks of the worker that read them in place, are over; oldest first."""
 
@@ -417,16 +433,8 @@ class InFlightQueue:
         if not self._queue:
             return False
         ends, free = self._queue.popleft()
-        on_stream = stream is not None and all(isinstance(end, EventTransfer) for end in ends)
-        try:
-            for end in ends:
-                if on_stream and isinstance(end, EventTransfer):
-                    end.wait_on(stream)
-                    end.let_go()
-                else:
-                    end.wait()
-        finally:
-            free()
+        on_stream = all(isinstance(end, EventTransfer) for end in ends)
+        free_after(ends, free, stream if on_stream else None)
         return True
 
     def sweep(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -483,22 +491,6 @@ def reserve(take: Callable[[], T], *free_some: FreeSome) -> T:
                 raise
 
 
-_Budgets = tuple[threading.RLock, "weakref.WeakSet[Level0Budget]"]
-_budgets: weakref.WeakKeyDictionary[VGPUStack, _Budgets] = weakref.WeakKeyDictionary()
-
-
-def _budgets_of(stack: VGPUStack) -> _Budgets:
-    return _budgets.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
-
-
-def drop_idle_weights(stack: VGPUStack) -> None:
-    """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
-    lock, budgets = _budgets_of(stack)
-    with lock:
-        for budget in budgets:
-            free_until(lambda: False, budget.end_update, budget.drop_weights)
-
-
 class Level0Budget:
     """Level 0 as one model sees it, which shares it with the other models of the stack.
 
@@ -506,8 +498,10 @@ class Level0Budget:
     background thread takes it, so its holder may wait for them, but may not call a model's code or backward.
     """
 
+    _by_stack = weakref.WeakKeyDictionary[VGPUStack, tuple[Any, weakref.WeakSet["Level0Budget"]]]()
+
     def __init__(self, stack: VGPUStack, storage: Storage) -> None:
-        self.lock, self._all = _budgets_of(stack)
+        self.lock, self._all = self._by_stack.setdefault(stack, (threading.RLock(), weakref.WeakSet()))
         # `StepControl` sets these.
         self.drop_weights: FreeSome = lambda: False  # of an idle group
         self.end_gradient: FreeSome = lambda: False  # the oldest that leaves
@@ -517,49 +511,50 @@ class Level0Budget:
         self._stack, self._storage = stack, storage
         self._all.add(self)
 
+    @classmethod
+    def drop_idle_weights(cls, stack: VGPUStack) -> None:
+        """Let the models that stream through ``stack`` give up what they keep on level 0 for later."""
+        lock, budgets = cls._by_stack.get(stack, (nullcontext(), ()))
+        with lock:
+            for budget in budgets:
+                free_until(lambda: False, budget.end_update, budget.drop_weights)
+
     def reserve(
-        self, what: str, num_bytes: int, *free_some: FreeSome, check: Callable[[], None] = lambda: None
+        self, what: str, num_bytes: int, *free_some: FreeSome, fits: Callable[[], bool] = lambda: True
     ) -> Reservation:
-        """Bytes of level 0 for a while; ``check`` is called before every attempt. Raises as `exhausted`."""
+        """Bytes of level 0 for a while, when they have a place in the model's own budget too (``fits``).
+
+        Raises InsufficientMemory where everything on level 0 is in use.
+        """
         level = self._stack.levels[0]
 
         def take() -> Reservation:
-            check()
+            if not free_until(fits, self.drop_weights, self.free_any):
+                give_up()
             # Where no key could give way, bytes are freed before they are asked for: an attempt in vain costs an error.
             free_until(lambda: level.can_allocate(num_bytes) or self._stack.keys(), *free_some)
             return self._storage.take(what, num_bytes, 0)
 
-        def give_up() -> bool:
-            raise self.exhausted(what, num_bytes)
+        def give_up() -> NoReturn:
+            raise InsufficientMemory(
+                f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
+                f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity "
+                "of level 0)",
+                needed_bytes=num_bytes,
+                available_bytes=level.capacity_bytes - level.used_bytes,
+            )
 
         with self.lock:
             return reserve(take, *free_some, give_up)
 
-    def exhausted(self, what: str, num_bytes: int) -> InsufficientMemory:
-        """The InsufficientMemory where everything on level 0 is in use."""
-        level = self._stack.levels[0]
-        return InsufficientMemory(
-            f"{what!r} needs {format_bytes(num_bytes)} on level 0 ({level.name}), which has "
-            f"{format_bytes(level.capacity_bytes)} and everything on it is in use: raise fast_memory (the capacity of "
-            "level 0)",
-            needed_bytes=num_bytes,
-            available_bytes=level.capacity_bytes - level.used_bytes,
-        )
-
     def free_any(self) -> bool:
         """This model has no idle weights: wait for what leaves level 0, then ask the stack's other models."""
+        others = (budget for budget in self._all if budget is not self)
         return (
             self.end_gradient()
             or self.end_update()
-            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in self._others())
+            or any(other.drop_weights() or other.end_gradient() or other.end_update() for other in others)
         )
-
-    def free_weights(self) -> bool:
-        """Drop weights, of this model first; wait for an update that holds some."""
-        return any(budget.drop_weights() or budget.end_update() for budget in (self, *self._others()))
-
-    def _others(self) -> list[Level0Budget]:
-        return [budget for budget in self._all if budget is not self]
 
 
 class Shared(NamedTuple):

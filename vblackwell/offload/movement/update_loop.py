@@ -1,14 +1,12 @@
 """AdamW on a group's ranges on the CPU, by a model's worker; before its step it writes into shadows of them.
 
-An fp32 compute weight is its own master, and torch's fused AdamW runs on per-parameter views in one call a group, with
-the bits of `torch.optim.AdamW(fused=True)` on single tensors. A bf16 one has a whole fp32 master, which many threads
-update chunk by chunk, each in its own cache. From Python each of a chunk's few torch calls would take the interpreter's
-lock back from the thread that launches the model's kernels, 0.2 ms a time on a busy machine, so TorchScript runs the
-loop with the lock released. torch's own threads would meet after every call, and wait there for whichever shares its
-core with a busy thread; here every thread takes the next chunks when it is done (docs/journal/offload.md).
+A narrow compute weight has a whole fp32 master, an fp32 one is its own. Many threads update them chunk by chunk, each
+in its own cache, with the bits of `torch.optim.AdamW(fused=True)` on single tensors. From Python each of a chunk's few
+torch calls would take the interpreter's lock back from the thread that launches the model's kernels, 0.2 ms a time on a
+busy machine, so TorchScript runs the loop with the lock released. torch's own threads would meet after every call, and
+wait there for whichever shares its core with a busy thread; here every thread takes the next chunks when it is done
+(docs/journal/offload.md).
 """
-
-from __future__ import annotations
 
 # ruff: noqa: UP006, UP035 (TorchScript reads the annotations)
 import os
@@ -17,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, List, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 from vblackwell.errors import StaleTensor
 from vblackwell.memory.level import Transfer
 from vblackwell.offload.layout.groups import MOMENTS, Group
-from vblackwell.offload.movement.state import EarlyUpdate, Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
+from vblackwell.offload.movement.state import Hyper, Job, Mover, Shared, Task, defer_sigint, flat_of
 from vblackwell.offload.movement.weights import WeightStreamer
 from vblackwell.offload.storage.masters import round_from_fp32
 from vblackwell.offload.storage.storage import Ranges, Shadows
@@ -51,16 +49,20 @@ def _adamw(
     wide, bits, high_bits, half = scratch
     master, gradient, exp_avg, exp_avg_sq, step = held
     for index, stretch in enumerate(stretches):
-        masters, master_bits, weight_bits, gradients, exp_avgs, exp_avg_sqs = stretch[:6]
+        masters, master_bits, weights, gradients, exp_avgs, exp_avg_sqs = stretch[:6]
         old_masters, old_exp_avgs, old_exp_avg_sqs, factor, steps = stretch[6:]
         lr, beta1, beta2, eps, weight_decay = numbers[index]
         total, most, scaled = masters.numel(), wide.numel(), factor.numel() > 0
+        if weights.numel() + factor.numel() + old_masters.numel() == 0 and gradients.dtype == torch.float32:
+            most = total  # AdamW is all there is to do
         step[0] = steps
         for start in range(0, total, most):
             count = min(most, total - start)
             master[0] = masters.narrow(0, start, count)
-            gradient[0] = wide.narrow(0, 0, count)
-            gradient[0].copy_(gradients.narrow(0, start, count))
+            gradient[0] = gradients.narrow(0, start, count)
+            if scaled or gradients.dtype != torch.float32:
+                gradient[0] = wide.narrow(0, 0, count)
+                gradient[0].copy_(gradients.narrow(0, start, count))
             if scaled:
                 gradient[0].mul_(factor)
             exp_avg[0] = exp_avgs.narrow(0, start, count)
@@ -86,13 +88,19 @@ def _adamw(
                 amsgrad=False,
                 maximize=False,
             )
-            # The gradient has been read: its memory takes the sum. A tensor and not a number is added, because
-            # TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
+            if weights.numel() == 0:
+                continue
+            weight = weights.narrow(0, start, count)
+            if weights.dtype != torch.int16:
+                weight.copy_(master[0])
+                continue
+            # The gradient has been read: memory that it was widened in takes the sum. A tensor is added, not a number,
+            # because TorchScript's sum with a number is made in new memory, page fault by page fault, and then copied.
             torch.add(master_bits.narrow(0, start, count), half, out=bits.narrow(0, 0, count))
-            weight_bits.narrow(0, start, count).copy_(high_bits.narrow(0, 0, count))
+            weight.copy_(high_bits.narrow(0, 0, count))
             wrong = master[0].isnan()
             if bool(wrong.any()):  # a full low half has wrapped to a zero; a payload there alone gives an infinity
-                weight_bits.narrow(0, start, count).masked_fill_(wrong, 0x7FC0)
+                weight.masked_fill_(wrong, 0x7FC0)
 
 
 def _sum(
@@ -255,14 +263,14 @@ def _share_out(stretches: list[Stretch], wanted: int) -> list[list[Stretch]]:
 
 
 class MasterLoop(Loop):
-    """Updates parameters with whole masters."""
+    """Updates parameters with whole masters, or that are their own."""
 
     _function = staticmethod(_adamw)
 
     def add(
         self,
         master: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         gradient: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
@@ -271,18 +279,20 @@ class MasterLoop(Loop):
         hyper: Hyper,
         old: Sequence[Tensor | None] = (None, None, None),
     ) -> None:
-        """One AdamW step; ``weight`` becomes the master, rounded with ties away; a NaN stays one.
+        """One AdamW step; ``weight`` becomes the master, rounded, a bf16 with ties away; a NaN stays one.
 
         ``old``: what master and moments were, where that is other memory; None: they are changed in place.
 
         A bf16 is the high half of its fp32: rounding is a sum of integers and a strided copy of 16-bit halves. All are
-        on the CPU: ``weight`` (n,) bf16; ``gradient``, (n,) bf16 or fp32, may be the same memory; the others (n,) fp32;
-        ``step``, counted up, and ``factor``, which gradients are multiplied by, fp32 scalars.
+        on the CPU: ``weight`` (n,), None: the master is the weight; ``gradient``, (n,) of its type or fp32, may be the
+        same memory; the others (n,) fp32; ``step``, counted up, and ``factor``, which the update multiplies gradients
+        by, fp32 scalars.
         """
-        tensors = [master, master.view(torch.int32), weight.view(torch.int16), gradient, exp_avg, exp_avg_sq]
-        tensors += [_NONE if each is None else each for each in old]
-        scale = _NONE if factor is None else factor
-        self._added.append(Stretch(tensors, [scale, step], [*vars(hyper).values()]))
+        if weight is not None and weight.dtype == torch.bfloat16:
+            weight = weight.view(torch.int16)
+        cut = (master, master.view(torch.int32), weight, gradient, exp_avg, exp_avg_sq, *old)
+        whole = [_NONE if factor is None else factor, step]
+        self._added.append(Stretch([_NONE if each is None else each for each in cut], whole, [*vars(hyper).values()]))
 
 
 class SumLoop(Loop):
@@ -293,22 +303,12 @@ class SumLoop(Loop):
         self._added.append(Stretch([total, *(_NONE if each is None else each for each in (first, addend))]))
 
 
-# Elements: a multiple of 16, or torch's vectorised AdamW rounds differently. The calls do not show, and what one
-# operation wrote is in cache for the next.
-WIDE_CHUNK = 1 << 20
-
-
-def _fused_adamw(hyper: Hyper, steps: list[Tensor], *tensors: list[Tensor]) -> None:
-    """torch's fused AdamW, in place; ``tensors``: weights, gradients and moments, all of one device."""
-    fused: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
-    fused(*tensors, [], steps, amsgrad=False, maximize=False, **vars(hyper))
-
-
 def update_master(
     master: Tensor, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, step: Tensor, hyper: Hyper
 ) -> None:
-    """One AdamW step on a whole fp32 master, all flat; the compute weight is then that, rounded."""
-    _fused_adamw(hyper, [step], [master], [gradient], [exp_avg], [exp_avg_sq])
+    """One AdamW step on a whole fp32 master on any device, all flat; the compute weight is then that, rounded."""
+    fused: Any = torch._fused_adamw_  # pyright: ignore[reportPrivateImportUsage]
+    fused([master], [gradient], [exp_avg], [exp_avg_sq], [], [step], amsgrad=False, maximize=False, **vars(hyper))
     round_from_fp32(master, weight)
 
 
@@ -335,21 +335,6 @@ class HostUpdates(Mover):
         self.shadows = Shadows(self._storage)
         self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
-    def start_early(self, group: Group, jobs: list[Job], gradient: Tensor | None, *, final: bool) -> EarlyUpdate | None:
-        """Update ``group`` before its step, from the gradient in host memory; None if there is no room for shadows."""
-        self.wait(group)
-        shadows = None if final else self.shadows.take(group, self._own_ranges(group))
-        if shadows is None and not final:
-            self.shadows.free_spare()  # of some kinds, there was room for
-            return None  # this group is updated at the step, which is always right
-        steps, earlier = [job.step.clone() for job in jobs], self._states[group].gradient.task
-        try:
-            self._queue(group, jobs, None, shadows)
-        except BaseException:
-            self.shadows.give_up(shadows or {})
-            raise
-        return EarlyUpdate(jobs, steps, shadows, earlier=earlier)
-
     def commit(self, group: Group, shadows: Ranges) -> None:
         """The step of an early update has come."""
         old = self.shadows.swap(group, shadows)
@@ -371,7 +356,7 @@ class HostUpdates(Mover):
 
     @defer_sigint()
     def update(self, group: Group, jobs: list[Job], factor: Tensor | None) -> None:
-        self._queue(group, jobs, factor, None)
+        self.queue(group, jobs, None, factor, None)
         self._states[group].update_is_queued()
 
     def wait(self, group: Group) -> None:
@@ -395,15 +380,15 @@ class HostUpdates(Mover):
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
 
-    def _queue(self, group: Group, jobs: list[Job], factor: Tensor | None, shadows: Ranges | None) -> None:
+    def queue(
+        self, group: Group, jobs: list[Job], gradient: Tensor | None, factor: Tensor | None, shadows: Ranges | None
+    ) -> None:
+        """Queue an update from the gradient in host memory (``gradient``: None), into ``shadows`` if there are any."""
         self._weights.invalidate(group)
-        state, own, forgiven = self._states[group], self._own_ranges(group), self._worker.forgiven[group.index]
+        state, own, forgiven = self._states[group], self._storage.own_ranges(group), self._worker.forgiven[group.index]
         update = _Update(group, jobs, own, shadows, state.gradient.kind, factor, state.last_load, forgiven)
         state.update_end = self._worker.submit(self._update, update, group=group.index, postponable=True)
         state.gradient.task = state.update_end
-        if factor is not None:
-            state.gradient.measured = None
-            state.gradient.level0_norms.clear()
 
     def _update(self, update: _Update) -> bool:
         """Whether it was made."""
@@ -415,8 +400,6 @@ class HostUpdates(Mover):
             if update.load is not None:
                 update.load.wait()  # a stream that waits is not enough: the host writes what the copy reads
             self.apply(update)
-            if update.factor is not None:
-                self._states[update.group].gradient.norms.clear()
         except BaseException:
             self._worker.broken |= update.shadows is None  # else the ranges are what they were
             raise
@@ -431,69 +414,25 @@ class HostUpdates(Mover):
             old = self.shadows.swap(group, old)
         self.shadows.give_up(old)
 
-    def _own_ranges(self, group: Group) -> Ranges:
-        """What an update of ``group`` reads, and writes if there are no shadows, but for the gradient."""
-        kinds = [kind for kind in ("master", "weight", *MOMENTS) if (group, kind) in self._storage]
-        return {kind: self._storage.range(group, kind) for kind in kinds}
-
-    @cached_property
-    def _wide(self) -> Tensor:
-        return torch.empty(WIDE_CHUNK)  # once: memory that is new at every step costs a page fault every 4 KiB
-
     def apply(self, update: _Update) -> None:
-        """One AdamW step; fp32 gradients are multiplied by the factor where they are, as torch's clipping does."""
-        group, jobs, own, shadows, gradient_kind, factor, *_ = update
-        storage = self._storage
-        opened, old = {kind: storage.open_at(each, kind) for kind, each in own.items()}, dict[str, Tensor]()
+        """One AdamW step."""
+        storage, shadows = self._storage, update.shadows
+        opened, old = {kind: storage.open_at(each, kind) for kind, each in update.own.items()}, dict[str, Tensor]()
         if shadows is not None:
             new = {kind: storage.open_at(each, kind, load=False) for kind, each in shadows.items()}
             # Bytes of a disk are staged, and changed where they are.
             old = {kind: flat for kind, flat in opened.items() if flat.data_ptr() != new[kind].data_ptr()}
             opened = new
-        gradient = storage.open(group, gradient_kind)
-        for job in jobs:
-            job.step.add_(1)
-        if "master" in opened:
-            for job in jobs:
-                self._update_master(job, opened, old, flat_of(job.slot, gradient, gradient_kind), factor)
-            self._loop.run()
-        else:
-            for kind, flat in old.items():
-                opened[kind].copy_(flat)
-            _update_fp32(jobs, opened, gradient, factor)
+        gradient = storage.open(update.group, update.gradient_kind)
+        kinds = ("master" if "master" in opened else "weight", *MOMENTS)
+        for slot, step, hyper in ((job.slot, job.step, job.hyper) for job in update.jobs):
+            step.add_(1)
+            cut = {kind: slot.flat if kind == "weight" else slot.flat_fp32 for kind in kinds}
+            master, exp_avg, exp_avg_sq = (cut[kind](opened[kind]) for kind in kinds)
+            was = [cut[kind](old[kind]) if kind in old else None for kind in kinds]
+            weight = slot.flat(opened["weight"]) if "master" in opened else None
+            values = flat_of(slot, gradient, update.gradient_kind)
+            self._loop.add(master, weight, values, exp_avg, exp_avg_sq, step, update.factor, hyper, was)
+        self._loop.run()
         for kind, flat in opened.items():
-            storage.store_at((shadows or own)[kind], flat)
-        if factor is not None:
-            storage.store(group, gradient_kind, gradient)
-
-    def _update_master(
-        self, job: Job, opened: dict[str, Tensor], old: dict[str, Tensor], gradient: Tensor, factor: Tensor | None
-    ) -> None:
-        """A parameter with a whole fp32 master."""
-        slot, kinds = job.slot, ("master", *MOMENTS)
-        weight, held = slot.flat(opened["weight"]), [slot.flat_fp32(opened[kind]) for kind in kinds]
-        was = [slot.flat_fp32(old[kind]) if kind in old else None for kind in kinds]
-        master, exp_avg, exp_avg_sq = held
-        if weight.dtype == torch.bfloat16:
-            self._loop.add(master, weight, gradient, exp_avg, exp_avg_sq, job.step, factor, job.hyper, was)
-            return
-        for start in range(0, slot.num_elements, WIDE_CHUNK):
-            part = slice(start, start + WIDE_CHUNK)
-            for new, before in zip(held, was, strict=True):
-                if before is not None:
-                    new[part].copy_(before[part])
-            values = self._wide[: len(gradient[part])].copy_(gradient[part])
-            if factor is not None:
-                values.mul_(factor)
-            update_master(master[part], weight[part], exp_avg[part], exp_avg_sq[part], values, job.step, job.hyper)
-
-
-def _update_fp32(jobs: Sequence[Job], opened: dict[str, Tensor], gradient: Tensor, factor: Tensor | None) -> None:
-    """A group whose compute weights are their own masters: one call for all parameters that share their numbers."""
-    for hyper in dict.fromkeys(job.hyper for job in jobs):
-        same = [job for job in jobs if job.hyper == hyper]
-        weights, gradients = ([job.slot.flat(flat) for job in same] for flat in (opened["weight"], gradient))
-        exp_avgs, exp_avg_sqs = ([job.slot.flat_fp32(opened[kind]) for job in same] for kind in MOMENTS)
-        if factor is not None:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
-        _fused_adamw(hyper, [job.step for job in same], weights, gradients, exp_avgs, exp_avg_sqs)
+            storage.store_at((shadows or update.own)[kind], flat)

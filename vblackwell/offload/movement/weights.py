@@ -7,8 +7,6 @@ queued: memory freed by one group takes another without an event. Dropped is the
 and the link would rest meanwhile, so the groups that stay are spread evenly.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -32,15 +30,13 @@ MIN_AHEAD, MAX_AHEAD = 2, 5
 
 
 class SavedTensor(NamedTuple):
-    """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it."""
+    """What autograd keeps of a tensor that stays where it is, with its version: under hooks torch does not check it.
+
+    Detached: the graph of an operator that saves its output would hold itself where no backward comes.
+    """
 
     tensor: Tensor
     version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> SavedTensor:
-        """Detached: the graph of an operator that saves its output would hold itself where no backward comes."""
-        return cls(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def unchanged(self) -> Tensor:
         """The tensor again; raises RuntimeError, as torch says it, where it was written to since."""
@@ -112,13 +108,6 @@ class WeightStreamer(Mover):
         absent = (group for group in groups if not self.is_loaded(group) and group.num_bytes <= self.budget_bytes)
         return itertools.islice(absent, WEIGHT_PLACES)
 
-    def take_asked(self) -> list[Group]:
-        """The groups that other threads have asked for since."""
-        if not self.asked:
-            return []
-        asked, self.asked = self.asked, {}
-        return list(asked)
-
     def free_for(self, group: Group) -> bool:
         """Whether level 0 has, or gets by dropping what is needed later, the bytes of ``group``. Never blocks."""
         distance, level0 = self.trace.next_use(group.index), self._stack.levels[0]
@@ -187,10 +176,10 @@ class WeightStreamer(Mover):
     @defer_sigint()  # what has been reserved is known, or given back, when it comes
     def load(self, group: Group) -> None:
         """Start to load ``group``, which is not on level 0, as it is in storage by then; raises InsufficientMemory."""
-        budget, name, check = self._budget, f"{group.name}/loaded", partial(self._keep_budget, group)
+        budget, name, fits = self._budget, f"{group.name}/loaded", partial(self._fits, group)
         budget.sweep_updates()
         with torch.inference_mode(False):
-            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, check=check)
+            reservation = budget.reserve(name, group.num_bytes, budget.free_any, self.drop_one, fits=fits)
             try:
                 buffer = reservation.bytes
                 transfer = self._stack.read(self._storage.range(group, "weight"), buffer)
@@ -206,10 +195,6 @@ class WeightStreamer(Mover):
 
     def _fits(self, group: Group) -> bool:
         return self.loaded_bytes + group.num_bytes <= self.budget_bytes
-
-    def _keep_budget(self, group: Group) -> None:
-        if not free_until(lambda: self._fits(group), self.drop_one, self._budget.free_any):
-            raise self._budget.exhausted(group.name, group.num_bytes)
 
     @property
     def loaded_bytes(self) -> int:
@@ -366,13 +351,10 @@ class WeightStreamer(Mover):
         stop = offset + (1 + sum((n - 1) * by for n, by in zip(size, stride, strict=True))) * tensor.element_size()
         return PackedView(group, self.stamp(group, offset, stop), tensor.dtype, offset, stop, size, stride)
 
-    def check_unchanged(self, packed: PackedView) -> None:
-        """Raise StaleTensor if the weights that ``packed`` refers to were changed since."""
+    def unpack(self, packed: PackedView) -> Tensor:
+        """The tensor that `pack` was given, whose group is loaded; raises StaleTensor if that was changed since."""
         if packed.version != self.stamp(packed.group, packed.offset, packed.stop):
             raise changed_since_forward(packed.group)
-
-    def unpack(self, packed: PackedView) -> Tensor:
-        """The tensor that `pack` was given; its group is loaded, and unchanged."""
         base = self._of(packed.group).buffer[packed.offset % packed.dtype.itemsize :]
         base = base[: base.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
         start = base.storage_offset() + packed.offset // packed.dtype.itemsize

@@ -16,7 +16,7 @@ from vblackwell.errors import InsufficientMemory, VBError
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
-from vblackwell.offload.layout.groups import STATE_KINDS, Group
+from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
 from vblackwell.units import align_up, format_bytes
 
@@ -234,8 +234,8 @@ class Storage:
         return [kind for kind in STATE_KINDS if (group.index, kind) in self._ranges]
 
     def own_ranges(self, group: Group) -> Ranges:
-        """What an update of ``group`` on level 0 reads and writes but for the gradient."""
-        return {kind: self.range(group, kind) for kind in ("weight", *self.states_of(group))}
+        """What an update of ``group`` reads and writes but for the gradient."""
+        return {kind: self.range(group, kind) for kind in PARAMETER_KINDS if (group, kind) in self}
 
     # -- bytes, for the CPU --------------------------------------------------------------------------------------------
 
