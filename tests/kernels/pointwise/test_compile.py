@@ -71,7 +71,7 @@ def type_of(name, kernel):
         return STRIDES[kernel]
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 else "*bf16"
-    return "fp32" if name in ("eps", "z_loss", "scale") else "i32"
+    return "fp32" if name in ("eps", "scale") else "i32"
 
 found = []
 every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]

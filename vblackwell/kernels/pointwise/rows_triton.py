@@ -450,7 +450,6 @@ def _loss_and_gradient(
     loss_ptr,
     stride,
     ignore_index,
-    z_loss,
     WORDS: tl.constexpr,
     GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -477,13 +476,12 @@ def _loss_and_gradient(
             total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
             highest = higher
         lse = highest + tl.log(total)
-        tl.store(loss_ptr + row, lse - at_target + z_loss * lse * lse)
+        tl.store(loss_ptr + row, lse - at_target)
         if GRADIENTS:
-            factor = 1.0 + 2.0 * z_loss * lse
             for start in range(0, WORDS, BLOCK):
                 inside = start + column < WORDS
                 x = tl.load(logits_ptr + start + column, inside, other=float("-inf")).to(tl.float32)
-                gradient = tl.exp(x - lse) * factor - tl.where(start + column == target, 1.0, 0.0)
+                gradient = tl.exp(x - lse) - tl.where(start + column == target, 1.0, 0.0)
                 tl.store(logits_ptr + start + column, gradient.to(dtype), inside)
 
 
@@ -496,13 +494,13 @@ def _scale(x_ptr, factor_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(
-    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, z_loss: float, gradients: bool
+    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, gradients: bool
 ) -> None:
     """Writes the loss of each row, and with ``gradients`` its gradient over the logits; rows of adjacent elements."""
     rows, words = logits_CV.shape
     block = min(LOSS_BLOCK, triton.next_power_of_2(words))
     if rows:
-        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index, z_loss)
+        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index)
         with on_device(logits_CV):
             _loss_and_gradient[(rows,)](*tensors, *numbers, words, gradients, block, num_warps=LOSS_WARPS)
 
