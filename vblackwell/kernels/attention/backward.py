@@ -9,8 +9,6 @@ dout), and -lse in units of the products.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

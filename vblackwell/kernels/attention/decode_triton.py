@@ -7,8 +7,6 @@ How many parts there are depends on sizes alone, so a graph holds for every leng
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

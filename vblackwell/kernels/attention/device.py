@@ -9,8 +9,6 @@ program knows of its head is one `Head`: Triton takes named tuples apart, so nei
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ tiles come from a list (blocks.py) that leaves the empty ones out.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ lets waits be placed by hand. It has no interpreter: forward.py is what the CPU 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportInvalidTypeForm=false
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 from typing import Any

@@ -7,8 +7,6 @@ unless ``bottom_right`` (the last query sees the last key), which decoding with 
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

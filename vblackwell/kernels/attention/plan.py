@@ -5,8 +5,6 @@ memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopp
 tiles are in flight, and whether they come by TMA, leaves every bit alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

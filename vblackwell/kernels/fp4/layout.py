@@ -25,8 +25,6 @@ word and column ``2 p + 1`` 16 bits further, wrapped around. Padding, and every 
 adds nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Backward reads the same packed tensor (dX = dY W), computes the value before the
 for the weight. `packed_linear` gives w4a8.py and two_part.py the same. ``M`` rows, ``N`` out, ``K`` in features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

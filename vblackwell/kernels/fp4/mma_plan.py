@@ -4,8 +4,6 @@ A plan fixes the order in which partial sums are added, and depends on the shape
 repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass, replace

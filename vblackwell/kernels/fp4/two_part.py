@@ -4,8 +4,6 @@ rows of bf16 on tiled parts, else as any packed weight. Windows hold 2176 bytes 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 

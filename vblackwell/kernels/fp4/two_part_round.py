@@ -3,8 +3,6 @@ while the weight trains. A custom op: no second copy is kept, and torch.compile 
 (``cuda/two_part_round.cu``), launched by address because a step rounds hundreds of weights; elsewhere the oracle.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

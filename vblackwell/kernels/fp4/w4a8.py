@@ -8,8 +8,6 @@ FP8 matmul, without fast accumulation, of operands written out by one launch (``
 straight through the rounding: dX = dY W. ``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

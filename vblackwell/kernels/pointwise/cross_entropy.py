@@ -11,8 +11,6 @@ of tokens and multiplied them by a loss scale: they would be infinite, and terms
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

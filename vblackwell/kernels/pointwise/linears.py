@@ -11,8 +11,6 @@ kernel turns the last three, in place, into their gradients and the product. Whe
 Legend: M rows, C rows of a chunk, K (in a feed-forward D) features in, N features out, I inner width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Legend: R rows, D width, I inner width; B batch, S sequence, N query heads, K ke
 the cache.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -10,8 +10,6 @@ lies above the answer the bisection goes on over the whole row, some 30 passes o
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ falls back silently. Row-wise ops have two backends, whose choice `runs_triton` 
 everywhere else, the plain expression with autograd's own backward, so that a model on the CPU keeps its bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -5,8 +5,6 @@ Entries are found first in the cache of this very GPU, driver, torch and triton 
 a torn or foreign one is ignored. Each kind of kernel ('attention') has a file.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
