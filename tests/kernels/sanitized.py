@@ -173,7 +173,7 @@ def gates() -> None:
     with use_backend("swiglu", "triton"):
         gate, up = (normal(5, 77, seed=i).requires_grad_() for i in range(2))
         swiglu(gate, up).sum().backward()
-        swiglu_linear(gate, up, normal(24, 77)).sum().backward()
+        swiglu_linear(gate, up, normal(24, 77), True).sum().backward()
 
 
 @case("rows_triton._rotate")
