@@ -41,29 +41,6 @@ DEVICE u32 encoded(float value, u32 random) {
 DEVICE u32 code_at(const u32* words, int i) { return (words[i >> 2] >> (8 * (i & 3))) & 0xFFu; }
 
 template <int WHOLE>
-DEVICE void load_codes(const u8* from, int left, u32* to) {
-    if (WHOLE) {
-        const uint2 v = *(const uint2*)from;
-        to[0] = v.x, to[1] = v.y;
-    } else {
-        to[0] = to[1] = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i >> 2] |= (u32)from[i] << (8 * (i & 3));
-    }
-}
-template <int WHOLE>
-DEVICE void store_codes(u8* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint2*)to = make_uint2(from[0], from[1]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i] = (u8)code_at(from, i);
-    }
-}
-
-template <int WHOLE>
 DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8* codes2, float* scales2,
                    const void* gradient, const void* previous, const float* factor, int n, u32 first_low,
                    u32 first_high, u32 key, u32 salt, const Numbers& by) {
@@ -73,19 +50,19 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     u32 q1[2], q2[2];
     load_gradient<WHOLE>(loaded[0], gradient, previous, at, left);
     load_gradient<WHOLE>(loaded[1], gradient, previous, at + 4, left - 4);
-    load_codes<WHOLE>(codes1 + at, left, q1);
-    load_codes<WHOLE>(codes2 + at, left, q2);
+    load_narrow<WHOLE>(codes1 + at, left, q1);
+    load_narrow<WHOLE>(codes2 + at, left, q2);
 #if WEIGHT == 1
     u32 w[8];
     load_words<WHOLE>((const u32*)weight + at, left, w);
     load_words<WHOLE>((const u32*)weight + at + 4, left - 4, w + 4);
 #else
     u32 w[4], low[4];
-    load_halves<WHOLE>((const u16*)weight + at, left, w);
-    load_halves<WHOLE>((const u16*)weight + at + 4, left - 4, w + 2);
+    load_narrow<WHOLE>((const u16*)weight + at, left, w);
+    load_narrow<WHOLE>((const u16*)weight + at + 4, left - 4, w + 2);
 #if WEIGHT == 0
-    load_halves<WHOLE>(remainder + at, left, low);
-    load_halves<WHOLE>(remainder + at + 4, left - 4, low + 2);
+    load_narrow<WHOLE>(remainder + at, left, low);
+    load_narrow<WHOLE>(remainder + at + 4, left - 4, low + 2);
 #endif
 #endif
     float* scale1_at = scales1 + at / 256;
@@ -146,8 +123,8 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
         new_w[i >> 1] |= half << (16 * (i & 1));
 #endif
     }
-    store_codes<WHOLE>(codes1 + at, left, new1);
-    store_codes<WHOLE>(codes2 + at, left, new2);
+    store_narrow<WHOLE>(codes1 + at, left, new1);
+    store_narrow<WHOLE>(codes2 + at, left, new2);
     if ((threadIdx.x & 31) == 0) {
         *scale1_at = some1 ? __fdiv_rn(max1, MAX1) : 0.0f;
         *scale2_at = some2 ? __fdiv_rn(max2, MAX2) : 0.0f;
@@ -156,11 +133,11 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     store_words<WHOLE>((u32*)weight + at, left, w);
     store_words<WHOLE>((u32*)weight + at + 4, left - 4, w + 4);
 #else
-    store_halves<WHOLE>((u16*)weight + at, left, new_w);
-    store_halves<WHOLE>((u16*)weight + at + 4, left - 4, new_w + 2);
+    store_narrow<WHOLE>((u16*)weight + at, left, new_w);
+    store_narrow<WHOLE>((u16*)weight + at + 4, left - 4, new_w + 2);
 #if WEIGHT == 0
-    store_halves<WHOLE>(remainder + at, left, new_low);
-    store_halves<WHOLE>(remainder + at + 4, left - 4, new_low + 2);
+    store_narrow<WHOLE>(remainder + at, left, new_low);
+    store_narrow<WHOLE>(remainder + at + 4, left - 4, new_low + 2);
 #endif
 #endif
 }
