@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.attention.oracle import inputs
+from tests.kernels.attention.oracle import inputs, use_plans
 from tests.kernels.emulation import random_weight
 from tests.kernels.fp4 import paths as fp4_paths
 from tests.kernels.fp4.test_two_part import random_parts, wide_weight
@@ -220,7 +220,7 @@ def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: 
     whole = None if mask is None else here(mask)[None, None]
     options = attention_launch.Options(whole, None, None, head**-0.5, None, right, False, 0.0, 0.0)
     plans = {} if plan is None else {"forward": plan}
-    with attention_launch.use_plans(**plans):
+    with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)
     return lambda: attention_launch.backward(out, q, k, v, out, lse, options)
 

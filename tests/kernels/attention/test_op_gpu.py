@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative
+from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative, use_plans
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.kernels.attention import plan as attention_plan
 from vblackwell.kernels.attention.op import flash_attention
@@ -91,10 +91,7 @@ def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
         options = attention_launch.Options(None, None, None, 0.125, None, right, True, 0.0, 0.0)
         expected = None
         for variant in variants(plan):
-            with (
-                attention_launch.use_plans(**{kernel: variant}),
-                poisoned(),
-            ):  # not through autograd: it has threads of its own
+            with use_plans(**{kernel: variant}), poisoned():
                 out, lse = attention_launch.forward(q, k, v, options)
                 got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
             expected = expected or got
@@ -160,14 +157,14 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
         kernel: attention_plan.plan_for(kernel, head, 2, properties.shared_memory_per_block_optin, "boolean")
         for kernel in attention_plan.KERNELS
     }
-    with attention_launch.use_plans(**plans):
+    with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)
         expected = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
     for kernel, plan in plans.items():
         for variant in variants(plan):
             if variant == plan or variant.stages > plan.stages:  # more may not fit
                 continue
-            with attention_launch.use_plans(**{**plans, kernel: variant}), poisoned():
+            with use_plans(**{**plans, kernel: variant}), poisoned():
                 out, lse = attention_launch.forward(q, k, v, options)
                 got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), variant
@@ -175,8 +172,6 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
 
 def test_additive_masks_leave_every_bit_whatever_is_tuned():
     """The forward's, whatever the stages and the copy engine, and for a mask whose rows lie askew."""
-    from vblackwell.kernels.attention import launch as attention_launch
-
     mask = mask_of("additive", 1000, 520)
     shifted = torch.empty(1000 * 520 + 1, dtype=mask.dtype, device="cuda")[1:].view(1000, 520).copy_(mask)
     q, k, v = inputs(1, 4, 2, 1000, 520, 128, torch.bfloat16)
@@ -187,7 +182,7 @@ def test_additive_masks_leave_every_bit_whatever_is_tuned():
         if variant.stages > plan.stages:  # more may not fit
             continue
         for tensor in (mask, shifted) if variant == plan else (mask,):
-            with attention_launch.use_plans(forward=variant), poisoned():
+            with use_plans(forward=variant), poisoned():
                 found.append((variant, flash_attention(q, k, v, mask=tensor)))
     assert len(found) > 2 and not found[0][1][:, :, 3].any()
     for variant, out in found:

@@ -2,9 +2,6 @@
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +10,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.backward import key_gradient, query_gradient
-from vblackwell.kernels.attention.blocks import Bounds, MaskBits, TileLists, bits_of, list_tiles, mask_strides
+from vblackwell.kernels.attention.blocks import Bounds, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention.device import INTERPRETED, Form, Given, Numbers
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import (
@@ -27,8 +23,6 @@ from vblackwell.kernels.attention.plan import (
     specialized_plan,
 )
 from vblackwell.kernels.runtime.registry import capability, empty_of
-
-_FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
 
 
 @dataclass(frozen=True)
@@ -46,28 +40,15 @@ class Options:
     dropout: float
 
 
-@contextlib.contextmanager
-def use_plans(**plans: AttentionPlan) -> Iterator[None]:
-    """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests.
-
-    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for 'dq' and 'dkv'.
-    """
-    token = _FORCED.set({**_FORCED.get(), **plans})
-    try:
-        yield
-    finally:
-        _FORCED.reset(token)
-
-
 def adjacent(x: Tensor) -> Tensor:
     """``x`` with adjacent elements in its last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 class _Call:
-    """Everything that the three kernels are given in common."""
+    """Everything that the three kernels are given in common; a boolean mask in bits, of keys too if ``with_keys``."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_keys: bool) -> None:
         self.options = options
         self.q, self.k, self.v = (adjacent(x) for x in (q, k, v))
         self.batch, self.num_heads, num_queries, self.head = q.shape
@@ -81,12 +62,9 @@ class _Call:
                 mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
         self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-        self.bits: MaskBits | None = None
+        self.bits = bits_of(self.mask, with_keys) if self.mask is not None and self.mask_kind == "boolean" else None
 
     def plan(self, kernel: str) -> AttentionPlan:
-        forced = _FORCED.get().get(kernel)
-        if forced is not None:
-            return forced
         if self.q.device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
             return AttentionPlan(32, 32, 4, 1)
         shared_bytes = torch.cuda.get_device_properties(self.q.device).shared_memory_per_block_optin
@@ -94,9 +72,8 @@ class _Call:
         kind = "scored" if self.scored else self.mask_kind
         return plan_for(kernel, self.head, self.q.element_size(), shared_bytes, kind)
 
-    def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
-        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
-        forced = "forward" in _FORCED.get()
+    def specialized(self) -> AttentionPlan | None:
+        """The plan of Hopper's own forward, where it computes this and is the faster one."""
         fits = (
             self.q.device.type == "cuda"
             and not INTERPRETED
@@ -106,10 +83,8 @@ class _Call:
             and self.takes_tma(self.q, self.k, self.v)
             and (self.mask_kind != "additive" or self.describes_mask())
         )
-        if forced and plan.specialized and not fits:
-            raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
-        if forced or not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
-            return plan if forced and plan.specialized else None
+        if not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
+            return None
         return specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
 
     def takes_tma(self, *tensors: Tensor) -> bool:
@@ -134,11 +109,6 @@ class _Call:
             and all(stride > 0 and stride % 8 == 0 for stride in steps)
         )
 
-    def pack(self, with_keys: bool) -> None:
-        """Put a boolean mask into bits, once for all kernels that follow."""
-        if self.mask is not None and self.mask_kind == "boolean":
-            self.bits = bits_of(self.mask, with_keys)
-
     def lists(self, plan: AttentionPlan, by_column: bool) -> TileLists | None:
         if self.mask is None:
             return None
@@ -150,7 +120,7 @@ class _Call:
         if self.bits is None:
             return self.mask
         words = self.bits.by_key if by_column else self.bits.by_query
-        assert words is not None  # ``pack`` was asked for both
+        assert words is not None  # the backward has both
         return words.transpose(2, 3)
 
     def open_ended(self, plan: AttentionPlan) -> bool:
@@ -229,16 +199,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         return result, lse
     if k.numel() == 0:
         return result.zero_(), lse.fill_(float("inf"))
-    call = _Call(q, k, v, options)
-    out, plan = adjacent(result), call.plan("forward")
-    special = call.specialized(plan)
-    call.pack(with_keys=False)
-    if special is not None:
+    call, out = _Call(q, k, v, options, with_keys=False), adjacent(result)
+    if (special := call.specialized()) is not None:
         from vblackwell.kernels.attention import hopper  # triton.experimental: only where it runs
 
         hopper.launch(call, special, out, lse)
         return result, lse
-    call.launch(attend, plan, [], (out, lse), lse)
+    call.launch(attend, call.plan("forward"), [], (out, lse), lse)
     return result, lse
 
 
@@ -249,10 +216,9 @@ def backward(
     results = empty_of(q), empty_of(k), empty_of(v)
     if q.numel() == 0 or k.numel() == 0:
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
-    call = _Call(q, k, v, options)
+    call = _Call(q, k, v, options, with_keys=True)
     dq, dk, dv, dout, out = (adjacent(x) for x in (*results, dout, out))
     sums = (lse, torch.empty_like(lse), torch.empty_like(lse))  # and what ``query_gradient`` writes for the other
-    call.pack(with_keys=True)
     plan = call.plan("dq")
     call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], (sums, dq), lse)
     plan = call.plan("dkv")

@@ -82,8 +82,7 @@ SPECIALIZED = {
 # were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too
 # (docs/journal/attention.md).
 SPECIALIZED_BY_DEFAULT = frozenset({("none", 64), ("none", 128), ("boolean", 128), ("additive", 128)})
-# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with
-# any.
+# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next.
 SPECIALIZED_TRITON = ("3.6.",)
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
