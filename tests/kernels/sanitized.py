@@ -153,7 +153,7 @@ def two_parts() -> None:
         w_NK = wide_weight(70, k, torch.bfloat16)
         scales = training_scales(w_NK)
         scales = type(scales)(here(scales.block), here(scales.tensor))
-        two_part_round.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
+        two_part_round.rounded(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
         for kept in (None, scales):
             two_part_round.renewed_scales(here(w_NK), kept, 0.05)
 
