@@ -42,7 +42,7 @@ def cases(capability):
         "WORDS": 128256, "GRADIENTS": True, "BLOCK": rows_triton.LOSS_BLOCK}, rows_triton.LOSS_WARPS
     yield rows_triton._scale, {"BLOCK": 2048}, 4
     yield rows_triton._store, {"BY": rows_triton.Rotation(32, 8, 64, 64, 1, False)}, 1
-    size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.keys_at_once(2))
+    size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.KEYS[2])
     yield decode_attention_triton._attend, {"SIZE": size}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
