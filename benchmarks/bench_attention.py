@@ -195,7 +195,7 @@ def keep_times(
         asked = request._replace(gradient=gradient)
         table = {dispatcher.shape_key(asked): times, dispatcher.neighbours_key(asked): times}
         if path is not None:
-            tuning.write_entries(path, tuning.machine(device), table)
+            tuning.store(dispatcher.KIND, device, table, path)
         if keep:
             tuning.store(dispatcher.KIND, device, table)
 

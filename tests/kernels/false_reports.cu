@@ -6,15 +6,19 @@ typedef unsigned long long u64;
 typedef unsigned u32;
 typedef unsigned char u8;
 #define SHARED(POINTER) ((u32)__cvta_generic_to_shared(POINTER))
-#define BARRIER_INIT(BARRIER, COUNT) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SHARED(BARRIER)), "r"(COUNT) : "memory")
+#define BARRIER_INIT(BARRIER, COUNT) \
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SHARED(BARRIER)), "r"(COUNT) : "memory")
 #define BARRIER_INIT_DONE() asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")
-#define BARRIER_ARRIVE(BARRIER) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SHARED(BARRIER)) : "memory")
+#define BARRIER_ARRIVE(BARRIER) \
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SHARED(BARRIER)) : "memory")
 #define BARRIER_EXPECT(BARRIER, BYTES) \
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SHARED(BARRIER)), "r"(BYTES) : "memory")
 #define BARRIER_WAIT(BARRIER, PARITY)                                                                                  \
-    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n" \
+    asm volatile("{\n.reg .pred done;\nAGAIN:\n"                                                                       \
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"                          \
                  "@!done bra AGAIN;\n}" ::"r"(SHARED(BARRIER)), "r"(PARITY) : "memory")
-#define CLUSTER_SYNC() asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory")
+#define CLUSTER_SYNC() \
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory")
 #define NOTHING() (void)0
 
 // Triton's warp specialisation: twelve warps, of which the first four tell the others by bytes in shared memory what to
@@ -99,8 +103,8 @@ COUNTED_IN(counted_in_a_race, 1, BY_ONE_LANE, NO_WAIT)
     __syncthreads();                                                                                                   \
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(SHARED(mail[tid])), "r"(rank ^ 1));        \
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(SHARED(&counted)), "r"(rank ^ 1));       \
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%1,%1,%1}, [%2];" ::"r"(there), "f"(found), \
-                 "r"(counter) : "memory");                                                                             \
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%1,%1,%1}, [%2];"             \
+                 ::"r"(there), "f"(found), "r"(counter) : "memory");                                                   \
     BARRIER_WAIT(&counted, 0);                                                                                         \
     found += mail[tid][0]
 #define READ_OF_A_PEER(NAME, END)                                                                                      \

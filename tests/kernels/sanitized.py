@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.kernels.attention.oracle import inputs
+from tests.kernels.attention.oracle import inputs, use_plans
 from tests.kernels.emulation import random_weight
 from tests.kernels.fp4 import paths as fp4_paths
 from tests.kernels.fp4.test_two_part import random_parts, wide_weight
@@ -153,7 +153,7 @@ def two_parts() -> None:
         w_NK = wide_weight(70, k, torch.bfloat16)
         scales = training_scales(w_NK)
         scales = type(scales)(here(scales.block), here(scales.tensor))
-        two_part_round.round_to_parts(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
+        two_part_round.rounded(here(w_NK), scales.block, scales.tensor, torch.bfloat16)
         for kept in (None, scales):
             two_part_round.renewed_scales(here(w_NK), kept, 0.05)
 
@@ -173,7 +173,7 @@ def gates() -> None:
     with use_backend("swiglu", "triton"):
         gate, up = (normal(5, 77, seed=i).requires_grad_() for i in range(2))
         swiglu(gate, up).sum().backward()
-        swiglu_linear(gate, up, normal(24, 77)).sum().backward()
+        swiglu_linear(gate, up, normal(24, 77), True).sum().backward()
 
 
 @case("rows_triton._rotate")
@@ -217,13 +217,10 @@ def encoding() -> None:
 def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:
     """Forward and backward in this thread, which a chosen plan needs."""
     q, k, v = inputs(1, 2, 1, queries, keys, head, torch.float16)
-    options = attention_launch.Options(
-        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None,
-        right, False,
-        0.0, 0.0,
-    )  # fmt: skip
+    whole = None if mask is None else here(mask)[None, None]
+    options = attention_launch.Options(whole, None, None, head**-0.5, None, right, False, 0.0, 0.0)
     plans = {} if plan is None else {"forward": plan}
-    with attention_launch.use_plans(**plans):
+    with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)
     return lambda: attention_launch.backward(out, q, k, v, out, lse, options)
 

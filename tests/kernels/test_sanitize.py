@@ -24,18 +24,24 @@ def shipped() -> set[str]:
         names = re.findall(r"__global__\s+(?:void|__\w+__\([^)]*\)|\s)*(\w+)\(", text)
         assert text.count("__global__") == len(names), path
         found |= set(names)
-    jitted, launched = {}, set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list):
-                jitted.setdefault(node.name, set()).add(path.stem)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                launched.add((path.stem, ast.unparse(node.func.value).rpartition(".")[2]))
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".launch") and node.args:
-                launched.add((path.stem, ast.unparse(node.args[0])))
-    for stem, name in launched:
-        modules = jitted.get(name, set())
-        found |= {f"{module}.{name}" for module in (modules & {stem} or modules)}
+    trees = [(path.stem, ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")]
+    jitted = {
+        (stem, node.name)
+        for stem, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    }
+    # A kernel that is launched is named in the host's code, of its own module or of one that imports it.
+    for stem, tree in trees:
+        names = {name: module for module, name in jitted if module == stem}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = str(node.module).rpartition(".")[2]
+                names |= {each.name: module for each in node.names if (module, each.name) in jitted}
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (stem, node.name) not in jitted:
+                used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+                found |= {f"{names[name]}.{name}" for name in used if name in names}
     return found
 
 

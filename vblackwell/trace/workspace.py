@@ -155,7 +155,7 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
 
 
 def _head_and_loss(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, z_loss: float, chunk: int, *wanted: bool
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, chunk: int, *wanted: bool
 ) -> int:
     """Logits of a chunk, rows padded to 64 words; a loss a token."""
     return min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size() + 4 * hidden.shape[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from vblackwell.kernels.attention.op import bounds
+from vblackwell.kernels.attention.plan import AttentionPlan
 from vblackwell.kernels.attention.reference import attention_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,3 +70,22 @@ def relative(got: Tensor, exact: Tensor) -> float:
     assert got.shape == exact.shape
     error = (got.double() - exact.double()).norm().item() / (exact.double().norm().item() or 1.0)
     return error if error == error else float("inf")
+
+
+@contextmanager
+def use_plans(**plans: AttentionPlan) -> Iterator[None]:
+    """Inside, kernels ('forward', 'dq', 'dkv') run by these plans; which forward it is, too, the plan says."""
+    from vblackwell.kernels.attention.launch import _Call
+
+    usual, usually_specialized = _Call.plan, _Call.specialized
+
+    def plan(call: _Call, kernel: str) -> AttentionPlan:
+        return plans[kernel] if kernel in plans else usual(call, kernel)
+
+    def specialized(call: _Call) -> AttentionPlan | None:
+        if "forward" not in plans:
+            return usually_specialized(call)
+        return plans["forward"] if plans["forward"].specialized else None
+
+    with mock.patch.object(_Call, "plan", plan), mock.patch.object(_Call, "specialized", specialized):
+        yield

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.attention.oracle import inputs, plain, relative
+from tests.kernels.attention.oracle import inputs, plain, relative, use_plans
 from tests.kernels.attention.test_op_gpu import FLOOR, compare, mask_of
 from tests.kernels.pointwise.oracle import poisoned
-from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.op import bounds, flash_attention
 from vblackwell.kernels.attention.plan import SPECIALIZED, SPECIALIZED_BY_DEFAULT, padded_head
 from vblackwell.kernels.attention.reference import visible_ST
@@ -38,15 +37,12 @@ def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=
     """
     from vblackwell.kernels.attention import launch as attention_launch
 
-    (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
+    head, (q, k, v) = shape[5], inputs(*shape, dtype=dtype)
     left, right = bounds(causal, window)
-    options = attention_launch.Options(
-        None if mask is None else mask[(None,) * (4 - mask.dim())], None, None, None, None, queries, keys, head**-0.5,
-        left, right,
-        bottom_right, 0.0, 0.0,
-    )  # fmt: skip
+    whole = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    options = attention_launch.Options(whole, None, None, head**-0.5, left, right, bottom_right, 0.0, 0.0)
     plan = SPECIALIZED[max(64, padded_head(head))]
-    with attention_launch.use_plans(forward=plan), poisoned():
+    with use_plans(forward=plan), poisoned():
         out, lse = attention_launch.forward(q, k, v, options)
         again = attention_launch.forward(q, k, v, options)
     assert torch.equal(out, again[0]) and torch.equal(
@@ -108,13 +104,11 @@ def test_lengths(causal, head):
 @pytest.mark.parametrize(("kind", "head"), sorted(SPECIALIZED_BY_DEFAULT))
 def test_gradients_by_default(kind, head):
     """Forward as it is chosen, which is this one, and a backward that takes its log-sum-exps."""
-    from vblackwell.kernels.attention import launch as attention_launch
-
     shape = (2, 4, 4, 512, 512, head)
     mask = None if kind == "none" else mask_of(kind, 1, 4, 512, 512)
     tensors = inputs(*shape, dtype=torch.bfloat16)
     usual = flash_attention(*tensors, mask=mask, causal=mask is None)
-    with attention_launch.use_plans(forward=SPECIALIZED[head]):
+    with use_plans(forward=SPECIALIZED[head]):
         assert torch.equal(flash_attention(*tensors, mask=mask, causal=mask is None), usual)
     options: dict[str, Any] = {"causal": True} if mask is None else {"mask": mask}
     # Saying ``bottom_right`` has ours compared with attention written out, which gives zeros where a row sees nothing.
@@ -145,12 +139,11 @@ def test_heads(head, dtype):
     check((1, 3, 1, 257, 257, head), dtype, causal=True)
 
 
-def test_what_it_does_not_compute_is_refused():
-    from vblackwell.kernels.attention.launch import use_plans
+def test_what_it_does_not_compute_is_left_to_the_usual_one():
+    from vblackwell.kernels.attention.launch import Options, _Call
 
-    q, k, v = inputs(1, 2, 2, 200, 200, 64, torch.bfloat16)
-    refused: list[dict[str, Any]] = [{"softcap": 20.0}, {"mask": torch.zeros(200, 200, device="cuda")}]  # 32 bits
-    with use_plans(forward=SPECIALIZED[64]):
-        for options in refused:
-            with pytest.raises(ConfigurationError, match="specialised warps"):
-                flash_attention(q, k, v, **options)
+    q, k, v = inputs(1, 2, 2, 200, 200, 128, torch.bfloat16)
+    wide = torch.zeros(1, 1, 200, 200, device="cuda")  # 32 bits
+    for mask, softcap in ((None, 20.0), (wide, 0.0)):
+        options = Options(mask, None, None, 0.125, None, None, False, softcap, 0.0)
+        assert _Call(q, k, v, options, with_keys=False).specialized() is None

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative
+from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative, use_plans
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.kernels.attention import plan as attention_plan
-from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen
+from vblackwell.kernels.attention.op import flash_attention
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import Variant
 
@@ -88,15 +88,10 @@ def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
     for queries, keys in ((17, 63), (1000, 129)):
         q, k, v = inputs(2, 4, 2, queries, keys, 64, torch.bfloat16)
         right = 0 if causal else None
-        options = attention_launch.Options(
-            None, None, None, None, None, queries, keys, 0.125, None, right, True, 0.0, 0.0
-        )
+        options = attention_launch.Options(None, None, None, 0.125, None, right, True, 0.0, 0.0)
         expected = None
         for variant in variants(plan):
-            with (
-                attention_launch.use_plans(**{kernel: variant}),
-                poisoned(),
-            ):  # not through autograd: it has threads of its own
+            with use_plans(**{kernel: variant}), poisoned():
                 out, lse = attention_launch.forward(q, k, v, options)
                 got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
             expected = expected or got
@@ -155,23 +150,21 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
 
     mask = mask_of("boolean", *shape)
     q, k, v = inputs(2, 4, 2, 1000, 520, head, torch.bfloat16)
-    options = attention_launch.Options(
-        mask[(None,) * (4 - mask.dim())], None, None, None, None, 1000, 520, 0.125, None, None, False, 0.0, 0.0
-    )
+    options = attention_launch.Options(mask[(None,) * (4 - mask.dim())], None, None, 0.125, None, None, False, 0.0, 0.0)
     properties = torch.cuda.get_device_properties(0)
     # By name, as the GPU may have a forward of its own, which adds in another order.
     plans = {
         kernel: attention_plan.plan_for(kernel, head, 2, properties.shared_memory_per_block_optin, "boolean")
         for kernel in attention_plan.KERNELS
     }
-    with attention_launch.use_plans(**plans):
+    with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)
         expected = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
     for kernel, plan in plans.items():
         for variant in variants(plan):
             if variant == plan or variant.stages > plan.stages:  # more may not fit
                 continue
-            with attention_launch.use_plans(**{**plans, kernel: variant}), poisoned():
+            with use_plans(**{**plans, kernel: variant}), poisoned():
                 out, lse = attention_launch.forward(q, k, v, options)
                 got = (out, lse, *attention_launch.backward(out, q, k, v, out, lse, options))
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), variant
@@ -179,8 +172,6 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
 
 def test_additive_masks_leave_every_bit_whatever_is_tuned():
     """The forward's, whatever the stages and the copy engine, and for a mask whose rows lie askew."""
-    from vblackwell.kernels.attention import launch as attention_launch
-
     mask = mask_of("additive", 1000, 520)
     shifted = torch.empty(1000 * 520 + 1, dtype=mask.dtype, device="cuda")[1:].view(1000, 520).copy_(mask)
     q, k, v = inputs(1, 4, 2, 1000, 520, 128, torch.bfloat16)
@@ -191,7 +182,7 @@ def test_additive_masks_leave_every_bit_whatever_is_tuned():
         if variant.stages > plan.stages:  # more may not fit
             continue
         for tensor in (mask, shifted) if variant == plan else (mask,):
-            with attention_launch.use_plans(forward=variant), poisoned():
+            with use_plans(forward=variant), poisoned():
                 found.append((variant, flash_attention(q, k, v, mask=tensor)))
     assert len(found) > 2 and not found[0][1][:, :, 3].any()
     for variant, out in found:
@@ -227,28 +218,6 @@ def test_dropout():
     ours = gradients(lambda q, k, v: flash_attention(q, k, v, seed=seed, **options), [q, k, v])
     unfused = gradients(plain(keep_BNST=keep, **options), [q, k, v])
     exact = gradients(plain(keep_BNST=keep, **options), [q, k, v], torch.float64)
-    for own, other, right in zip(ours, unfused, exact, strict=True):
-        assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
-
-
-def test_packed():
-    lengths = [1000, 17, 0, 256, 129]
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
-    tensors = [normal(sum(lengths), heads, 64, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((4, 2, 2))]
-
-    def packed(q, k, v):
-        return flash_attention_varlen(q, k, v, starts, starts, 1000, 1000, causal=True)
-
-    def alone(q, k, v):
-        parts = [
-            [x[None].transpose(1, 2) for x in three]
-            for three in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        ]
-        return torch.cat([plain(causal=True)(*three)[0].transpose(0, 1) for three in parts])
-
-    with poisoned():
-        ours = gradients(packed, tensors)
-    unfused, exact = gradients(alone, tensors), gradients(alone, tensors, torch.float64)
     for own, other, right in zip(ours, unfused, exact, strict=True):
         assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
 

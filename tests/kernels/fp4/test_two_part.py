@@ -13,7 +13,7 @@ from vblackwell.kernels.fp4 import launch as fp4_launch
 from vblackwell.kernels.fp4 import layout, two_part, two_part_round
 from vblackwell.kernels.fp4.mma_plan import MMA_FILES
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
-from vblackwell.kernels.fp4.two_part import OP, TwoPartPlan, two_part_linear
+from vblackwell.kernels.fp4.two_part import TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
 from vblackwell.numerics import packed, separation
@@ -97,7 +97,7 @@ def test_a_fine_part_of_another_weight_is_refused():
         two_part_linear(x_MK, codes, fine[:16], scales, scale, None, "nvfp4", "none", 32, 64)
     with pytest.raises(ConfigurationError, match="layout"):
         two_part_linear(x_MK, codes, fine, scales, scale, None, "mxfp4", "none", 32, 64)
-    with use_backend(OP, "mma"), pytest.raises(Unsupported, match="CUDA"):
+    with use_backend("two_part_linear", "mma"), pytest.raises(Unsupported, match="CUDA"):
         two_part_linear(x_MK, codes, fine, scales, scale, None, "nvfp4", "none", 32, 64)
 
 
@@ -273,22 +273,22 @@ def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
     queued = []
     monkeypatch.setattr(two_part_round, "_launcher", lambda *_: lambda *parameters: queued.append(parameters))
     monkeypatch.setattr(two_part_round, "_rounding", two_part_round._rounding.__wrapped__)
+    monkeypatch.setattr(two_part_round, "_by_kernel", lambda device, dtype: True)
     monkeypatch.setattr(two_part_round, "_stream", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
     first, second = wide_weight(60, k, torch.bfloat16), wide_weight(60, k, torch.bfloat16)
     for w_NK in (first, second):
         scales = separation.training_scales(w_NK)
-        out = two_part_round.round_to_parts(w_NK, scales.block, scales.tensor, torch.float32)
+        out = two_part_round.rounded(w_NK, scales.block, scales.tensor, torch.float32)
         assert out.shape == (60, k) and out.dtype == torch.float32
         at = (w_NK.data_ptr(), scales.block.data_ptr(), scales.tensor.data_ptr(), out.data_ptr())
         assert queued.pop() == ((-(-60 * -(-k // 16) // 256), 1, 1), (*at, 60, k, k + 16, whole), 5)
     with pytest.raises(Unsupported, match="no memory"):
-        two_part_round.round_to_parts(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
-    monkeypatch.setattr(two_part_round, "_by_kernel", lambda device, dtype: True)
+        two_part_round.rounded(TwoTensor(first, first), scales.block, scales.tensor, torch.float32)
     assert two_part_round.rounded(first, scales.block, scales.tensor, torch.float64).dtype == torch.float64
     assert queued.pop()[1][0] == first.data_ptr()
     column = wide_weight(60, 1, torch.bfloat16)[:, :1].as_strided((60, 1), (1, 60))  # which to torch is contiguous
-    out = two_part_round.round_to_parts(column, scales.block, scales.tensor, torch.float32)
+    out = two_part_round.rounded(column, scales.block, scales.tensor, torch.float32)
     assert out.shape == (60, 1) and queued.pop()[1][4:] == (60, 1, 1, 0)
 
 
@@ -382,12 +382,12 @@ def test_kernel_on_the_gpu(m, n, k):
     # The op, whose sums are rounded to bf16: by 2^-8 of a sum at most. What is multiplied by is rounded in another
     # place by each, so each is compared with its own float64.
     x_MK, ours, theirs = x_MK.cpu(), bf16_weight(parts, n, k), w_NK.bfloat16().double()
-    with use_backend(OP, "mma"):
+    with use_backend("two_part_linear", "mma"):
         fused = two_part_linear(x_MK.cuda(), *tiled, None, "nvfp4-tiled", "none", n, k).double().cpu()
     exact = x_MK.double() @ ours.t()
     sums = 4 * 2**-24 * k**0.5 * (x_MK.double().abs() @ ours.abs().t())  # as error_over_bound has them
     assert ((fused - exact).abs() <= 2**-8 * exact.abs() + 1.01 * sums).all()
-    with use_backend(OP, "dequantize"):
+    with use_backend("two_part_linear", "dequantize"):
         written = two_part_linear(x_MK.cuda(), *tiled, None, "nvfp4-tiled", "none", n, k).double().cpu()
     exact = x_MK.double() @ theirs.t()
     # cuBLAS may split K and add the parts in bf16: as much again.

@@ -37,12 +37,12 @@ def cases(capability):
     yield rows_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rows_triton.SUM_COLUMNS}, 4
     yield rows_triton._swiglu, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
     yield rows_triton._swiglu_backward, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
-    yield rows_triton._rotate, {"N": 32, "K": 8, "BY": rows_triton.Rotation(64, 64, 32, True)}, 4
+    yield rows_triton._rotate, {"BY": rows_triton.Rotation(32, 8, 64, 64, 32, True)}, 4
     yield rows_triton._loss_and_gradient, {
         "WORDS": 128256, "GRADIENTS": True, "BLOCK": rows_triton.LOSS_BLOCK}, rows_triton.LOSS_WARPS
     yield rows_triton._scale, {"BLOCK": 2048}, 4
-    yield rows_triton._store, {"N": 32, "K": 8, "HALF": 64, "BLOCK": 64}, 1
-    size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.keys_at_once(2))
+    yield rows_triton._store, {"BY": rows_triton.Rotation(32, 8, 64, 64, 1, False)}, 1
+    size = decode_attention_triton.Size(8, 4, 256, 256, 9, decode_attention_triton.KEYS[2])
     yield decode_attention_triton._attend, {"SIZE": size}, 4
     yield decode_attention_triton._join, {"H": 128, "WIDE": 128, "PARTS": 9, "MANY": 16}, 2
     yield sampling_triton._least_key, {"WORDS": 128256, "LANES": sampling_triton.CUT_LANES}, sampling_triton.CUT_WARPS
@@ -51,7 +51,7 @@ def cases(capability):
     yield encode_triton._scales, {"BLOCK": encode_triton.TILE_BLOCK}, 4
 
 FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
-    "mass_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr")
+    "mass_ptr", "temperature_ptr")
 STRIDES = {  # of each tensor a tuple
     "_rotate": (("i32",) * 3,) * 4 + (("i32",) * 2,) * 2, "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,), "_attend": ("i32",) * 3}
 def type_of(name, kernel):
@@ -65,13 +65,15 @@ def type_of(name, kernel):
         return "*u8"
     if name == "unit_ptr":
         return "*fp64"
-    if name in ("top_k_ptr", "least_ptr"):
+    if name == "least_ptr":
         return "*i32"
+    if name == "cuts":
+        return "*i32", "*fp32", "*fp32"
     if name == "strides":
         return STRIDES[kernel]
     if name.endswith("_ptr"):
         return "*fp32" if name in FP32 else "*bf16"
-    return "fp32" if name in ("eps", "z_loss", "scale") else "i32"
+    return "fp32" if name in ("eps", "scale") else "i32"
 
 found = []
 every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]

@@ -21,7 +21,7 @@ def case(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def block(x, norm, gate, up, down):
-    return feed_forward_block(x, norm, EPS, gate, up, down)
+    return feed_forward_block(x, norm, EPS, gate, up, down, True)
 
 
 def plain(x, norm, gate, up, down):
@@ -32,7 +32,7 @@ def plain(x, norm, gate, up, down):
 def separately(x, norm, gate, up, down):
     """As the decoder computes it where gates are kept."""
     n, total = add_rms_norm(x, torch.zeros_like(x), norm, EPS)
-    return total + swiglu_linear(*shared_input_linears(n, [gate, up]), down)
+    return total + swiglu_linear(*shared_input_linears(n, [gate, up]), down, True)
 
 
 def rows_at_a_time(monkeypatch, count):
@@ -100,7 +100,7 @@ def test_no_rows():
 
 def test_opcheck():
     inputs = tuple(tensor.requires_grad_() for tensor in case(torch.float32))
-    torch.library.opcheck(module._feed_forward_block, (*inputs[:2], EPS, *inputs[2:], True))
+    torch.library.opcheck(module.feed_forward_block, (*inputs[:2], EPS, *inputs[2:], True))
     x, norm, *weights = [tensor.detach() for tensor in inputs]
     torch.library.opcheck(
         module._feed_forward_block_backward, (x, x, norm, EPS, *weights, [True, True, False, True, True])

@@ -47,14 +47,14 @@ def test_gradients_that_nobody_wants():
 def test_no_rows(rows):
     """An expert to whom no token goes."""
     x, w = (tensor.requires_grad_() for tensor in (normal(*rows, 16), normal(16, 16)))
-    out = swiglu_linear(*shared_input_linears(x, [w, w]), w)
+    out = swiglu_linear(*shared_input_linears(x, [w, w]), w, True)
     out.sum().backward()
     assert out.shape == x.grad.shape == x.shape and not w.grad.any()
 
 
 def test_opcheck_and_compile():
     x, *weights = (tensor.requires_grad_() for tensor in case(torch.float32))
-    torch.library.opcheck(module._shared_input_linears, (x, weights))
+    torch.library.opcheck(module.shared_input_linears, (x, weights))
     compiled = torch.compile(
         lambda *args: shared_input_linears(args[0], list(args[1:]))[1], fullgraph=True, backend="aot_eager"
     )
@@ -133,7 +133,7 @@ def test_gradients_that_nobody_wants_of_normed():
 def test_opcheck_of_normed():
     inputs = tuple(tensor.requires_grad_() for tensor in normed_case(torch.float32))
     x, norm, *weights = inputs
-    torch.library.opcheck(module._normed_linears, (x, norm, EPS, weights))
+    torch.library.opcheck(module.normed_linears, (x, norm, EPS, weights))
     x, norm, *weights = [tensor.detach() for tensor in inputs]
     dys = [normal(3, 5, n, seed=n) for n in (8, 4, 12)]
     needed = [True, True, True, False, True]

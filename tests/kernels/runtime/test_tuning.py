@@ -20,7 +20,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_what_was_stored_is_found_again_before_what_was_shipped(monkeypatch, own_cache):
     monkeypatch.setattr(tuning, "SHIPPED", own_cache)
-    tuning.write_entries(tuning.shipped_path("kind", MACHINE["gpu"]), MACHINE, {"a": {"us": 1}, "b": {"us": 2}})
+    tuning.store("kind", GPU, {"a": {"us": 1}, "b": {"us": 2}}, tuning.shipped_path("kind", MACHINE["gpu"]))
     assert tuning.entries("kind", GPU) == {"a": {"us": 1}, "b": {"us": 2}}
     tuning.store("kind", GPU, {"a": {"us": 3}})
     assert tuning.entries("kind", GPU) == {"a": {"us": 3}, "b": {"us": 2}}
@@ -46,10 +46,10 @@ def test_torn_and_foreign_files_are_ignored(own_cache, content):
     path = own_cache / "file.json"
     path.write_text(content)
     assert tuning.read_entries(path) == {}
-    tuning.write_entries(path, MACHINE, {"a": {"stages": 3}})
+    tuning.store("kind", GPU, {"a": {"stages": 3}}, path)
     assert tuning.read_entries(path) == {"a": {"stages": 3}}
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(own_cache):
     (own_cache / "file").write_text("")
-    tuning.write_entries(own_cache / "file" / "below.json", MACHINE, {"a": {"stages": 3}})
+    tuning.store("kind", GPU, {"a": {"stages": 3}}, own_cache / "file" / "below.json")

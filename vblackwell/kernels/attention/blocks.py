@@ -10,8 +10,6 @@ partial, bounds counted in. ``collect_tiles`` lists the tiles of each line and `
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

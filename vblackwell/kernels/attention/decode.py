@@ -4,8 +4,6 @@ The position is read from a tensor, so that a replayed graph goes on where the l
 added up in a fixed order. No gradient. Legend: B rows, N query heads, K key heads, H head width, T cached positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

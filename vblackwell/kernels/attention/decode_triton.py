@@ -7,8 +7,6 @@ How many parts there are depends on sizes alone, so a graph holds for every leng
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -19,6 +17,8 @@ from torch import Tensor
 
 from vblackwell.kernels.runtime.registry import on_device
 
+# Positions that a program holds in registers, by bytes of a number: what compiles without spills up to heads of 256.
+KEYS = {2: 32, 4: 16}
 _PROGRAMS = 528  # four for each multiprocessor of the largest GPU that this was made for
 _MAX_PARTS = 32
 _LOG2_E = math.log2(math.e)
@@ -87,11 +87,6 @@ def _join(
     tl.store(out_ptr + row * H + h, y.to(out_ptr.dtype.element_ty), h < H)
 
 
-def keys_at_once(itemsize: int) -> int:
-    """Positions that a program holds in registers: what compiles without spills up to heads of 256."""
-    return 32 if itemsize == 2 else 16
-
-
 def parts_of(rows: int, kv_heads: int, positions: int, keys: int) -> int:
     """Into how many parts the positions of a cache are cut."""
     return max(1, min(_MAX_PARTS, -(-_PROGRAMS // (rows * kv_heads)), -(-positions // keys)))
@@ -102,7 +97,7 @@ def attend(q_BNH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, position_1: Te
     q = q_BNH.contiguous()
     (batch, heads, width), (kv_heads, positions) = q.shape, keys_BKTH.shape[1:3]
     assert keys_BKTH.stride() == values_BKTH.stride() and keys_BKTH.stride(-1) == 1
-    keys, wide = keys_at_once(q.dtype.itemsize), max(16, triton.next_power_of_2(width))
+    keys, wide = KEYS[q.dtype.itemsize], max(16, triton.next_power_of_2(width))
     parts = parts_of(batch, kv_heads, positions, keys)
     sums = torch.empty((batch * heads, parts, width), dtype=torch.float32, device=q.device)
     tops, masses = torch.empty((2, batch * heads, parts), dtype=torch.float32, device=q.device)

@@ -9,8 +9,7 @@ lets waits be placed by hand. It has no interpreter: forward.py is what the CPU 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportReturnType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportInvalidTypeForm=false
-
-from __future__ import annotations
+# pyright: reportPossiblyUnboundVariable=false
 
 import functools
 from collections import namedtuple
@@ -32,10 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vblackwell.kernels.attention import device as attention_device
 from vblackwell.kernels.attention.blocks import mask_strides
-from vblackwell.kernels.attention.device import LISTED
+from vblackwell.kernels.attention.device import LISTED, LOG2E
 from vblackwell.kernels.attention.plan import AttentionPlan, padded_head
 
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 # Tiles of an additive mask on their way or in use; more would not fit next to heads of 128.
 MASK_STAGES: gl.constexpr = gl.constexpr(2)
 # Numbers for which a kernel compiled anew for a 1 or a multiple of 16 would be no faster.

@@ -2,11 +2,6 @@
 # What @triton.jit makes of a function has no type.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 
-from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +10,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention.backward import key_gradient, query_gradient
-from vblackwell.kernels.attention.blocks import Bounds, MaskBits, TileLists, bits_of, list_tiles, mask_strides
+from vblackwell.kernels.attention.blocks import Bounds, TileLists, bits_of, list_tiles, mask_strides
 from vblackwell.kernels.attention.device import INTERPRETED, Form, Given, Numbers
 from vblackwell.kernels.attention.forward import attend
 from vblackwell.kernels.attention.plan import (
@@ -30,8 +24,6 @@ from vblackwell.kernels.attention.plan import (
 )
 from vblackwell.kernels.runtime.registry import capability, empty_of
 
-_FORCED: ContextVar[dict[str, AttentionPlan]] = ContextVar("vblackwell_attention_plans", default={})  # noqa: B039
-
 
 @dataclass(frozen=True)
 class Options:
@@ -40,10 +32,6 @@ class Options:
     mask: Tensor | None
     slopes_N: Tensor | None
     seed: Tensor | None
-    q_starts: Tensor | None
-    k_starts: Tensor | None
-    max_q: int
-    max_k: int
     scale: float
     left: int | None
     right: int | None
@@ -52,30 +40,21 @@ class Options:
     dropout: float
 
 
-@contextlib.contextmanager
-def use_plans(**plans: AttentionPlan) -> Iterator[None]:
-    """Inside, kernels ('forward', 'dq', 'dkv') run by these plans. For measurements and tests.
-
-    In this thread alone: on a GPU autograd runs backward in another one, so call ``backward`` here for 'dq' and 'dkv'.
-    """
-    token = _FORCED.set({**_FORCED.get(), **plans})
-    try:
-        yield
-    finally:
-        _FORCED.reset(token)
+def adjacent(x: Tensor) -> Tensor:
+    """``x`` with adjacent elements in its last dimension."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 class _Call:
-    """Everything that the three kernels are given in common."""
+    """Everything that the three kernels are given in common; a boolean mask in bits, of keys too if ``with_keys``."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_keys: bool) -> None:
         self.options = options
-        self.varlen = options.q_starts is not None
-        self.q, self.k, self.v = (self.heads_first(x) for x in (q, k, v))
-        self.num_heads, self.kv_heads, self.head = self.q.shape[1], self.k.shape[1], self.q.shape[3]
-        self.batch = options.q_starts.shape[0] - 1 if options.q_starts is not None else self.q.shape[0]
-        self.lengths = (options.max_q, options.max_k)
-        self.offset = options.max_k - options.max_q if options.bottom_right else 0
+        self.q, self.k, self.v = (adjacent(x) for x in (q, k, v))
+        self.batch, self.num_heads, num_queries, self.head = q.shape
+        self.kv_heads, num_keys = k.shape[1:3]
+        self.lengths = (num_queries, num_keys)
+        self.offset = num_keys - num_queries if options.bottom_right else 0
         self.scored = bool(options.softcap or options.dropout or options.slopes_N is not None)
         mask = options.mask
         if mask is not None:
@@ -83,17 +62,9 @@ class _Call:
                 mask = mask.narrow(dim, 0, 1) if stride == 0 and mask.shape[dim] > 1 else mask
         self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-        self.bits: MaskBits | None = None
-
-    def heads_first(self, x: Tensor) -> Tensor:
-        """(B, N, S, H) of a dense tensor, (1, N, total, H) of packed sequences (total, N, H); last stride 1."""
-        x = x.transpose(0, 1)[None] if self.varlen else x
-        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+        self.bits = bits_of(self.mask, with_keys) if self.mask is not None and self.mask_kind == "boolean" else None
 
     def plan(self, kernel: str) -> AttentionPlan:
-        forced = _FORCED.get().get(kernel)
-        if forced is not None:
-            return forced
         if self.q.device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
             return AttentionPlan(32, 32, 4, 1)
         shared_bytes = torch.cuda.get_device_properties(self.q.device).shared_memory_per_block_optin
@@ -101,9 +72,8 @@ class _Call:
         kind = "scored" if self.scored else self.mask_kind
         return plan_for(kernel, self.head, self.q.element_size(), shared_bytes, kind)
 
-    def specialized(self, plan: AttentionPlan) -> AttentionPlan | None:
-        """The plan of Hopper's own forward, where it computes this; ``use_plans`` decides if it gave one."""
-        forced = "forward" in _FORCED.get()
+    def specialized(self) -> AttentionPlan | None:
+        """The plan of Hopper's own forward, where it computes this and is the faster one."""
         fits = (
             self.q.device.type == "cuda"
             and not INTERPRETED
@@ -113,14 +83,12 @@ class _Call:
             and self.takes_tma(self.q, self.k, self.v)
             and (self.mask_kind != "additive" or self.describes_mask())
         )
-        if forced and plan.specialized and not fits:
-            raise ConfigurationError(f"{plan}: the forward with specialised warps does not compute this")
-        if forced or not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
-            return plan if forced and plan.specialized else None
+        if not fits or not triton.__version__.startswith(SPECIALIZED_TRITON):
+            return None
         return specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
 
     def takes_tma(self, *tensors: Tensor) -> bool:
-        return not self.varlen and all(
+        return all(
             x.data_ptr() % 16 == 0
             and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
             and x.numel() > 0
@@ -141,11 +109,6 @@ class _Call:
             and all(stride > 0 and stride % 8 == 0 for stride in steps)
         )
 
-    def pack(self, with_keys: bool) -> None:
-        """Put a boolean mask into bits, once for all kernels that follow."""
-        if self.mask is not None and self.mask_kind == "boolean":
-            self.bits = bits_of(self.mask, with_keys)
-
     def lists(self, plan: AttentionPlan, by_column: bool) -> TileLists | None:
         if self.mask is None:
             return None
@@ -157,7 +120,7 @@ class _Call:
         if self.bits is None:
             return self.mask
         words = self.bits.by_key if by_column else self.bits.by_query
-        assert words is not None  # ``pack`` was asked for both
+        assert words is not None  # the backward has both
         return words.transpose(2, 3)
 
     def open_ended(self, plan: AttentionPlan) -> bool:
@@ -175,7 +138,6 @@ class _Call:
             softcap=options.softcap > 0,
             alibi=options.slopes_N is not None,
             dropout=options.dropout > 0,
-            varlen=self.varlen,
             group=self.num_heads // self.kv_heads,
             head=self.head,
             width=padded_head(self.head),
@@ -198,24 +160,23 @@ class _Call:
         mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
         tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
         if by_column:
-            grid, even = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), False
+            grid, even = (triton.cdiv(self.lengths[1], plan.columns), self.kv_heads), False
         else:
-            grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
-            even = not self.varlen and options.max_k % plan.columns == 0
+            grid = (triton.cdiv(self.lengths[0], plan.rows), self.num_heads)
+            even = self.lengths[1] % plan.columns == 0
         tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
         found = (None, None, None) if lists is None else (lists.items, lists.counts, lists.order)
-        some = (mask, *found, options.slopes_N, options.seed, options.q_starts, options.k_starts)
-        strides = [  # of batch (none where sequences are packed), head and row
-            (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
+        some = (mask, *found, options.slopes_N, options.seed)
+        strides = [  # of batch, head and row
+            x.stride()[:3]
             for x in (*(x for x, _ in tiled), *outputs)
             if isinstance(x, Tensor) and x.dim() == 4  # not numbers of rows
         ]
-        lse_strides = (0, lse.stride(0)) if self.varlen else lse.stride()[:2]
         numbers = (*self.lengths, options.left or 0, options.right or 0, options.scale)
         given = Given(
             *(self.q if x is None else x for x in some),
             tuple(strides),
-            lse_strides,
+            lse.stride()[:2],
             (0, 0, 0, 0) if mask is None else mask_strides(mask),
             Numbers(*numbers, options.softcap, options.dropout),
         )
@@ -232,22 +193,19 @@ class _Call:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, log2-sum-exp)``; the second is (B, N, S), or (N, total) of packed sequences."""
+    """``(out, log2-sum-exp)``, the second (B, N, S)."""
     result, lse = empty_of(q), lse_of(q)
     if q.numel() == 0:
         return result, lse
     if k.numel() == 0:
         return result.zero_(), lse.fill_(float("inf"))
-    call = _Call(q, k, v, options)
-    out, plan = call.heads_first(result), call.plan("forward")
-    special = call.specialized(plan)
-    call.pack(with_keys=False)
-    if special is not None:
+    call, out = _Call(q, k, v, options, with_keys=False), adjacent(result)
+    if (special := call.specialized()) is not None:
         from vblackwell.kernels.attention import hopper  # triton.experimental: only where it runs
 
         hopper.launch(call, special, out, lse)
         return result, lse
-    call.launch(attend, plan, [], (out, lse), lse)
+    call.launch(attend, call.plan("forward"), [], (out, lse), lse)
     return result, lse
 
 
@@ -258,11 +216,9 @@ def backward(
     results = empty_of(q), empty_of(k), empty_of(v)
     if q.numel() == 0 or k.numel() == 0:
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
-    call = _Call(q, k, v, options)
-    dq, dk, dv = (call.heads_first(x) for x in results)
-    dout, out = call.heads_first(dout), call.heads_first(out)
+    call = _Call(q, k, v, options, with_keys=True)
+    dq, dk, dv, dout, out = (adjacent(x) for x in (*results, dout, out))
     sums = (lse, torch.empty_like(lse), torch.empty_like(lse))  # and what ``query_gradient`` writes for the other
-    call.pack(with_keys=True)
     plan = call.plan("dq")
     call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], (sums, dq), lse)
     plan = call.plan("dkv")

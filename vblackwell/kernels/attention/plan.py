@@ -5,8 +5,6 @@ memory) and, on Hopper, of whether strides let the copy engine bring tiles (hopp
 tiles are in flight, and whether they come by TMA, leaves every bit alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -84,8 +82,7 @@ SPECIALIZED = {
 # were compared with float64 on an H200 at heads 32 to 256; those listed were timed there too
 # (docs/journal/attention.md).
 SPECIALIZED_BY_DEFAULT = frozenset({("none", 64), ("none", 128), ("boolean", 128), ("additive", 128)})
-# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next. By name it runs with
-# any.
+# Releases of Triton that it was run with: Gluon is experimental and changes from one to the next.
 SPECIALIZED_TRITON = ("3.6.",)
 # fp32: products run on the ordinary units in full precision, so small tiles that stay in registers
 _SINGLE = {
@@ -115,6 +112,5 @@ def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind
 
 
 def lse_of(q: Tensor) -> Tensor:
-    """Log-sum-exps of dense (B, N, S, H) or packed (total, N, H) queries, without their numbers."""
-    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
-    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    """(B, N, S) log-sum-exps of queries (B, N, S, H), without their numbers."""
+    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -3,8 +3,6 @@
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

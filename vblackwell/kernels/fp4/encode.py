@@ -1,7 +1,5 @@
 """nvfp4 weights packed on a GPU, in one pass: the bits of the oracles (numerics/search.py, layout.py)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from vblackwell.kernels.runtime.registry import runs_triton

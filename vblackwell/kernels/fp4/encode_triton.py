@@ -9,8 +9,6 @@ multiply-adds: the bits are the oracle's. ``tile`` makes the tiled layout (layou
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

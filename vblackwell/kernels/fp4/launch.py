@@ -1,7 +1,5 @@
 """Launches of the fused FP4 kernels (``cuda/``) on tiled weights. ``M`` rows, ``N`` out features, ``K`` in features."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

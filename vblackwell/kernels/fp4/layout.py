@@ -25,8 +25,6 @@ word and column ``2 p + 1`` 16 bits further, wrapped around. Padding, and every 
 adds nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -37,13 +35,10 @@ from vblackwell.numerics.separation import FINE_ZERO, FORM
 
 TILE_N, TILE_K = 32, 64
 CODE_BYTES, SCALE_BYTES = TILE_N * TILE_K // 2, TILE_N * TILE_K // 16
-PAIR_MASK = 0x81C081C0
-PAIR_ROTATIONS = (0, 10, 13)  # left; pair 3 is gathered by PAIR_3_MULTIPLIER
-PAIR_3_MULTIPLIER = (1 << 2) + (1 << 7) + (1 << 12)
+PAIR_ROTATIONS = (0, 10, 13)  # left; pair 3 is gathered by a multiplication
 _E5M3_TOP, _E5M3_BOTTOM = 23, 6  # exponent fields in use: 2^8 down to 2^-9
 _SUFFIX = "-tiled"
-_BAND_BYTES = 1 << 20
-_BAND_ELEMENTS = 1 << 20
+_BAND_ELEMENTS = 1 << 20  # or bytes of codes, at a time
 TILED_PARTS = "nvfp4-tiled"  # the tiled layout of a weight in two parts
 PARTS_LAYOUTS = ("nvfp4", TILED_PARTS)
 Parts = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, fine codes, block scales, tensor scale
@@ -165,7 +160,7 @@ def live_exponents(codes: Tensor, block_scales: Tensor) -> tuple[int, int, int]:
     """
     if bool((block_scales == 0xFF).any()):
         raise Unsupported("block scales hold NaN (E8M0 0xFF): quantise a weight without inf and NaN")
-    low, top, span, band = 255, -1, 0, max(1, _BAND_BYTES // codes.shape[1])
+    low, top, span, band = 255, -1, 0, max(1, _BAND_ELEMENTS // codes.shape[1])
     for row in range(0, codes.shape[0], band):  # next to a layer little memory may be free
         scales = block_scales[row : row + band]
         live, exponents = live_blocks(codes[row : row + band], scales), scales.to(torch.int16)

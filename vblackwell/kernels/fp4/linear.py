@@ -6,8 +6,6 @@ Backward reads the same packed tensor (dX = dY W), computes the value before the
 for the weight. `packed_linear` gives w4a8.py and two_part.py the same. ``M`` rows, ``N`` out, ``K`` in features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from vblackwell.kernels.fp4.mma_plan import has_clusters, max_mma_rows, plan_mma
 from vblackwell.kernels.fp4.reference import activate, activation_backward, check_activation
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma, wgmma_beats_dequantize
 from vblackwell.kernels.runtime import nvrtc, registry
-from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op, request_of
+from vblackwell.kernels.runtime.registry import Backend, Request, accept, choose, register_op
 from vblackwell.numerics.formats import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -32,7 +30,8 @@ def run_rows(op: str, table: Sequence[Backend], x: Tensor, format: str, n: int, 
     rows_MK = x.reshape(-1, k).contiguous()
     if rows_MK.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], n))
-    y_MN = choose(op, table, request_of(rows_MK, format, n, k)).run(rows_MK, *args)
+    request = Request(x.device, registry.capability(x.device), x.dtype, format, rows_MK.shape[0], n, k)
+    y_MN = choose(op, table, request).run(rows_MK, *args)
     return y_MN.view(*x.shape[:-1], n)
 
 
@@ -110,7 +109,8 @@ def like(bias: Tensor | None, x: Tensor) -> Tensor | None:
 
 def tiled_reasons(request: Request) -> list[str]:
     """Why no kernel that is compiled here and reads tiles can take ``request``, whatever its activations."""
-    reasons = registry.device_reasons(request) or [*nvrtc.why_not()]
+    unsuited = registry.cuda_reasons(request) or registry.capability_reasons(request.capability)
+    reasons = unsuited or [*nvrtc.why_not()]
     if not layout.is_tiled(request.format):
         reasons.append(f"format {request.format!r} is not tiled: convert it with kernels.fp4.layout.to_tiled")
     return reasons

@@ -4,8 +4,6 @@ A plan fixes the order in which partial sums are added, and depends on the shape
 repeat bit for bit on one kind of GPU. ``M`` rows, ``N`` out features, ``K`` in features. A window is 64 columns.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ MMA_FILES = (
 MULTIPROCESSORS = 132  # of an H200, on every GPU: a plan may not depend on where it runs
 SHARED_BYTES = 227 * 1024  # of a block on Hopper at most: of 228 KB each block takes 1 KB more than it asks for
 _ALONE_BYTES = 114 * 1024  # of which two blocks do not fit one
-STATISTICS_BYTES = 1024  # of shared memory, for the statistics of rows that are normalised on the way
 _X_BYTES = 128 * 1024  # of x that a block stages at a time
 # (row warps, K warps, splits) of plans with bulk copies, timed fastest on an H200 where the rule chooses others
 # (benchmarks/results/tune; 2 and 8 rows are interpolated), by (rows rounded up to a power of two, N, K).
@@ -106,7 +103,7 @@ class MmaPlan:
         sums = self.k_warps * tokens * (32 * self.row_warps + 4) * 4
         share = tokens * 8 * self.row_warps // self.splits  # groups of four outputs
         mail = round_up(16 + (self.splits - 1) * share * 16, 128) if self.splits > 1 else 0
-        statistics = STATISTICS_BYTES * (2 if self.chunk else 1) if norm else 0
+        statistics = (2048 if self.chunk else 1024) if norm else 0  # of rows that are normalised on the way
         return max(x_bytes + self.threads * self.prefetch * 36, sums) + mail + statistics
 
 

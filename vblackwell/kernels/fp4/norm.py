@@ -5,8 +5,6 @@ with its gain, adds up squares on the way, and scales the sums at its end (cuda/
 once, as the normalised rows would be; in float16 it may overflow where they do not. There is no backward.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

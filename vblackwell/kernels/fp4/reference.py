@@ -3,8 +3,6 @@
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ rows of bf16 on tiled parts, else as any packed weight. Windows hold 2176 bytes 
 ``M`` rows, ``N`` out features, ``K`` in features.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 
@@ -18,7 +16,6 @@ from vblackwell.kernels.fp4.launch import Weight, run_mma
 from vblackwell.kernels.fp4.mma_plan import MULTIPROCESSORS, MmaPlan, ceil_div, round_up, takes_bulk
 from vblackwell.kernels.runtime.registry import Backend, Request, capability, register_op
 
-OP = "two_part_linear"
 MAX_ROWS = 16
 _WINDOW_BYTES = 2176
 _LARGE = 1 << 25
@@ -157,4 +154,4 @@ def two_part_linear(
     _check(codes, fine, format)
     linear.check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     weight = (codes, fine, block_scales, tensor_scale)
-    return linear.run_rows(OP, LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)
+    return linear.run_rows("two_part_linear", LINEAR, x_MK, format, n, k, weight, bias, format, activation, n, k)

@@ -3,8 +3,6 @@ while the weight trains. A custom op: no second copy is kept, and torch.compile 
 (``cuda/two_part_round.cu``), launched by address because a step rounds hundreds of weights; elsewhere the oracle.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -50,16 +48,23 @@ def _rounding(
     return _launcher("two_part_round", source, target, 8, device), (-(-n * -(-k // 16) // THREADS), 1, 1), whole
 
 
-def round_to_parts(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`separation.round_to_parts`, bit for bit but for the sign of zeros, on the current stream. Raises Unsupported
-    where the weight has no address: a DTensor, or one whose memory is elsewhere.
+def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`two_part_round_trip` without gradients and without what calling an op costs the host; on a GPU as
+    `separation.round_to_parts` but for the sign of zeros. Raises Unsupported there where the weight has no address: a
+    DTensor, or one whose memory is elsewhere.
     """
-    (n, k), (stride, step), device = w_NK.shape, w_NK.stride(), w_NK.device
+    registry.refuse_forward_mode("two_part_round_trip")
+    device = w_NK.device
+    if not _by_kernel(device, w_NK.dtype):
+        return separation.round_to_parts(w_NK, Scales(block_scales, tensor_scale), dtype)
+    if dtype not in DTYPES:  # written as wide as the oracle computes
+        return rounded(w_NK, block_scales, tensor_scale, torch.float32).to(dtype)
+    (n, k), (stride, step) = w_NK.shape, w_NK.stride()
     if step != 1 and k != 1:  # ``contiguous`` leaves a single column as it is
-        return round_to_parts(w_NK.contiguous(), block_scales, tensor_scale, dtype)
+        return rounded(w_NK.contiguous(), block_scales, tensor_scale, dtype)
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
+            return rounded(w_NK, block_scales, tensor_scale, dtype)
     out = torch.empty((n, k), dtype=dtype, device=device)
     if n and k:
         launch, grid, whole = _rounding(n, k, stride, w_NK.dtype, dtype, device)
@@ -100,16 +105,6 @@ def renewed_scales(w_NK: Tensor, kept: Scales | None, threshold: float) -> tuple
     renew = _launcher("two_part_renew", w_NK.dtype, w_NK.dtype, 10, device)
     renew((-(-total // (4 * THREADS)), 1, 1), (*at, total, ctas, float_bits(threshold)), stream)
     return Scales(block, tensor), drift
-
-
-def rounded(w_NK: Tensor, block_scales: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the op, without gradients and without what calling an op costs the host."""
-    registry.refuse_forward_mode("two_part_round_trip")
-    if not _by_kernel(w_NK.device, w_NK.dtype):
-        return separation.round_to_parts(w_NK, Scales(block_scales, tensor_scale), dtype)
-    if dtype not in DTYPES:  # written as wide as the oracle computes
-        return round_to_parts(w_NK, block_scales, tensor_scale, torch.float32).to(dtype)
-    return round_to_parts(w_NK, block_scales, tensor_scale, dtype)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -8,8 +8,6 @@ FP8 matmul, without fast accumulation, of operands written out by one launch (``
 straight through the rounding: dX = dY W. ``M`` rows, ``N`` out features, ``K`` in features. A step is 128 columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -178,7 +176,7 @@ def run_w4a8(
 
 
 def prepare_macros(fp16: bool, k: int) -> dict[str, int]:
-    return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048))}
+    return {"FP16": 0, "X_FP16": int(fp16), "KEPT": min(8, ceil_div(k, 2048)), "ROUND_WARPS": 8}
 
 
 def run_prepare_e4m3(x_MK: Tensor, weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -257,11 +255,7 @@ W4A8 = (
 )
 
 
-def _input_gradient(dy_MN, codes, block_scales, tensor_scale, row_top, n, k) -> Tensor:  # type: ignore[no-untyped-def]
-    return fp4_linear_dx(dy_MN, codes, block_scales, tensor_scale, FORMAT, n, k)
-
-
-@packed_linear(4, _input_gradient)
+@packed_linear(4, lambda dy, codes, scales, scale, _, *shape: fp4_linear_dx(dy, codes, scales, scale, FORMAT, *shape))
 def fp4_linear_w4a8(
     x_MK: Tensor,
     codes: Tensor,

@@ -6,8 +6,6 @@ products; alone on a multiprocessor it also waits for its own latencies. The con
 than the fastest of a cell. `many_rows_us` compares plans for more rows, in grids of many rounds.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -13,8 +13,6 @@ A *split master* is an fp32 number kept as a bf16 and a signed 16-bit remainder:
 remainder, where the bf16 is the master rounded to nearest, ties away from zero.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

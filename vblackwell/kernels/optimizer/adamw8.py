@@ -17,8 +17,6 @@ function of seed, step and the element's index (Philox 2x32, seven rounds; Salmo
 into pieces, or updating it on another device, changes nothing.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -11,8 +11,6 @@ of tokens and multiplied them by a loss scale: they would be infinite, and terms
 Legend: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -39,7 +37,6 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
-    z_loss: float = 0.0,
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Cross entropy of ``hidden W^T + b`` against ``targets``, a scalar in fp32.
@@ -51,7 +48,6 @@ def linear_cross_entropy(
         weight_VD, bias_V: of the same type as ``hidden``; the bias may be None.
         targets: (...) integers, one for each row of ``hidden``; tokens of ``ignore_index`` do not count.
         reduction: 'mean' over the tokens that count, or 'sum'.
-        z_loss: ``z * logsumexp^2`` is added a token (Chowdhery et al., PaLM, arXiv:2204.02311).
         chunk_tokens: tokens whose logits exist at a time; default: what 256 MiB hold.
 
     Raises ConfigurationError where shapes or types do not belong together, or for an unknown reduction.
@@ -66,7 +62,7 @@ def linear_cross_entropy(
     wanted = [grad and x is not None and x.requires_grad for x in (hidden, weight_VD, bias_V)]
     chunk = chunk_tokens or chunk_tokens_for(weight_VD.shape[0], hidden.element_size())
     total = _linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, z_loss, chunk, *wanted
+        hidden.reshape(-1, hidden.shape[-1]), weight_VD, bias_V, targets_T, ignore_index, chunk, *wanted
     )[0]
     if reduction == "sum":
         return total
@@ -118,7 +114,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dloss: Tensor | None, *unused: None):  # type: ignore[no-untyped-def]
-    nothing = [None] * 6
+    nothing = [None] * 5
     if dloss is None:
         return None, None, None, None, *nothing
     dhidden, dweight, dbias = (
@@ -135,7 +131,6 @@ def _linear_cross_entropy(
     bias_V: Tensor | None,
     targets_T: Tensor,
     ignore_index: int,
-    z_loss: float,
     chunk: int,
     with_hidden: bool,
     with_weight: bool,
@@ -163,7 +158,7 @@ def _linear_cross_entropy(
             else:
                 torch.addmm(bias_V, hidden_CD, weight_VD.t(), out=logits_CV)
             gradients = with_hidden or with_weight or with_bias
-            step(logits_CV, targets_C, loss_T[part], ignore_index, z_loss, gradients)
+            step(logits_CV, targets_C, loss_T[part], ignore_index, gradients)
             if with_hidden:
                 torch.mm(logits_CV, weight_VD, out=dhidden_TD[part])
             if with_weight:
@@ -187,9 +182,7 @@ def add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor, first: bool) 
         torch.addmm(sum_VD, left_VC, right_CD, **options, out=sum_VD)
 
 
-def _torch_step(
-    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, z_loss: float, gradients: bool
-) -> None:
+def _torch_step(logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, gradients: bool) -> None:
     """``loss_C`` from the logits, which become their own gradient."""
     wide_CV = logits_CV.double() if logits_CV.dtype == torch.float64 else logits_CV.float()
     lse_C = torch.logsumexp(wide_CV, 1)
@@ -197,9 +190,9 @@ def _torch_step(
     valid_C = (targets_C >= 0) & (targets_C < wide_CV.shape[1])
     index_C1 = targets_C.where(valid_C, 0)[:, None]
     logit_C = wide_CV.gather(1, index_C1)[:, 0].where(valid_C, torch.nan)
-    loss_C.copy_((lse_C - logit_C + z_loss * lse_C**2).where(counted_C, 0.0))
+    loss_C.copy_((lse_C - logit_C).where(counted_C, 0.0))
     if gradients:
-        wide_CV = (wide_CV - lse_C[:, None]).exp_() * (1 + 2 * z_loss * lse_C)[:, None]
+        wide_CV = (wide_CV - lse_C[:, None]).exp_()
         wide_CV.scatter_add_(1, index_C1, torch.full_like(lse_C, -1.0)[:, None])
         logits_CV.copy_(wide_CV.where(counted_C[:, None], 0.0))
 
@@ -212,21 +205,14 @@ def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor).to(x.dtype) if x.element_size() < 4 else x * factor
 
 
-@torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))
-def _scale_by_(x: Tensor, factor: Tensor) -> None:
-    if runs_triton("cross_entropy", x, 0):
-        kernels().scale(x, factor, out=x)
-    else:
-        x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
-
-
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor``, in the memory of ``x``, as large as the head, if nobody will ask for it again."""
     traced = type(x) is not Tensor  # a compiler's stand-in: what is saved there must stay as it was
     if traced or torch.compiler.is_compiling() or _keeps_graph():
         return _scale_by(x, factor)
-    _scale_by_(x, factor)
-    return x
+    if runs_triton("cross_entropy", x, 0):
+        return kernels().scale(x, factor, out=x)
+    return x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
 
 
 _AUTOGRAD = getattr(torch._C, "_autograd")  # noqa: B009 - untyped

@@ -11,8 +11,6 @@ kernel turns the last three, in place, into their gradients and the product. Whe
 Legend: M rows, C rows of a chunk, K (in a feed-forward D) features in, N features out, I inner width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -25,22 +23,6 @@ from vblackwell.kernels.runtime.registry import refuse_forward_mode, register_op
 # of I = 11008.
 MAX_BYTES = 128 << 20
 ROW_STEP = 256  # chunks are multiples of the matrix kernels' tiles
-
-
-def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
-    """``[x @ w.T for w in weights_NK]``: (..., K) in, (..., N) each out. Differentiable in ``x`` and every weight.
-    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``.
-    """
-    _check_weights(x, weights_NK)
-    return _shared_input_linears(x, weights_NK)
-
-
-def normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
-    """`shared_input_linears` of ``rms_norm(x)``; differentiable in all tensors, and saves these alone. Triton only.
-    Raises ConfigurationError as that does, also for a norm's weight that is not (K,).
-    """
-    _check_weights(x, weights_NK, norm_K)
-    return _normed_linears(x, norm_K, eps, weights_NK)
 
 
 def _check_weights(x: Tensor, weights_NK: list[Tensor], *norm_K: Tensor) -> None:
@@ -103,7 +85,11 @@ def _backward_shared(ctx, dys: list[Tensor | None]):  # type: ignore[no-untyped-
 
 
 @register_op(_fake_linears, save=_save_shared, backward=_backward_shared)
-def _shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
+def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
+    """``[x @ w.T for w in weights_NK]``: (..., K) in, (..., N) each out. Differentiable in ``x`` and every weight.
+    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``.
+    """
+    _check_weights(x, weights_NK)
     refuse_forward_mode("shared_input_linears")
     return _products(x.reshape(-1, x.shape[-1]), weights_NK, x)
 
@@ -129,7 +115,11 @@ def _backward_normed(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
 
 
 @register_op(_fake_linears, save=_save_normed, backward=_backward_normed)
-def _normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
+def normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
+    """`shared_input_linears` of ``rms_norm(x)``; differentiable in all tensors, and saves these alone. Triton only.
+    Raises ConfigurationError as that does, also for a norm's weight that is not (K,).
+    """
+    _check_weights(x, weights_NK, norm_K)
     refuse_forward_mode("normed_linears")
     n_MK, _, _ = kernels().rms_norm(x.reshape(-1, x.shape[-1]), None, norm_K, eps)
     return _products(n_MK, weights_NK, x)
@@ -156,27 +146,6 @@ def _normed_linears_backward(
 # -- the feed-forward half of a block ----------------------------------------------------------------------------------
 
 
-def feed_forward_block(
-    x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool = True
-) -> Tensor:
-    """``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, all (..., D); saves the five tensors
-    alone and is differentiable in each. Triton only.
-
-    ``wanted``: False leaves the result unwritten, as for `swiglu_linear`. Raises ConfigurationError where shapes or
-    types do not fit.
-    """
-    inner, width = gate_ID.shape if gate_ID.dim() == 2 else (-1, -1)
-    shapes = [tuple(weight.shape) for weight in (norm_D, gate_ID, up_ID, down_DI)]
-    if shapes != [(width,), (inner, width), (inner, width), (width, inner)] or x.shape[-1] != width:
-        raise ConfigurationError(
-            f"a feed-forward of {tuple(x.shape)} with weights {', '.join(map(str, shapes))}: they do not fit"
-        )
-    types = [each.dtype for each in (x, norm_D, gate_ID, up_ID, down_DI)]
-    if len(set(types)) > 1:
-        raise ConfigurationError(f"a feed-forward of types {', '.join(map(str, types))}: they must match")
-    return _feed_forward_block(x, norm_D, eps, gate_ID, up_ID, down_DI, wanted)
-
-
 def chunks(rows: int, row_bytes: int) -> list[slice]:
     """Chunks of ``rows``, about equal, of at most about `MAX_BYTES`."""
     count = max(1, -(-rows * row_bytes // MAX_BYTES))
@@ -199,11 +168,26 @@ def _backward_block(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
 
 
 @register_op(lambda x, *rest: x.new_empty(x.shape), save=_save_block, backward=_backward_block)
-def _feed_forward_block(
+def feed_forward_block(
     x: Tensor, norm_D: Tensor, eps: float, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor, wanted: bool
 ) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """``x + (silu(n @ gate.T) * (n @ up.T)) @ down.T`` with ``n = rms_norm(x)``, all (..., D); saves the five tensors
+    alone and is differentiable in each. Triton only.
+
+    ``wanted``: False leaves the result unwritten, as for `swiglu_linear`. Raises ConfigurationError where shapes or
+    types do not fit.
+    """
+    inner, width = gate_ID.shape if gate_ID.dim() == 2 else (-1, -1)
+    shapes = [tuple(weight.shape) for weight in (norm_D, gate_ID, up_ID, down_DI)]
+    if shapes != [(width,), (inner, width), (inner, width), (width, inner)] or x.shape[-1] != width:
+        raise ConfigurationError(
+            f"a feed-forward of {tuple(x.shape)} with weights {', '.join(map(str, shapes))}: they do not fit"
+        )
+    types = [each.dtype for each in (x, norm_D, gate_ID, up_ID, down_DI)]
+    if len(set(types)) > 1:
+        raise ConfigurationError(f"a feed-forward of types {', '.join(map(str, types))}: they must match")
     refuse_forward_mode("feed_forward_block")
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not wanted:
         return y
     x_MD, y_MD = x.reshape(-1, x.shape[-1]), y.view(-1, x.shape[-1])

@@ -11,8 +11,6 @@ Legend: R rows, D width, I inner width; B batch, S sequence, N query heads, K ke
 the cache.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -137,23 +135,6 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, with_product: bool) ->
     return kernels().swiglu_backward(dy, gate, up, with_product)
 
 
-def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool = True) -> Tensor:
-    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone:
-    backward computes the product again in the pass that makes the gradients. Triton only.
-
-    ``wanted``: False leaves the result unwritten, for the second pass of a checkpoint. Raises ConfigurationError where
-    shapes or types differ.
-    """
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype != weight_DI.dtype:
-        raise ConfigurationError(
-            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype} "
-            f"for a {weight_DI.dtype} weight: they must match"
-        )
-    if weight_DI.dim() != 2 or weight_DI.shape[1] != gate.shape[-1]:
-        raise ConfigurationError(f"a weight of {tuple(weight_DI.shape)} for {gate.shape[-1]} features: they do not fit")
-    return _swiglu_linear(gate, up, weight_DI, wanted)
-
-
 def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     gate, up, weight_DI = ctx.saved_tensors
     dy_MD = dy.reshape(-1, dy.shape[-1])
@@ -169,7 +150,20 @@ def _backward_linear(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3]),
     backward=_backward_linear,
 )
-def _swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
+def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> Tensor:
+    """``(silu(gate) * up) @ weight.T``, (..., I) to (..., D), which keeps ``gate``, ``up`` and the weight alone:
+    backward computes the product again in the pass that makes the gradients. Triton only.
+
+    ``wanted``: False leaves the result unwritten, for the second pass of a checkpoint. Raises ConfigurationError where
+    shapes or types differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype != weight_DI.dtype:
+        raise ConfigurationError(
+            f"swiglu of {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype} "
+            f"for a {weight_DI.dtype} weight: they must match"
+        )
+    if weight_DI.dim() != 2 or weight_DI.shape[1] != gate.shape[-1]:
+        raise ConfigurationError(f"a weight of {tuple(weight_DI.shape)} for {gate.shape[-1]} features: they do not fit")
     refuse_forward_mode("swiglu_linear")
     if not wanted:
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])

@@ -1,8 +1,6 @@
 """Triton kernels of rows.py and cross_entropy.py, and their launches."""
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-
-from __future__ import annotations
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 import functools
 from collections.abc import Sequence
@@ -244,27 +242,24 @@ def _swiglu_backward(
         tl.store(y_ptr + at, (silu * up).to(y_ptr.dtype.element_ty), inside)
 
 
-def _rows(*tensors: Tensor) -> tuple[list[Any], list[int], int, int]:
-    """The tensors as rows of adjacent elements, their row strides, and (rows, width): one row if all are contiguous."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        count = tensors[0].numel()
-        return list(tensors), [count] * len(tensors), 1 if count else 0, count
-    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
-    flat = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in flat]
-    return flat, [tensor.stride(0) for tensor in flat], flat[0].shape[0], flat[0].shape[1]
-
-
 def _launch(kernel: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> None:
-    """``kernel`` of rows of ``tensors``, of one shape, and of contiguous ``outputs``, `MAX_ROWS` at a time."""
-    parts, strides, rows, width = _rows(*tensors)
-    if not rows or not width:
+    """``kernel`` of rows of ``tensors``, of one shape, and of contiguous ``outputs``, `MAX_ROWS` at a time; one row if
+    all are contiguous.
+    """
+    count, parts = tensors[0].numel(), [*tensors]
+    if not count:
         return
+    rows, width, strides = 1, count, [count] * len(tensors)
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+        parts = [tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in flat]
+        (rows, width), strides = parts[0].shape, [tensor.stride(0) for tensor in parts]
     parts += [None if out is None else out.view(rows, width) for out in outputs]
     with on_device(tensors[0]):
         for start in range(0, rows, MAX_ROWS):
-            count = min(MAX_ROWS, rows - start)
-            grid = (triton.cdiv(width, SWIGLU_BLOCK), count)
-            some = parts if count == rows else [x if x is None else x[start : start + count] for x in parts]
+            now = min(MAX_ROWS, rows - start)
+            grid = (triton.cdiv(width, SWIGLU_BLOCK), now)
+            some = parts if now == rows else [x if x is None else x[start : start + now] for x in parts]
             kernel[grid](*some, width, *strides, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS)
 
 
@@ -294,6 +289,10 @@ ROTARY_TILE = 2048  # elements of one half that a program holds at a time
 
 
 class Rotation(NamedTuple):
+    """Of queries' and keys' heads what a program turns."""
+
+    queries: int
+    keys: int
     half: int  # elements of half a head
     block: int  # the same, padded
     heads: int  # that a program holds at a time
@@ -330,67 +329,45 @@ def _turn(in_ptr, out_ptr, in_strides, out_strides, b, s, cos, sin, inside, N: t
 
 
 @triton.jit
-def _rotate(
-    q_ptr,
-    k_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    cos_ptr,
-    sin_ptr,
-    length,
-    strides,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BY: tl.constexpr,
-):
+def _rotate(q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, length, strides, BY: tl.constexpr):
     q_strides, k_strides, q_out_strides, k_out_strides, cos_strides, sin_strides = strides
     position = tl.program_id(0).to(tl.int64)
     b, s = position // length, position % length
     inside = tl.arange(0, BY.block) < BY.half
     cos = _halves(cos_ptr + b * cos_strides[0] + s * cos_strides[1], inside, BY.half, BY.block)
     sin = _halves(sin_ptr + b * sin_strides[0] + s * sin_strides[1], inside, BY.half, BY.block)
-    _turn(q_ptr, q_out_ptr, q_strides, q_out_strides, b, s, cos, sin, inside, N, BY)
-    _turn(k_ptr, k_out_ptr, k_strides, k_out_strides, b, s, cos, sin, inside, K, BY)
+    _turn(q_ptr, q_out_ptr, q_strides, q_out_strides, b, s, cos, sin, inside, BY.queries, BY)
+    _turn(k_ptr, k_out_ptr, k_strides, k_out_strides, b, s, cos, sin, inside, BY.keys, BY)
 
 
 @triton.jit
 def _store(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    keys_ptr,
-    values_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    strides,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, position_ptr, strides, BY: tl.constexpr
 ):
     """One head of one row: a query, a key or a value."""
+    N: tl.constexpr = BY.queries
+    HALF: tl.constexpr = BY.half
     q_strides, k_strides, v_strides, cache_strides = strides
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr)
-    h = tl.arange(0, BLOCK)
+    h = tl.arange(0, BY.block)
     inside = h < HALF
-    if head >= N + K:
-        at = v_ptr + b * v_strides[0] + (head - N - K) * v_strides[1] + h
-        to = values_ptr + b * cache_strides[0] + (head - N - K) * cache_strides[1] + position * cache_strides[2] + h
+    if head >= N + BY.keys:
+        at = v_ptr + b * v_strides[0] + (head - N - BY.keys) * v_strides[1] + h
+        to = values_ptr + b * cache_strides[0] + (head - N - BY.keys) * cache_strides[1]
+        to += position * cache_strides[2] + h
         tl.store(to, tl.load(at, inside), inside)
         tl.store(to + HALF, tl.load(at + HALF, inside), inside)
     else:
-        cos1, cos2 = _halves(cos_ptr + position * (2 * HALF), inside, HALF, BLOCK)
-        sin1, sin2 = _halves(sin_ptr + position * (2 * HALF), inside, HALF, BLOCK)
+        cos1, cos2 = _halves(cos_ptr + position * (2 * HALF), inside, HALF, BY.block)
+        sin1, sin2 = _halves(sin_ptr + position * (2 * HALF), inside, HALF, BY.block)
         if head < N:
             head_ptr = q_ptr + b * q_strides[0] + head * q_strides[1]
             to = out_ptr + (b * N + head) * (2 * HALF) + h
         else:
             head_ptr = k_ptr + b * k_strides[0] + (head - N) * k_strides[1]
             to = keys_ptr + b * cache_strides[0] + (head - N) * cache_strides[1] + position * cache_strides[2] + h
-        left, right = _halves(head_ptr, inside, HALF, BLOCK)
+        left, right = _halves(head_ptr, inside, HALF, BY.block)
         tl.store(to, (left * cos1 - right * sin1).to(out_ptr.dtype.element_ty), inside)
         tl.store(to + HALF, (right * cos2 + left * sin2).to(out_ptr.dtype.element_ty), inside)
 
@@ -408,9 +385,9 @@ def rotate(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor, inverse: bo
     strides = [x.stride()[:3] for x in (q, k, q_out, k_out)]
     for table in (cos, sin):
         strides.append((table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2)))
-    tensors, by = (q, k, q_out, k_out, cos, sin), Rotation(width // 2, block, at_once, inverse)
+    tensors, by = (q, k, q_out, k_out, cos, sin), Rotation(heads, k.shape[1], width // 2, block, at_once, inverse)
     with on_device(q):
-        _rotate[(batch * length,)](*tensors, length, tuple(strides), N=heads, K=k.shape[1], BY=by, num_warps=4)
+        _rotate[(batch * length,)](*tensors, length, tuple(strides), by, num_warps=4)
     return q_out, k_out
 
 
@@ -432,9 +409,9 @@ def store(
     tensors = (q, k, v, out, keys_BKTH, values_BKTH, cos_TH.contiguous(), sin_TH.contiguous(), position_1)
     strides = (*(x.stride()[:2] for x in (q, k, v)), keys_BKTH.stride()[:3])
     half = width // 2
-    grid, sizes = (batch, heads + 2 * k.shape[1]), (heads, k.shape[1], half, triton.next_power_of_2(half))
+    by = Rotation(heads, k.shape[1], half, triton.next_power_of_2(half), 1, False)
     with on_device(q):
-        _store[grid](*tensors, strides, *sizes, num_warps=1)
+        _store[(batch, heads + 2 * k.shape[1])](*tensors, strides, by, num_warps=1)
     return out
 
 
@@ -450,7 +427,6 @@ def _loss_and_gradient(
     loss_ptr,
     stride,
     ignore_index,
-    z_loss,
     WORDS: tl.constexpr,
     GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -477,13 +453,12 @@ def _loss_and_gradient(
             total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
             highest = higher
         lse = highest + tl.log(total)
-        tl.store(loss_ptr + row, lse - at_target + z_loss * lse * lse)
+        tl.store(loss_ptr + row, lse - at_target)
         if GRADIENTS:
-            factor = 1.0 + 2.0 * z_loss * lse
             for start in range(0, WORDS, BLOCK):
                 inside = start + column < WORDS
                 x = tl.load(logits_ptr + start + column, inside, other=float("-inf")).to(tl.float32)
-                gradient = tl.exp(x - lse) * factor - tl.where(start + column == target, 1.0, 0.0)
+                gradient = tl.exp(x - lse) - tl.where(start + column == target, 1.0, 0.0)
                 tl.store(logits_ptr + start + column, gradient.to(dtype), inside)
 
 
@@ -496,13 +471,13 @@ def _scale(x_ptr, factor_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(
-    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, z_loss: float, gradients: bool
+    logits_CV: Tensor, targets_C: Tensor, loss_C: Tensor, ignore_index: int, gradients: bool
 ) -> None:
     """Writes the loss of each row, and with ``gradients`` its gradient over the logits; rows of adjacent elements."""
     rows, words = logits_CV.shape
     block = min(LOSS_BLOCK, triton.next_power_of_2(words))
     if rows:
-        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index, z_loss)
+        tensors, numbers = (logits_CV, targets_C.contiguous(), loss_C), (logits_CV.stride(0), ignore_index)
         with on_device(logits_CV):
             _loss_and_gradient[(rows,)](*tensors, *numbers, words, gradients, block, num_warps=LOSS_WARPS)
 

@@ -9,8 +9,6 @@ only where two tokens tie within the last bits of a logarithm.
 Legend: B rows, V vocabulary, C counters.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """sampling.py in plain torch. Legend: B rows, V vocabulary, C counters."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

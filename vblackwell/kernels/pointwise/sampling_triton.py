@@ -10,8 +10,6 @@ lies above the answer the bisection goes on over the whole row, some 30 passes o
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -88,23 +86,14 @@ def _mass_largest(largest, masses, above):
 
 
 @triton.jit
-def _least_key(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    least_ptr,
-    stride,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _least_key(logits_ptr, temperature_ptr, cuts, least_ptr, stride, WORDS: tl.constexpr, LANES: tl.constexpr):
+    """``cuts``: where top_k, top_p and min_p are."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * stride
     temperature = tl.load(temperature_ptr + row)
     greedy = temperature <= 0
     temperature = tl.where(greedy, 1.0, temperature)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    top_k, top_p, min_p = tl.load(cuts[0] + row), tl.load(cuts[1] + row), tl.load(cuts[2] + row)
     lane = tl.arange(0, LANES)
     a = tl.full([LANES], MIN_KEY, tl.int32)
     b, c, d = a, a, a
@@ -171,7 +160,7 @@ def least_keys(logits_BV: Tensor, temperature_B: Tensor, *cuts: Tensor) -> Tenso
     rows, words = logits_BV.shape
     least_B = torch.empty(rows, dtype=torch.int32, device=logits_BV.device)
     lanes = min(CUT_LANES, triton.next_power_of_2(words))
-    tensors, stride = (logits_BV, temperature_B, *cuts, least_B), logits_BV.stride(0)
+    tensors, stride = (logits_BV, temperature_B, cuts, least_B), logits_BV.stride(0)
     _least_key[(rows,)](*tensors, stride, words, lanes, num_warps=CUT_WARPS)
     return least_B
 
@@ -185,23 +174,14 @@ def _gumbel(word):
 
 @triton.jit
 def _best(
-    logits_ptr,
-    seed_ptr,
-    position_ptr,
-    temperature_ptr,
-    least_ptr,
-    score_ptr,
-    token_ptr,
-    stride,
-    groups_each,
-    WORDS: tl.constexpr,
-    LANES: tl.constexpr,
+    logits_ptr, draw, least_ptr, score_ptr, token_ptr, stride, groups_each, WORDS: tl.constexpr, LANES: tl.constexpr
 ):
-    """The best score of a part of the row and its token; all may be drawn where ``least_ptr`` is None."""
+    """The best score of a part of the row and its token; all may be drawn where ``least_ptr`` is None. ``draw``: where
+    seeds, positions and temperatures are.
+    """
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
-    seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
+    seed, position, temperature = tl.load(draw[0] + row), tl.load(draw[1] + row), tl.load(draw[2] + row)
     greedy = temperature <= 0
     temperature = tl.where(greedy, 1.0, temperature)
     least = tl.load(least_ptr + row) if least_ptr is not None else 0
@@ -257,7 +237,7 @@ def sample(
     parts = triton.cdiv(groups, groups_each)
     scores_BP = torch.empty(rows, parts, dtype=torch.float32, device=device)
     found_BP = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    tensors = (logits_BV, seeds_B, positions_B, temperature_B, least_B, scores_BP, found_BP)
+    tensors = (logits_BV, (seeds_B, positions_B, temperature_B), least_B, scores_BP, found_BP)
     _best[(rows, parts)](*tensors, stride, groups_each, words, LANES, num_warps=4)
     _first[(rows,)](scores_BP, found_BP, tokens_B, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return tokens_B

@@ -5,8 +5,6 @@ there, has ended. A captured CUDA graph has separate sets, and clears them first
 the driver's, and lives as long as the process: PyTorch's compiler allows none but its tensors in a pool of a capture.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Iterator

@@ -12,8 +12,6 @@ the stream has ended, so a captured launch must mind only what is written in the
 when it was captured. A weight that no launch has read before a capture is read without overlap in each replay.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -5,8 +5,6 @@ They fix which register holds which weight, which Triton cannot. Compiled code i
 files that are joined: headers of ``runtime/cuda`` by their bare names, a package's by ``package/name``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -6,8 +6,6 @@ falls back silently. Row-wise ops have two backends, whose choice `runs_triton` 
 everywhere else, the plain expression with autograd's own backward, so that a model on the CPU keeps its bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -119,21 +117,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def request_of(x_MK: Tensor, format: str, n: int, k: int) -> Request:
-    """The request that ``x_MK`` (any leading shape, last dimension K) makes."""
-    m = x_MK.numel() // k if k else 0
-    return Request(x_MK.device, capability(x_MK.device), x_MK.dtype, format, m, n, k)
-
-
 def cuda_reasons(request: Request) -> list[str]:
     return [] if request.device.type == "cuda" else [f"the tensors are on {request.device}: it needs a CUDA GPU"]
 
 
-def device_reasons(request: Request) -> list[str]:
-    return cuda_reasons(request) or _capability_reasons(request.capability)
-
-
-def _capability_reasons(found: tuple[int, int]) -> list[str]:
+def capability_reasons(found: tuple[int, int]) -> list[str]:
     return [f"compute capability {found[0]}.{found[1]} is below 8.0"] if found < (8, 0) else []
 
 
@@ -148,7 +136,7 @@ def triton_reasons(device: torch.device | str, found: tuple[int, int]) -> list[s
     """Why Triton's kernels cannot run on ``device`` of capability ``found``; on the CPU its interpreter may."""
     kind = device if isinstance(device, str) else device.type
     interprets = kind == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"  # set before triton is imported
-    reasons = _capability_reasons(found) if kind == "cuda" else []
+    reasons = capability_reasons(found) if kind == "cuda" else []
     if kind != "cuda" and not interprets:
         reasons.append(f"the tensors are on {device}: it needs a CUDA GPU, or TRITON_INTERPRET=1")
     if importlib.util.find_spec("triton") is None:

@@ -5,8 +5,6 @@ Entries are found first in the cache of this very GPU, driver, torch and triton 
 a torn or foreign one is ignored. Each kind of kernel ('attention') has a file.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -62,9 +60,12 @@ def entries(kind: str, device: torch.device) -> Entries:
     return {**read_entries(shipped_path(kind, parts["gpu"])), **read_entries(cache_path(kind, parts))}
 
 
-def store(kind: str, device: torch.device, found: Entries) -> None:
+def store(kind: str, device: torch.device, found: Entries, path: Path | None = None) -> None:
+    """Add ``found`` to the machine's cache, or to the file ``path``, which is replaced as a whole."""
     parts = machine(device)
-    write_entries(cache_path(kind, parts), parts, found)
+    path = path or cache_path(kind, parts)
+    content = {"version": _VERSION, "machine": parts, "entries": {**read_entries(path), **found}}
+    write_atomically(path, json.dumps(content, indent=1, sort_keys=True).encode())
     entries.cache_clear()
 
 
@@ -80,10 +81,3 @@ def read_entries(path: Path) -> Entries:
         for name, fields in (found.items() if isinstance(found, dict) else ())
         if isinstance(fields, dict) and all(isinstance(value, int) for value in fields.values())
     }
-
-
-def write_entries(path: Path, parts: dict[str, str], found: Entries) -> None:
-    """Add ``found`` to the file, replacing it as a whole."""
-    merged = {**read_entries(path), **found}
-    text = json.dumps({"version": _VERSION, "machine": parts, "entries": merged}, indent=1, sort_keys=True)
-    write_atomically(path, text.encode())

@@ -1,6 +1,6 @@
 // Both operands of an FP8 matmul in one launch: a tiled mxfp4 weight as row-major E4M3, each row relative to its
 // largest scale, exact where the row spans no more than 2^14 (others are refused before: `check_packed`), and rows
-// of x (fp16 with X_FP16; KEPT is how much of one a thread keeps) rounded to E4M3.
+// of x (fp16 with X_FP16; KEPT is how much of one a thread keeps, ROUND_WARPS is WARPS) rounded to E4M3.
 //
 // A warp takes a tile of 32 rows by 64 columns, a block WARPS neighbouring ones; a lane's 16 columns of a row are one
 // vector of 16 bytes. `row_top`: the E5M3 byte of each row's largest scale, which becomes 2^6; `row_scale` says what a

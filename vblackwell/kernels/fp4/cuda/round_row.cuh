@@ -1,8 +1,5 @@
 // A row of x, bf16 or with X_FP16 fp16, to E4M3, relative to its largest magnitude (2^-100 at least), which becomes
-// 448: by a block, or by a warp.
-#ifndef ROUND_WARPS
-#define ROUND_WARPS 8  // of a block, that share a row
-#endif
+// 448: by ROUND_WARPS warps of a block, or by one.
 #define MIN_TOP 7.8886090522101181e-31f  // 2^-100
 #if X_FP16
 #define X_FLOAT fp16_to_float

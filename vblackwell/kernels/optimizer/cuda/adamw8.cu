@@ -40,50 +40,22 @@ DEVICE u32 encoded(float value, u32 random) {
 
 DEVICE u32 code_at(const u32* words, int i) { return (words[i >> 2] >> (8 * (i & 3))) & 0xFFu; }
 
-template <int WHOLE>
-DEVICE void load_codes(const u8* from, int left, u32* to) {
-    if (WHOLE) {
-        const uint2 v = *(const uint2*)from;
-        to[0] = v.x, to[1] = v.y;
-    } else {
-        to[0] = to[1] = 0;
+// Eight elements of 8 or 16 bits, or of 32.
+template <int WHOLE, class Element>
+DEVICE void store_narrow(Element* to, int left, const u32* from) {
+    constexpr int EACH = 4 / sizeof(Element), BITS = 32 / EACH;
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i >> 2] |= (u32)from[i] << (8 * (i & 3));
-    }
-}
-template <int WHOLE>
-DEVICE void store_codes(u8* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint2*)to = make_uint2(from[0], from[1]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i] = (u8)code_at(from, i);
-    }
-}
-
-// Eight elements of 16 bits, two a word, or of 32.
-template <int WHOLE>
-DEVICE void store_halves(u16* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint2*)to = make_uint2(from[0], from[1]);
-        *(uint2*)(to + 4) = make_uint2(from[2], from[3]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i] = (u16)(from[i >> 1] >> (16 * (i & 1)));
+    for (int i = 0; i < 8; i += WHOLE ? 2 * EACH : 1) {
+        if (WHOLE) *(uint2*)(to + i) = make_uint2(from[i / EACH], from[i / EACH + 1]);
+        else if (i < left) to[i] = (Element)(from[i / EACH] >> (BITS * (i % EACH)));
     }
 }
 template <int WHOLE>
 DEVICE void store_words(u32* to, int left, const u32* from) {
-    if (WHOLE) {
-        *(uint4*)to = make_uint4(from[0], from[1], from[2], from[3]);
-        *(uint4*)(to + 4) = make_uint4(from[4], from[5], from[6], from[7]);
-    } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (i < left) to[i] = from[i];
+    for (int i = 0; i < 8; i += WHOLE ? 4 : 1) {
+        if (WHOLE) *(uint4*)(to + i) = make_uint4(from[i], from[i + 1], from[i + 2], from[i + 3]);
+        else if (i < left) to[i] = from[i];
     }
 }
 
@@ -97,19 +69,19 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
     u32 q1[2], q2[2];
     load_gradient<WHOLE>(loaded[0], gradient, previous, at, left);
     load_gradient<WHOLE>(loaded[1], gradient, previous, at + 4, left - 4);
-    load_codes<WHOLE>(codes1 + at, left, q1);
-    load_codes<WHOLE>(codes2 + at, left, q2);
+    load_narrow<WHOLE>(codes1 + at, left, q1);
+    load_narrow<WHOLE>(codes2 + at, left, q2);
 #if WEIGHT == 1
     u32 w[8];
     load_words<WHOLE>((const u32*)weight + at, left, w);
     load_words<WHOLE>((const u32*)weight + at + 4, left - 4, w + 4);
 #else
     u32 w[4], low[4];
-    load_halves<WHOLE>((const u16*)weight + at, left, w);
-    load_halves<WHOLE>((const u16*)weight + at + 4, left - 4, w + 2);
+    load_narrow<WHOLE>((const u16*)weight + at, left, w);
+    load_narrow<WHOLE>((const u16*)weight + at + 4, left - 4, w + 2);
 #if WEIGHT == 0
-    load_halves<WHOLE>(remainder + at, left, low);
-    load_halves<WHOLE>(remainder + at + 4, left - 4, low + 2);
+    load_narrow<WHOLE>(remainder + at, left, low);
+    load_narrow<WHOLE>(remainder + at + 4, left - 4, low + 2);
 #endif
 #endif
     float* scale1_at = scales1 + at / 256;
@@ -170,8 +142,8 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
         new_w[i >> 1] |= half << (16 * (i & 1));
 #endif
     }
-    store_codes<WHOLE>(codes1 + at, left, new1);
-    store_codes<WHOLE>(codes2 + at, left, new2);
+    store_narrow<WHOLE>(codes1 + at, left, new1);
+    store_narrow<WHOLE>(codes2 + at, left, new2);
     if ((threadIdx.x & 31) == 0) {
         *scale1_at = some1 ? __fdiv_rn(max1, MAX1) : 0.0f;
         *scale2_at = some2 ? __fdiv_rn(max2, MAX2) : 0.0f;
@@ -179,9 +151,9 @@ DEVICE void update(void* weight, u16* remainder, u8* codes1, float* scales1, u8*
 #if WEIGHT == 1
     store_words<WHOLE>((u32*)weight + at, left, w);
 #else
-    store_halves<WHOLE>((u16*)weight + at, left, new_w);
+    store_narrow<WHOLE>((u16*)weight + at, left, new_w);
 #if WEIGHT == 0
-    store_halves<WHOLE>(remainder + at, left, new_low);
+    store_narrow<WHOLE>(remainder + at, left, new_low);
 #endif
 #endif
 }

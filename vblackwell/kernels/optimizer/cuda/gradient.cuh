@@ -11,17 +11,19 @@
 
 struct Numbers { float decay, weight1, beta2, weight2, root, eps, minus_step_size; };
 
-// Four elements of 16 bits, two a word, or of 32. WHOLE: by one access; otherwise the `left` that exist, others zero.
-template <int WHOLE>
-DEVICE void load_halves(const u16* from, int left, u32* to) {
+// Four elements of 32 bits, or, packed into two words, four of 16 or eight of 8. WHOLE: by one access; otherwise the
+// `left` that exist, others zero.
+template <int WHOLE, class Element>
+DEVICE void load_narrow(const Element* from, int left, u32* to) {
     if (WHOLE) {
         const uint2 v = *(const uint2*)from;
         to[0] = v.x, to[1] = v.y;
     } else {
+        constexpr int EACH = 4 / sizeof(Element), BITS = 32 / EACH;  // of a word
         to[0] = to[1] = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i < left) to[i >> 1] |= (u32)from[i] << (16 * (i & 1));
+        for (int i = 0; i < 2 * EACH; i++)
+            if (i < left) to[i / EACH] |= (u32)from[i] << (BITS * (i % EACH));
     }
 }
 template <int WHOLE>
@@ -45,12 +47,12 @@ DEVICE void load_gradient(Loaded& to, const void* gradient, const void* previous
 #if GRADIENT == 1
     load_words<WHOLE>((const u32*)gradient + at, left, to.gradient);
 #else
-    load_halves<WHOLE>((const u16*)gradient + at, left, to.gradient);
+    load_narrow<WHOLE>((const u16*)gradient + at, left, to.gradient);
 #endif
 #if PREVIOUS == 2
     load_words<WHOLE>((const u32*)previous + at, left, to.previous);
 #elif PREVIOUS == 1
-    load_halves<WHOLE>((const u16*)previous + at, left, to.previous);
+    load_narrow<WHOLE>((const u16*)previous + at, left, to.previous);
 #endif
 }
 DEVICE float gradient_value(const Loaded& from, int i) {
