@@ -217,8 +217,11 @@ def encoding() -> None:
 def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: int, right: int | None) -> Any:
     """Forward and backward in this thread, which a chosen plan needs."""
     q, k, v = inputs(1, 2, 1, queries, keys, head, torch.float16)
-    whole = None if mask is None else here(mask)[None, None]
-    options = attention_launch.Options(whole, None, None, head**-0.5, None, right, False, 0.0, 0.0)
+    options = attention_launch.Options(
+        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None,
+        right, False,
+        0.0, 0.0,
+    )  # fmt: skip
     plans = {} if plan is None else {"forward": plan}
     with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)

@@ -23,11 +23,12 @@ from typing import Any
 Loops = list[tuple[int, int]]
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 MASKS = ("none", "boolean", "additive")
-# What else launches may ask for, and how the kernels are told; all but the first three take the tiles of masked
+# What else launches may ask for, and how the kernels are told; all but the first four take the tiles of masked
 # attention.
 FEATURES: dict[str, dict[str, Any]] = {
     "whole": {"has_right": False},
     "window": {"has_left": True, "even": False},
+    "packed": {"varlen": True, "even": False, "tma": False, "aligned_lengths": False},
     "strided": {"even": False, "tma": False, "aligned_lengths": False},
     "dropout": {"dropout": True, "even": False},
     "softcap": {"softcap": True, "even": False},
@@ -82,7 +83,7 @@ def build(
     side = (2 if mask == "boolean" else 3) if mask != "none" else None  # the mask's lines, or columns, lie side by side
     signature["given"] = Given(
         "*i64" if mask == "boolean" else f"*{dtype}",
-        *("*i32", "*i32", "*i32", "*fp32", "*i64"),
+        *("*i32", "*i32", "*i32", "*fp32", "*i64", "*i32", "*i32"),
         (("i32",) * 3,) * tensors,
         ("i32",) * 2,
         tuple("constexpr" if i == side else "i32" for i in range(4)),
@@ -127,6 +128,7 @@ def form_of(head: int, mask: str, plan: Any, precision: str, tma: bool) -> Any:
         softcap=False,
         alibi=False,
         dropout=False,
+        varlen=False,
         group=1,
         head=head,
         width=padded_head(head),

@@ -37,10 +37,13 @@ def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=
     """
     from vblackwell.kernels.attention import launch as attention_launch
 
-    head, (q, k, v) = shape[5], inputs(*shape, dtype=dtype)
+    (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
     left, right = bounds(causal, window)
-    whole = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    options = attention_launch.Options(whole, None, None, head**-0.5, left, right, bottom_right, 0.0, 0.0)
+    options = attention_launch.Options(
+        None if mask is None else mask[(None,) * (4 - mask.dim())], None, None, None, None, queries, keys, head**-0.5,
+        left, right,
+        bottom_right, 0.0, 0.0,
+    )  # fmt: skip
     plan = SPECIALIZED[max(64, padded_head(head))]
     with use_plans(forward=plan), poisoned():
         out, lse = attention_launch.forward(q, k, v, options)
@@ -145,5 +148,5 @@ def test_what_it_does_not_compute_is_left_to_the_usual_one():
     q, k, v = inputs(1, 2, 2, 200, 200, 128, torch.bfloat16)
     wide = torch.zeros(1, 1, 200, 200, device="cuda")  # 32 bits
     for mask, softcap in ((None, 20.0), (wide, 0.0)):
-        options = Options(mask, None, None, 0.125, None, None, False, softcap, 0.0)
+        options = Options(mask, None, None, None, None, 200, 200, 0.125, None, None, False, softcap, 0.0)
         assert _Call(q, k, v, options, with_keys=False).specialized() is None

@@ -9,7 +9,8 @@ from tests.kernels.attention.oracle import DEVICE, gradients, inputs, normal, pl
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.attention import op as module
-from vblackwell.kernels.attention.op import flash_attention, new_seed
+from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen, new_seed
+from vblackwell.kernels.attention.reference import attention_reference
 
 # Relative RMS error. fp32: sums of some hundred terms, each product and exponential of 2^-23. fp16: probabilities,
 # score gradients and the result are rounded to 2^-11 each.
@@ -103,7 +104,7 @@ def test_expanded_masks_are_read_once():
         (boolean(40, 63).expand(2, 3, 40, 63), (1, 1, 40, 63)),
         (boolean(2, 1, 1, 63).expand(2, 3, 40, 63), (2, 1, 1, 63)),
     ):
-        options = Options(mask, None, None, 0.25, None, None, False, 0.0, 0.0)
+        options = Options(mask, None, None, None, None, 40, 63, 0.25, None, None, False, 0.0, 0.0)
         call = _Call(q, k, v, options, with_keys=False)
         assert call.mask is not None and tuple(call.mask.shape) == shape
 
@@ -170,6 +171,30 @@ def test_dropout_follows_torchs_generator():
     assert new_seed(q.device).shape == (2,)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "bottom_right": True}], ids=str)
+def test_packed_sequences(options):
+    """Each as if alone; an empty one among them, and neighbours that are NaN stay theirs."""
+    lengths = [(17, 33), (0, 0), (40, 35)]
+    q_starts, k_starts = (
+        torch.tensor([0, *torch.tensor(side).cumsum(0)], dtype=torch.int32, device=DEVICE)
+        for side in zip(*lengths, strict=True)
+    )
+    tensors = [normal(57, 2, 16), normal(68, 1, 16, seed=1), normal(68, 1, 16, seed=2)]
+
+    def packed(q, k, v):
+        return flash_attention_varlen(q, k, v, q_starts, k_starts, 40, 35, **options)
+
+    def alone(q, k, v):
+        parts = []
+        for a, b, c, d in zip(q_starts[:-1], q_starts[1:], k_starts[:-1], k_starts[1:], strict=True):
+            views = (x[None].transpose(1, 2) for x in (q[a:b], k[c:d], v[c:d]))
+            right = 0 if options.get("causal") else None
+            parts.append(attention_reference(*views, right=right, bottom_right=True)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    assert error(packed, alone, tensors) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("layout", ["heads first", "fused projection", "last dimension apart", "no keys", "no queries"])
 def test_layouts(layout):
     if layout == "heads first":
@@ -197,7 +222,7 @@ def test_result_has_the_strides_of_the_queries():
 
 def test_opcheck_and_compile():
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 17, 17, 16))
-    arguments = (q, k, v, None, None, None, 0.25, None, 0, False, 0.0, 0.0)
+    arguments = (q, k, v, None, None, None, None, None, 17, 17, 0.25, None, 0, False, 0.0, 0.0)
     torch.library.opcheck(module._attention, arguments, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(
         lambda q, k, v: flash_attention(q, k, v, causal=True) * 3, fullgraph=True, backend="aot_eager"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests.kernels.attention.oracle import gradients, inputs, normal, plain, relative, use_plans
 from tests.kernels.pointwise.oracle import poisoned
 from vblackwell.kernels.attention import plan as attention_plan
-from vblackwell.kernels.attention.op import flash_attention
+from vblackwell.kernels.attention.op import flash_attention, flash_attention_varlen
 from vblackwell.nn.attention import backends as dispatcher
 from vblackwell.nn.attention.backends import Variant
 
@@ -88,7 +88,9 @@ def test_what_may_be_tuned_leaves_every_bit(kernel, causal):
     for queries, keys in ((17, 63), (1000, 129)):
         q, k, v = inputs(2, 4, 2, queries, keys, 64, torch.bfloat16)
         right = 0 if causal else None
-        options = attention_launch.Options(None, None, None, 0.125, None, right, True, 0.0, 0.0)
+        options = attention_launch.Options(
+            None, None, None, None, None, queries, keys, 0.125, None, right, True, 0.0, 0.0
+        )
         expected = None
         for variant in variants(plan):
             with use_plans(**{kernel: variant}), poisoned():
@@ -150,7 +152,9 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
 
     mask = mask_of("boolean", *shape)
     q, k, v = inputs(2, 4, 2, 1000, 520, head, torch.bfloat16)
-    options = attention_launch.Options(mask[(None,) * (4 - mask.dim())], None, None, 0.125, None, None, False, 0.0, 0.0)
+    options = attention_launch.Options(
+        mask[(None,) * (4 - mask.dim())], None, None, None, None, 1000, 520, 0.125, None, None, False, 0.0, 0.0
+    )
     properties = torch.cuda.get_device_properties(0)
     # By name, as the GPU may have a forward of its own, which adds in another order.
     plans = {
@@ -218,6 +222,28 @@ def test_dropout():
     ours = gradients(lambda q, k, v: flash_attention(q, k, v, seed=seed, **options), [q, k, v])
     unfused = gradients(plain(keep_BNST=keep, **options), [q, k, v])
     exact = gradients(plain(keep_BNST=keep, **options), [q, k, v], torch.float64)
+    for own, other, right in zip(ours, unfused, exact, strict=True):
+        assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
+
+
+def test_packed():
+    lengths = [1000, 17, 0, 256, 129]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+    tensors = [normal(sum(lengths), heads, 64, dtype=torch.bfloat16, seed=i) for i, heads in enumerate((4, 2, 2))]
+
+    def packed(q, k, v):
+        return flash_attention_varlen(q, k, v, starts, starts, 1000, 1000, causal=True)
+
+    def alone(q, k, v):
+        parts = [
+            [x[None].transpose(1, 2) for x in three]
+            for three in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        ]
+        return torch.cat([plain(causal=True)(*three)[0].transpose(0, 1) for three in parts])
+
+    with poisoned():
+        ours = gradients(packed, tensors)
+    unfused, exact = gradients(alone, tensors), gradients(alone, tensors, torch.float64)
     for own, other, right in zip(ours, unfused, exact, strict=True):
         assert relative(own, right) <= max(1.5 * relative(other, right), FLOOR)
 

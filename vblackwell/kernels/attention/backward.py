@@ -30,6 +30,7 @@ from vblackwell.kernels.attention.device import (
     row_tiles,
     rows_of,
     scores,
+    sequence_of,
     store_tile,
 )
 
@@ -74,16 +75,19 @@ def query_gradient(
     """``sums``: of the log-sum-exps, and of what it writes."""
     tile, which, batch = query_tile(given.order, list_batch, list_head, FORM)
     kv_head = which // FORM.group
-    q_len, k_len = given.numbers.q_length, given.numbers.k_length
+    q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     row0 = tile * FORM.rows
+    if FORM.varlen:  # noqa: SIM102 - one is decided while compiling
+        if row0 >= q_len:
+            return
     q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides = given.strides
-    out = rows_of(out_ptr, out_strides, batch, which, q_len, False)
-    dq_rows = rows_of(dq_ptr, dq_strides, batch, which, q_len, False)
-    q = rows_of(q_ptr, q_strides, batch, which, q_len, FORM.tma)
-    k = rows_of(k_ptr, k_strides, batch, kv_head, k_len, FORM.tma)
-    v = rows_of(v_ptr, v_strides, batch, kv_head, k_len, FORM.tma)
-    dout = rows_of(dout_ptr, dout_strides, batch, which, q_len, FORM.tma)
-    head = head_of(batch, which, tl.num_programs(1), given, FORM)
+    out = rows_of(out_ptr, out_strides, batch, which, q_start, q_len, False)
+    dq_rows = rows_of(dq_ptr, dq_strides, batch, which, q_start, q_len, False)
+    q = rows_of(q_ptr, q_strides, batch, which, q_start, q_len, FORM.tma)
+    k = rows_of(k_ptr, k_strides, batch, kv_head, k_start, k_len, FORM.tma)
+    v = rows_of(v_ptr, v_strides, batch, kv_head, k_start, k_len, FORM.tma)
+    dout = rows_of(dout_ptr, dout_strides, batch, which, q_start, q_len, FORM.tma)
+    head = head_of(batch, which, tl.num_programs(1), q_len, k_len, given, FORM)
 
     WIDE: tl.constexpr = tl.float64 if dq_ptr.dtype.element_ty == tl.float64 else tl.float32  # fp64: interpreter only
     row = row0 + tl.arange(0, FORM.rows)
@@ -91,7 +95,7 @@ def query_gradient(
     dout_values = load_tile(dout, row0, FORM.rows, FORM, True)
     out_values = load_rows(out, row0, FORM.rows, FORM, True)
     delta = tl.sum(out_values.to(WIDE) * dout_values.to(WIDE), 1)
-    place = place_of(given, batch, which)
+    place = place_of(given, batch, which, q_start)
     tl.store(sums[1] + place + row, -delta, row < q_len)
     lse = tl.load(sums[0] + place + row, row < q_len, other=float("inf"))
     tl.store(sums[2] + place + row, lse * (-1.0 / (head.scale * LOG2E)), row < q_len)
@@ -183,13 +187,16 @@ def key_gradient(
     tile, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if FORM.mask:
         tile, kv_head, batch = place_in_order(given.order, list_batch, list_head, FORM.group)
-    q_len, k_len = given.numbers.q_length, given.numbers.k_length
+    q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     col0 = tile * FORM.columns
+    if FORM.varlen:  # noqa: SIM102 - one is decided while compiling
+        if col0 >= k_len:
+            return
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides = given.strides
-    dk_rows = rows_of(dk_ptr, dk_strides, batch, kv_head, k_len, False)
-    dv_rows = rows_of(dv_ptr, dv_strides, batch, kv_head, k_len, False)
-    k = rows_of(k_ptr, k_strides, batch, kv_head, k_len, FORM.tma)
-    v = rows_of(v_ptr, v_strides, batch, kv_head, k_len, FORM.tma)
+    dk_rows = rows_of(dk_ptr, dk_strides, batch, kv_head, k_start, k_len, False)
+    dv_rows = rows_of(dv_ptr, dv_strides, batch, kv_head, k_start, k_len, False)
+    k = rows_of(k_ptr, k_strides, batch, kv_head, k_start, k_len, FORM.tma)
+    v = rows_of(v_ptr, v_strides, batch, kv_head, k_start, k_len, FORM.tma)
 
     WIDE: tl.constexpr = tl.float64 if dk_ptr.dtype.element_ty == tl.float64 else tl.float32  # fp64: interpreter only
     k_values = load_tile(k, col0, FORM.columns, FORM, True)
@@ -200,12 +207,12 @@ def key_gradient(
     dv = tl.zeros([COLUMNS, D], WIDE)
     for member in range(FORM.group):
         which = kv_head * FORM.group + member
-        place = place_of(given, batch, which)
+        place = place_of(given, batch, which, q_start)
         lines = (sums[0] + place, sums[1] + place, sums[2] + place)
-        q = rows_of(q_ptr, q_strides, batch, which, q_len, FORM.tma)
-        dout = rows_of(dout_ptr, dout_strides, batch, which, q_len, FORM.tma)
+        q = rows_of(q_ptr, q_strides, batch, which, q_start, q_len, FORM.tma)
+        dout = rows_of(dout_ptr, dout_strides, batch, which, q_start, q_len, FORM.tma)
         heads = tl.num_programs(1) * FORM.group
-        head = head_of(batch, which, heads, given, FORM)
+        head = head_of(batch, which, heads, q_len, k_len, given, FORM)
         items = given.items
         if FORM.mask:
             items, runs = listed_tiles(given, tile, which, batch, list_batch, list_head, list_width)

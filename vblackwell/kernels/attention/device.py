@@ -32,6 +32,7 @@ class Form(NamedTuple):
     softcap: bool
     alibi: bool
     dropout: bool
+    varlen: bool
     group: int  # query heads that share a key head
     head: int
     width: int  # ``head`` padded
@@ -62,9 +63,11 @@ class Form(NamedTuple):
 
 
 # What programs are given in addition to tensors. Addresses of what only some calls have (another tensor stands in where
-# there is none): a mask and its `blocks.TileLists`, ALiBi's slopes, the dropout's seed. Of each tensor the strides of
-# batch, head and row; then those of log-sum-exps and of the mask; and `Numbers`.
-Given = namedtuple("Given", "mask items counts order slopes seed strides lse_strides mask_strides numbers")
+# there is none): a mask and its `blocks.TileLists`, ALiBi's slopes, the dropout's seed, where packed sequences begin.
+# Of each tensor the strides of batch, head and row; then those of log-sum-exps and of the mask; and `Numbers`.
+Given = namedtuple(
+    "Given", "mask items counts order slopes seed q_starts k_starts strides lse_strides mask_strides numbers"
+)
 Numbers = namedtuple("Numbers", "q_length k_length left right scale softcap dropout")
 # Rows of one head, by address or by the descriptor of all heads.
 Rows = namedtuple("Rows", "source stride batch head length")
@@ -75,14 +78,27 @@ Head = namedtuple(
 
 
 @triton.jit
-def head_of(batch, head, heads, given, FORM: tl.constexpr):
+def sequence_of(batch, given, FORM: tl.constexpr):
+    """First query, first key (int64) and numbers of queries and keys of a sequence."""
+    q_start, k_start = batch.to(tl.int64) * 0, batch.to(tl.int64) * 0
+    q_len, k_len = given.numbers.q_length, given.numbers.k_length
+    if FORM.varlen:
+        q_start = tl.load(given.q_starts + batch).to(tl.int64)
+        k_start = tl.load(given.k_starts + batch).to(tl.int64)
+        q_len = (tl.load(given.q_starts + batch + 1) - q_start).to(tl.int32)
+        k_len = (tl.load(given.k_starts + batch + 1) - k_start).to(tl.int32)
+    return q_start, k_start, q_len, k_len
+
+
+@triton.jit
+def head_of(batch, head, heads, q_len, k_len, given, FORM: tl.constexpr):
     """The `Head` of query head ``head`` of ``heads``."""
-    q_len, k_len, left, right, scale, softcap, dropout = given.numbers
     offset = k_len - q_len if FORM.bottom_right else 0
     slope = tl.load(given.slopes + head) if FORM.alibi else 0.0
     mask, mask_strides = given.mask, given.mask_strides
     if FORM.mask:
         mask += tl.cast(batch, tl.int64) * mask_strides[0] + tl.cast(head, tl.int64) * mask_strides[1]
+    _, _, left, right, scale, softcap, dropout = given.numbers
     return Head(
         q_len,
         k_len,
@@ -102,18 +118,18 @@ def head_of(batch, head, heads, given, FORM: tl.constexpr):
 
 
 @triton.jit
-def rows_of(source, strides, batch, head, length, TMA: tl.constexpr):
-    """`Rows` of a head."""
+def rows_of(source, strides, batch, head, start, length, TMA: tl.constexpr):
+    """`Rows` of a head from ``start`` on: batch strides are zero with variable lengths, and starts are zero without."""
     if not TMA:
-        source += tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        source += tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + start * strides[2]
     return Rows(source, strides[2], batch, head, length)
 
 
 @triton.jit
-def place_of(given, batch, head):
+def place_of(given, batch, head, start):
     """Where a head's rows begin among numbers that are one a row."""
     strides = given.lse_strides
-    return tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + start
 
 
 @triton.jit

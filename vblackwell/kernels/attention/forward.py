@@ -25,6 +25,7 @@ from vblackwell.kernels.attention.device import (
     query_tile,
     rows_of,
     scores,
+    sequence_of,
     store_tile,
     widened,
 )
@@ -71,15 +72,18 @@ def _walk(acc, top, total, q, k, v, run, items, row0, head, FORM: tl.constexpr, 
 def attend(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, given, list_batch, list_head, list_width, FORM: tl.constexpr):
     tile, which, batch = query_tile(given.order, list_batch, list_head, FORM)
     kv_head = which // FORM.group
-    q_len, k_len = given.numbers.q_length, given.numbers.k_length
+    q_start, k_start, q_len, k_len = sequence_of(batch, given, FORM)
     row0 = tile * FORM.rows
+    if FORM.varlen:  # noqa: SIM102 - one is decided while compiling
+        if row0 >= q_len:
+            return
     q_strides, k_strides, v_strides, out_strides = given.strides
-    q = rows_of(q_ptr, q_strides, batch, which, q_len, FORM.tma)
-    k = rows_of(k_ptr, k_strides, batch, kv_head, k_len, FORM.tma)
-    v = rows_of(v_ptr, v_strides, batch, kv_head, k_len, FORM.tma)
-    out = rows_of(out_ptr, out_strides, batch, which, q_len, False)
-    lse = lse_ptr + place_of(given, batch, which)
-    head = head_of(batch, which, tl.num_programs(1), given, FORM)
+    q = rows_of(q_ptr, q_strides, batch, which, q_start, q_len, FORM.tma)
+    k = rows_of(k_ptr, k_strides, batch, kv_head, k_start, k_len, FORM.tma)
+    v = rows_of(v_ptr, v_strides, batch, kv_head, k_start, k_len, FORM.tma)
+    out = rows_of(out_ptr, out_strides, batch, which, q_start, q_len, False)
+    lse = lse_ptr + place_of(given, batch, which, q_start)
+    head = head_of(batch, which, tl.num_programs(1), q_len, k_len, given, FORM)
 
     WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32  # fp64: interpreter only
     if not FORM.mask:

@@ -32,6 +32,10 @@ class Options:
     mask: Tensor | None
     slopes_N: Tensor | None
     seed: Tensor | None
+    q_starts: Tensor | None
+    k_starts: Tensor | None
+    max_q: int
+    max_k: int
     scale: float
     left: int | None
     right: int | None
@@ -40,21 +44,17 @@ class Options:
     dropout: float
 
 
-def adjacent(x: Tensor) -> Tensor:
-    """``x`` with adjacent elements in its last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 class _Call:
     """Everything that the three kernels are given in common; a boolean mask in bits, of keys too if ``with_keys``."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, with_keys: bool) -> None:
         self.options = options
-        self.q, self.k, self.v = (adjacent(x) for x in (q, k, v))
-        self.batch, self.num_heads, num_queries, self.head = q.shape
-        self.kv_heads, num_keys = k.shape[1:3]
-        self.lengths = (num_queries, num_keys)
-        self.offset = num_keys - num_queries if options.bottom_right else 0
+        self.varlen = options.q_starts is not None
+        self.q, self.k, self.v = (self.heads_first(x) for x in (q, k, v))
+        self.num_heads, self.kv_heads, self.head = self.q.shape[1], self.k.shape[1], self.q.shape[3]
+        self.batch = options.q_starts.shape[0] - 1 if options.q_starts is not None else self.q.shape[0]
+        self.lengths = (options.max_q, options.max_k)
+        self.offset = options.max_k - options.max_q if options.bottom_right else 0
         self.scored = bool(options.softcap or options.dropout or options.slopes_N is not None)
         mask = options.mask
         if mask is not None:
@@ -63,6 +63,11 @@ class _Call:
         self.mask_kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
         self.mask = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
         self.bits = bits_of(self.mask, with_keys) if self.mask is not None and self.mask_kind == "boolean" else None
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        """(B, N, S, H) of a dense tensor, (1, N, total, H) of packed sequences (total, N, H); last stride 1."""
+        x = x.transpose(0, 1)[None] if self.varlen else x
+        return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
     def plan(self, kernel: str) -> AttentionPlan:
         if self.q.device.type != "cuda":  # the interpreter: tiles small enough that odd lengths have several
@@ -88,7 +93,7 @@ class _Call:
         return specialized_plan(self.head, self.q.element_size(), capability(self.q.device), self.mask_kind)
 
     def takes_tma(self, *tensors: Tensor) -> bool:
-        return all(
+        return not self.varlen and all(
             x.data_ptr() % 16 == 0
             and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
             and x.numel() > 0
@@ -138,6 +143,7 @@ class _Call:
             softcap=options.softcap > 0,
             alibi=options.slopes_N is not None,
             dropout=options.dropout > 0,
+            varlen=self.varlen,
             group=self.num_heads // self.kv_heads,
             head=self.head,
             width=padded_head(self.head),
@@ -160,23 +166,24 @@ class _Call:
         mask, lists = self.read_mask(by_column), self.lists(plan, by_column)
         tiled = [(self.q, plan.rows), (self.k, plan.columns), (self.v, plan.columns), *more]
         if by_column:
-            grid, even = (triton.cdiv(self.lengths[1], plan.columns), self.kv_heads), False
+            grid, even = (triton.cdiv(options.max_k, plan.columns), self.kv_heads), False
         else:
-            grid = (triton.cdiv(self.lengths[0], plan.rows), self.num_heads)
-            even = self.lengths[1] % plan.columns == 0
+            grid = (triton.cdiv(options.max_q, plan.rows), self.num_heads)
+            even = not self.varlen and options.max_k % plan.columns == 0
         tma = plan.tma and self.takes_tma(*(x for x, rows in tiled if rows))
         found = (None, None, None) if lists is None else (lists.items, lists.counts, lists.order)
-        some = (mask, *found, options.slopes_N, options.seed)
-        strides = [  # of batch, head and row
-            x.stride()[:3]
+        some = (mask, *found, options.slopes_N, options.seed, options.q_starts, options.k_starts)
+        strides = [  # of batch (none where sequences are packed), head and row
+            (0 if self.varlen else x.stride(0), x.stride(1), x.stride(2))
             for x in (*(x for x, _ in tiled), *outputs)
             if isinstance(x, Tensor) and x.dim() == 4  # not numbers of rows
         ]
+        lse_strides = (0, lse.stride(0)) if self.varlen else lse.stride()[:2]
         numbers = (*self.lengths, options.left or 0, options.right or 0, options.scale)
         given = Given(
             *(self.q if x is None else x for x in some),
             tuple(strides),
-            lse.stride()[:2],
+            lse_strides,
             (0, 0, 0, 0) if mask is None else mask_strides(mask),
             Numbers(*numbers, options.softcap, options.dropout),
         )
@@ -193,13 +200,14 @@ class _Call:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, log2-sum-exp)``, the second (B, N, S)."""
+    """``(out, log2-sum-exp)``; the second is (B, N, S), or (N, total) of packed sequences."""
     result, lse = empty_of(q), lse_of(q)
     if q.numel() == 0:
         return result, lse
     if k.numel() == 0:
         return result.zero_(), lse.fill_(float("inf"))
-    call, out = _Call(q, k, v, options, with_keys=False), adjacent(result)
+    call = _Call(q, k, v, options, with_keys=False)
+    out = call.heads_first(result)
     if (special := call.specialized()) is not None:
         from vblackwell.kernels.attention import hopper  # triton.experimental: only where it runs
 
@@ -217,7 +225,7 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         return results[0].zero_(), results[1].zero_(), results[2].zero_()
     call = _Call(q, k, v, options, with_keys=True)
-    dq, dk, dv, dout, out = (adjacent(x) for x in (*results, dout, out))
+    dq, dk, dv, dout, out = (call.heads_first(x) for x in (*results, dout, out))
     sums = (lse, torch.empty_like(lse), torch.empty_like(lse))  # and what ``query_gradient`` writes for the other
     plan = call.plan("dq")
     call.launch(query_gradient, plan, [(out, 0), (dout, plan.rows)], (sums, dq), lse)

@@ -66,16 +66,63 @@ def flash_attention(
     """
     check_dense(q_BNSH, k_BKTH, v_BKTH, mask)
     check_options(q_BNSH, scale, softcap, alibi_slopes_N, dropout)
-    mask_planes = 0 if mask is None else mask.shape[:-2].numel()
-    if q_BNSH.is_cuda and (reasons := grid_reasons(q_BNSH.shape[0], mask_planes)):
-        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
+    _check_grid(q_BNSH, q_BNSH.shape[0], 0 if mask is None else mask.shape[:-2].numel())
     if mask is not None:
         mask = mask.detach()[(None,) * (4 - mask.dim())]
+    tensors = (q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed)
+    lengths = (None, None, q_BNSH.shape[2], k_BKTH.shape[2])
+    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
+
+
+def flash_attention_varlen(
+    q_SNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    causal: bool = False,
+    bottom_right: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """``flash_attention`` of sequences packed one after the other; returns (S, N, H), and raises the same.
+
+    Args:
+        q_starts, k_starts: (B + 1,) int32 on the device, ascending: where each begins; the last is the number of rows.
+            They are not looked at.
+        max_q, max_k: the longest sequence, or more.
+    """
+    if not (q_SNH.dim() == k_TKH.dim() == 3 and k_TKH.shape == v_TKH.shape and q_SNH.shape[-1] == k_TKH.shape[-1]):
+        raise ConfigurationError(
+            f"packed attention of {tuple(q_SNH.shape)}, {tuple(k_TKH.shape)}, {tuple(v_TKH.shape)}: "
+            "give (S, N, H), (T, K, H) twice"
+        )
+    if not (
+        q_starts.dtype == k_starts.dtype == torch.int32 and q_starts.shape == k_starts.shape and q_starts.dim() == 1
+    ):
+        raise ConfigurationError("packed attention: q_starts and k_starts are (B + 1,) int32")
+    check_heads(q_SNH, k_TKH, v_TKH, 1)
+    check_options(q_SNH, scale, softcap, alibi_slopes_N, dropout)
+    _check_grid(q_SNH, q_starts.shape[0] - 1, 0)
+    tensors, lengths = (q_SNH, k_TKH, v_TKH, None, alibi_slopes_N, seed), (q_starts, k_starts, max_q, max_k)
+    return _attend(*tensors, lengths, causal, bottom_right, window, scale, softcap, dropout)
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    q, k, v, mask, slopes_N, seed, lengths, causal, bottom_right, window, scale, softcap, dropout
+) -> Tensor:
     left, right = bounds(causal, window)
-    seed = None if not dropout else new_seed(q_BNSH.device) if seed is None else seed
-    scale = q_BNSH.shape[-1] ** -0.5 if scale is None else scale
+    seed = None if not dropout else new_seed(q.device) if seed is None else seed
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     numbers = (scale, left, right, bottom_right, softcap or 0.0, dropout)
-    return _attention(q_BNSH, k_BKTH, v_BKTH, mask, alibi_slopes_N, seed, *numbers)[0]
+    return _attention(q, k, v, mask, slopes_N, seed, *lengths, *numbers)[0]
 
 
 def grid_reasons(batch: int, mask_planes: int) -> list[str]:
@@ -84,20 +131,29 @@ def grid_reasons(batch: int, mask_planes: int) -> list[str]:
     return [f"{count} {what}: it takes {LARGEST_GRID}" for count, what in found if count > LARGEST_GRID]
 
 
+def _check_grid(q: Tensor, batch: int, mask_planes: int) -> None:
+    if q.is_cuda and (reasons := grid_reasons(batch, mask_planes)):
+        raise Unsupported(f"flash_attention of {'; '.join(reasons)}: cut the batch")
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> None:
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise ConfigurationError(
+            f"attention of {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: they must match"
+        )
+    if k.shape[head_dim] == 0 or q.shape[head_dim] % k.shape[head_dim]:
+        raise ConfigurationError(
+            f"{q.shape[head_dim]} query heads over {k.shape[head_dim]} key heads: give a multiple of the key heads"
+        )
+
+
 def check_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     if not (q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         raise ConfigurationError(
             f"attention of queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}: "
             "give (B, N, S, H), (B, K, T, H) and (B, K, T, H)"
         )
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ConfigurationError(
-            f"attention of {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: they must match"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ConfigurationError(
-            f"{q.shape[1]} query heads over {k.shape[1]} key heads: give a multiple of the key heads"
-        )
+    check_heads(q, k, v, 1)
     if mask is None:
         return
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
@@ -132,15 +188,14 @@ def check_options(
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, *others = inputs
-    ctx.save_for_backward(q, k, v, *output, *others[:3])
-    ctx.numbers = others[3:]
+    q, k, v, mask, slopes_N, seed, q_starts, k_starts, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, slopes_N, seed, q_starts, k_starts)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout: Tensor | None, dlse: None):  # type: ignore[no-untyped-def]
     gradients = (None,) * 3 if dout is None else _attention_backward(dout, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *(None,) * 9
+    return *gradients, *(None,) * 13
 
 
 @register_op(lambda q, *rest: (empty_of(q), lse_of(q)), save=_save, backward=_backward)
@@ -151,6 +206,10 @@ def _attention(
     mask: Tensor | None,
     slopes_N: Tensor | None,
     seed: Tensor | None,
+    q_starts: Tensor | None,
+    k_starts: Tensor | None,
+    max_q: int,
+    max_k: int,
     scale: float,
     left: int | None,
     right: int | None,
@@ -161,8 +220,9 @@ def _attention(
     from vblackwell.kernels.attention.launch import Options, forward
 
     refuse_forward_mode("attention")
+    starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, scale, left, right, bottom_right, softcap, dropout)
+        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
         return forward(q, k, v, options)
 
 
@@ -177,6 +237,10 @@ def _attention_backward(
     mask: Tensor | None,
     slopes_N: Tensor | None,
     seed: Tensor | None,
+    q_starts: Tensor | None,
+    k_starts: Tensor | None,
+    max_q: int,
+    max_k: int,
     scale: float,
     left: int | None,
     right: int | None,
@@ -186,6 +250,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from vblackwell.kernels.attention.launch import Options, backward
 
+    starts = (q_starts, k_starts, max_q, max_k)
     with on_device(q):
-        options = Options(mask, slopes_N, seed, scale, left, right, bottom_right, softcap, dropout)
+        options = Options(mask, slopes_N, seed, *starts, scale, left, right, bottom_right, softcap, dropout)
         return backward(dout, q, k, v, out, lse, options)

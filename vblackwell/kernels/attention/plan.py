@@ -112,5 +112,6 @@ def specialized_plan(head: int, itemsize: int, capability: tuple[int, int], kind
 
 
 def lse_of(q: Tensor) -> Tensor:
-    """(B, N, S) log-sum-exps of queries (B, N, S, H), without their numbers."""
-    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    """Log-sum-exps of dense (B, N, S, H) or packed (total, N, H) queries, without their numbers."""
+    shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else q.shape[:3]
+    return q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
