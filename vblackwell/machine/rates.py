@@ -2,8 +2,6 @@
 an H200 reaches the shares below (docs/journal/offload.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -59,7 +57,7 @@ class Rates:
         return num_groups * (on_host * self.home_group_issues + (1 - on_host) * self.group_issues)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Rates:
+    def from_dict(cls, values: dict[str, Any]) -> "Rates":
         """What ``asdict`` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
         names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
         for name in names:

@@ -5,8 +5,6 @@ nvfp4 and mxfp4, and the scales E4M3 and E8M0, are those of the OCP Microscaling
 QLoRA (Dettmers et al. 2023); int4 stores ``q + 8`` as compressed-tensors files do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ Work goes in tiles, because a layer may be quantised on a GPU with little free m
 included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -9,8 +9,6 @@ with Kp = K rounded up to the block, the layout of nvfp4 and compressed-tensors 
 as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is never seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -117,7 +115,7 @@ class PackedTensor:
         return self.format if self.fine is None else "two-part"
 
     @property
-    def coarse(self) -> PackedTensor:
+    def coarse(self) -> "PackedTensor":
         return replace(self, fine=None)
 
     @property
@@ -141,7 +139,7 @@ class PackedTensor:
         coarse = (self.codes, self.block_scales, self.tensor_scale, self.form)
         return dequantize(*coarse, self.n, self.k, dtype or self.dtype, self.fine).view(self.shape)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False, copy: bool = False) -> PackedTensor:
+    def to(self, device: torch.device | str, non_blocking: bool = False, copy: bool = False) -> "PackedTensor":
         """The same numbers on ``device``; itself where they are there already and no ``copy`` is asked for."""
         moved = {name: each.to(device, non_blocking=non_blocking, copy=copy) for name, each in self.tensors().items()}
         return self if all(each is getattr(self, name) for name, each in moved.items()) else replace(self, **moved)
@@ -156,7 +154,7 @@ class PackedTensor:
         return described if self.fine is None else described | {"parts": 2}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> PackedTensor:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> "PackedTensor":
         """The packed tensor that ``tensors()`` and ``meta()`` described. Raises Unsupported for another version,
         ConfigurationError for an unknown format or a fine part of another than nvfp4, CorruptData for what is missing
         or does not fit.

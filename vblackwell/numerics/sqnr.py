@@ -1,7 +1,5 @@
 """Signal to quantisation noise, in decibels: ``10 log10(sum x^2 / sum (x - y)^2)``."""
 
-from __future__ import annotations
-
 import math
 
 import torch

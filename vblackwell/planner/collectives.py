@@ -5,8 +5,6 @@ Yuan (Bandwidth optimal all-reduce, 2009); meshes, along rows and then columns, 
 communication, 2007, "bucket" algorithms); direct exchange after the same and Thakur, Rabenseifner and Gropp (2005).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from vblackwell.errors import ConfigurationError, nearest
@@ -39,7 +37,7 @@ class Cost:
     steps: int = 0
     num_bytes: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.steps + other.steps, self.num_bytes + other.num_bytes)
 
     def seconds(self, link: Link) -> float:

@@ -5,8 +5,6 @@ Where bytes live changes no bit of a run; recomputing may round otherwise where 
 numbers (8-bit states, a micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -44,7 +42,7 @@ class Space:
     activations: tuple[str, ...] = ("level0", "host")
     states: tuple[str, ...] = ("fp32",)
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> "Iterator[Choice]":
         """Every combination that means something."""
         for (batch, count), checkpointing, states in product(self.batches, self.checkpointing, self.states):
             one = Choice("resident", batch, count, checkpointing, states=states)

@@ -11,8 +11,6 @@ With expandable segments each pool is one range of addresses, mapped in pages of
 it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +33,8 @@ class Block:
     small: bool
     mapped: bool = True
     allocated: bool = False
-    previous: Block | None = None
-    next: Block | None = None
+    previous: "Block | None" = None
+    next: "Block | None" = None
 
     @property
     def is_free(self) -> bool:

@@ -5,8 +5,6 @@ they cost. Two steps, because optimizers allocate states in the first and autogr
 into the second. What no output shows is added by `vblackwell.trace.workspace`.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +76,7 @@ class Trace:
             if event >= 0
         }
 
-    def without(self, storages: Iterable[int]) -> Trace:
+    def without(self, storages: Iterable[int]) -> "Trace":
         """The trace without these storages, and without phases and work, which it would no longer say."""
         gone = {event for index in storages for event in (index, ~index)}
         return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())

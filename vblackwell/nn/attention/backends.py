@@ -8,8 +8,6 @@ order is that of ``preference``.
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -7,8 +7,6 @@ Shift, ``ignore_index``, ``shift_labels`` and ``num_items_in_batch`` mean what t
 forward passes logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import operator
@@ -93,7 +91,7 @@ def in_stack(model: nn.Module) -> bool:
     return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
 
-_done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]] = weakref.WeakKeyDictionary()
+_done: "weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]]" = weakref.WeakKeyDictionary()
 
 
 def accelerate_causal_lm(

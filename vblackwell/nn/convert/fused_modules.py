@@ -5,8 +5,6 @@ fp32, and must give what the fused op stands for. A module that qualifies gets a
 `torch.nn.utils.parametrize` does: names, parameters, hooks and ``isinstance`` stay. Copies and pickles of it are plain.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

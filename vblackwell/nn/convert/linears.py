@@ -5,8 +5,6 @@ transformers' module is searched for that (`reads_weight`). transformers' ``_ini
 folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

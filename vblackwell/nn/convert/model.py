@@ -5,8 +5,6 @@ reads. Their class becomes a subclass (as in fused_modules.py) in which ``gate_u
 rounded, its gradient straight through, all experts of a layer sharing one tensor scale.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ dispatcher names for the run's real shapes, or the run is refused. Deterministic
 memory-efficient kernel out: neither has a deterministic backward.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

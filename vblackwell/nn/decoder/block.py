@@ -8,8 +8,6 @@ on CUDA packed documents, and prompts that continue a filled cache, go to the di
 B batch, S new positions, T all positions, D model width, F feed-forward width, N query, K key heads, H head width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -276,7 +274,7 @@ class OptimizedTransformerBlock(nn.Module):
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
 
-    def quantize(self) -> OptimizedTransformerBlock:
+    def quantize(self) -> "OptimizedTransformerBlock":
         """As `FlashAttention.quantize`, of all projections; returns the block."""
         for module in (self.attention, self.up_proj, self.down_proj):
             if isinstance(module, (FlashAttention, FusedFP4Linear)):

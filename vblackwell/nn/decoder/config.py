@@ -4,8 +4,6 @@ Llama's family and nothing more. A foreign configuration that asks for anything 
 ignores a key computes something else than the file says.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +99,7 @@ class DecoderConfig:
         }
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
+    def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
         ConfigurationError for a missing key or a shape that does not fit together.
         """

@@ -8,8 +8,6 @@ over ``loss_chunk_tokens`` tokens at a time (`HiddenWithTargets`): the logits of
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@
 ``broadcast_buffers=False``: the packed weights are equal on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -66,7 +64,7 @@ class FusedFP4Linear(PackableLinear):
         if w4a8:
             check_shape(self.form.name, out_features, in_features, self._name())
 
-    def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
+    def quantize(self, *, tensor_scale: Tensor | None = None) -> Self:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
         ``tensor_scale`` is nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``. The layer stays
@@ -81,7 +79,7 @@ class FusedFP4Linear(PackableLinear):
             self._adopt(quantize(self.weight, self.form.name, self.scale_search, **how))
         return self
 
-    def freeze(self) -> FusedFP4Linear:
+    def freeze(self) -> Self:
         """Packs the layer and freezes its bias: a base for adapters, gradients pass to ``x``. Returns the layer."""
         if self.bias is not None:
             self.bias.requires_grad_(False)

@@ -6,8 +6,6 @@ tensors alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffer
 into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ One node for autograd, however many weights have one input: as ops and a hook th
 times what ``nn.Linear`` does. Rounding as ``w + (round(w) - w).detach()`` keeps two more copies and is not exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ has drifted; a step is a backward pass that reached the weight. Inference packs 
 changed: in place, by an optimizer, or (each time) because it streams. Who writes through ``.data`` calls `forget`.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import OrderedDict
@@ -55,7 +53,7 @@ class Settings:
             raise ConfigurationError(f"drift_threshold {drift!r} is out of range: above 0 (always renew) and up to 1")
 
     @classmethod
-    def of(cls, mode: str, quantization: bool, fp4: bool, **renewal: Any) -> Settings:
+    def of(cls, mode: str, quantization: bool, fp4: bool, **renewal: Any) -> "Settings":
         """With the precision that two switches mean; ConfigurationError where both are off."""
         if not (fp4 or quantization):
             raise ConfigurationError("enable_quantization and enable_fp4 are both off: switch one of them on")
@@ -276,7 +274,7 @@ class VBOptimizedLinear(PackableLinear):
     def has_fine(self) -> bool:
         return self.weight_fine is not None
 
-    def quantize(self) -> VBOptimizedLinear:
+    def quantize(self) -> "VBOptimizedLinear":
         """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:

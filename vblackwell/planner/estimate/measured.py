@@ -5,8 +5,6 @@ kernels take inside, and attention and dropout may be computed otherwise than on
 Weights are drawn anew by the factory, and tokens at random.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +69,7 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     return Measured(trace, seconds, where)
 
 
-def _train(run: Run, batch_size: int, device: torch.device, record: _Record) -> tuple[nn.Module, float]:
+def _train(run: Run, batch_size: int, device: torch.device, record: "_Record") -> tuple[nn.Module, float]:
     """The trained model, and the seconds of its last step."""
     assert run.spec.make is not None
     model = run.prepared(run.spec.make().to(run.dtype)).to(device).train()
