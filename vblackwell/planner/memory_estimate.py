@@ -2,7 +2,7 @@
 
 import functools
 import math
-import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
 from vblackwell.machine.gpus import NUM_SMS, context_bytes
+from vblackwell.nn.convert.training import checkpoint_layers
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model, of_decoder
@@ -63,17 +64,10 @@ class Run:
 
     def prepared(self, model: Any) -> nn.Module:
         """``model`` with its checkpointing switched on, if that is asked for."""
-        is_ours = isinstance(model, Decoder)
-        if self.precision == "autocast" and is_ours:
+        if self.precision == "autocast" and isinstance(model, Decoder):
             raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
-        if self.checkpointing and is_ours:
-            model.gradient_checkpointing = True
-        elif self.checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ConfigurationError(f"{self.spec.name} cannot switch on gradient checkpointing: leave it out")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # renamed in newer versions of transformers
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.checkpointing:
+            checkpoint_layers(model)
         return model
 
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
@@ -210,14 +204,11 @@ class Batches:
 
     def _guess(self, is_ok: Callable[[int, Trace], bool], low: int, high: int) -> int:
         """Strictly between the two, by expected traces."""
-        start, step = low, 1
+        step = 1
         while low + step < high and is_ok(low + step, self.at(low + step)):
-            low, step = low + step, step * 2
-        high = min(high, low + step)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if is_ok(middle, self.at(middle)) else (low, middle)
-        return max(low, start + 1)
+            step *= 2
+        sizes = range(low + step // 2 + 1, min(high, low + step))
+        return max(low + 1, sizes.start - 1 + bisect(sizes, False, key=lambda size: not is_ok(size, self.at(size))))
 
 
 ABOVE = 1.02  # of what lies below level 0: places are multiples of pages

@@ -109,7 +109,7 @@ CPU = torch.device("cpu")
 
 def test_the_attention_that_runs_is_known():
     shape = DecoderConfig(vocab_size=8, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2)
-    heads = (shape.num_heads, shape.kv_heads, shape.head_size)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     request = training_request(heads, 16, torch.float32, CPU)
     with attention_backends(use_flash_attn=True, deterministic=False):
         assert chosen_backend(request) == "flash"

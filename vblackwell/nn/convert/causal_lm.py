@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.nn.convert.fused_modules import KINDS, plain_class, reason_of, swap, twin_of
+from vblackwell.nn.convert.fused_modules import KINDS, Stub, plain_class, reason_of, swap, twin_of
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 
@@ -280,15 +280,6 @@ class _Hook:
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
 
-class _Always(nn.Module):
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer
-
-
 class _Output(tuple):  # of a trunk: hidden states, and None for every other attribute
     last_hidden_state = property(operator.itemgetter(0))
 
@@ -328,7 +319,8 @@ def _why_not_loss(model: Any) -> str | None:
         given["output_router_logits"] = False  # the trunk has no routers: the loss of their logits is no part of this
 
     def why_not(head: nn.Module, loss: Callable[..., Tensor]) -> str | None:
-        twin = twin_of(model, _modules={**model._modules, head_name: head, trunk_name: _Always(_Output((hidden,)))})
+        stubs = {head_name: head, trunk_name: Stub(lambda _: _Output((hidden,)))}
+        twin = twin_of(model, _modules={**model._modules, **stubs})
         twin.__dict__["_loss_function"] = loss
         try:
             with torch.no_grad():
@@ -348,4 +340,4 @@ def _why_not_loss(model: Any) -> str | None:
         return _CHANGED
     # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
     zero = hidden.new_zeros(())
-    return why_not(_Always(NoLogits(zero)), lambda *args, **kwargs: zero)
+    return why_not(Stub(lambda _: NoLogits(zero)), lambda *args, **kwargs: zero)

@@ -32,7 +32,7 @@ def training_loss(model: nn.Module) -> Callable[..., Tensor]:
 def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     """Query heads, key and value heads, and the width of one; Unsupported for a model without attention."""
     if isinstance(model, Decoder):
-        return model.config.num_heads, model.config.kv_heads, model.config.head_size
+        return model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
     made: Any = model
     config = made.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -74,7 +74,7 @@ def checkpoint_layers(model: nn.Module) -> None:
         model.gradient_checkpointing = True
         return
     made: Any = model
-    if not getattr(made, "supports_gradient_checkpointing", False):
+    if not getattr(made, "supports_gradient_checkpointing", hasattr(made, "gradient_checkpointing_enable")):
         raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

@@ -68,7 +68,7 @@ class SteadyCache:
         self._cache = cache
         device = cache.tensors(0)[0].device
         self.position_1 = torch.tensor([cache.length], device=device)
-        self._tables = rotary_tables(0, cache.max_length, config.head_size, config.rope_theta, device)
+        self._tables = rotary_tables(0, cache.max_length, config.head_dim, config.rope_theta, device)
 
     def restart(self) -> None:
         self.position_1.fill_(self._cache.length)
@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        width, head, heads, kv_heads = config.hidden_size, config.head_size, config.num_heads, config.kv_heads
+        width, head, heads, kv_heads = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
         self.layer, self.head_dim, self.grouped = layer, head, kv_heads != heads
         self.backend: str | None = None
         self.q_proj = nn.Linear(width, heads * head, bias=False)

@@ -169,7 +169,7 @@ class Decoder(nn.Module):
             wrong = f"a sequence of {start + length} tokens: this model's limit is {limit}"
             raise ConfigurationError(f"{wrong}; shorten it")
         x_BSD = self.model.embed_tokens(input_ids_BS)
-        mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
+        mask_BSS, shape = None, (self.config.head_dim, self.config.rope_theta)
         if positions_BS is None:
             tables = rotary_tables(start, length, *shape, x_BSD.device)
         elif cache is not None:
