@@ -24,10 +24,8 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.latency_seconds >= 0 or not self.bytes_per_second > 0:
-            raise ConfigurationError(
-                f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s: give a latency of at least "
-                "0, a rate above 0"
-            )
+            found = f"a link of {self.latency_seconds} s and {self.bytes_per_second} bytes/s"
+            raise ConfigurationError(f"{found}: give a latency of at least 0, a rate above 0")
 
 
 @dataclass(frozen=True)

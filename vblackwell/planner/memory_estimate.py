@@ -73,16 +73,10 @@ class Run:
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        return trace_training(
-            model or self.model(),
-            batch,
-            self.spec.loss,
-            OPTIMIZERS[self.optimizer] if optimizes else None,
-            autocast=torch.bfloat16 if self.precision == "autocast" else None,
-            capability=self.capability,
-            num_sms=self.num_sms,
-            steps=steps,
-        )
+        what = (model or self.model(), batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
+        autocast = torch.bfloat16 if self.precision == "autocast" else None
+        gpu: dict[str, Any] = {"capability": self.capability, "num_sms": self.num_sms}
+        return trace_training(*what, autocast=autocast, steps=steps, **gpu)
 
     def largest_batch(self, gpu_bytes: int) -> int:
         """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""
@@ -291,13 +285,12 @@ class VGPUResourceEstimator:
         first_gpu, *others = (allocatable_bytes(int(size * MiB), estimate.context) for size in gpus)
         free = first_gpu - step
         if free < MiB:
-            raise InsufficientMemory(
-                f"a GPU of {gpus[0]:g} MiB has no room for a level next to the CUDA context, "
-                f"{format_bytes(estimate.context)}, and the step's activations, logits and workspace, "
-                f"{format_bytes(step)}: give a smaller batch",
-                needed_bytes=estimate.context + step + MiB,
-                available_bytes=int(gpus[0] * MiB),
+            needed, context = estimate.context + step + MiB, format_bytes(estimate.context)
+            taken = (
+                f"the CUDA context, {context}, and the step's activations, logits and workspace, {format_bytes(step)}"
             )
+            wrong = f"a GPU of {gpus[0]:g} MiB has no room for a level next to {taken}: give a smaller batch"
+            raise InsufficientMemory(wrong, needed_bytes=needed, available_bytes=int(gpus[0] * MiB))
         state = estimate.state_bytes
         wanted = state if state <= free else math.ceil(max(1, estimate.weights) * target_hit_rate)
         levels = [("cuda:0", min(free, max(wanted, MiB)))]

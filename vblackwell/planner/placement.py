@@ -212,11 +212,9 @@ def make_plan(
     if not found:
         near, lacking = next(iter(_nearest(rejected)), (None, None))
         text = f"the nearest is {near}, which {lacking}" if near else "there is nothing to choose from"
-        raise InsufficientMemory(
-            f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
-            "--host-memory, --disk-memory)",
-            needed_bytes=lacking.num_bytes if lacking else 0,
-        )
+        remedy = "give fewer or shorter sequences, or more memory (--fast-memory, --host-memory, --disk-memory)"
+        needed = lacking.num_bytes if lacking else 0
+        raise InsufficientMemory(f"no plan fits {bounds}: {text}; {remedy}", needed_bytes=needed)
     found.sort(key=lambda each: each[1].token_seconds)
 
     def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:

@@ -78,12 +78,10 @@ class CachingAllocator:
             self._flush()
             block = self._grow(size, small)
         if block is None:
-            raise InsufficientMemory(
-                f"an allocation of {format_bytes(size)} does not fit: {format_bytes(self.allocated)} are in use and "
-                f"{format_bytes(self.reserved)} reserved of {format_bytes(self.cap_bytes or 0)}",
-                needed_bytes=self.reserved + size,
-                available_bytes=self.cap_bytes or 0,
-            )
+            cap, used, held = self.cap_bytes or 0, format_bytes(self.allocated), format_bytes(self.reserved)
+            wrong = f"an allocation of {format_bytes(size)} does not fit"
+            said = f"{wrong}: {used} are in use and {held} reserved of {format_bytes(cap)}"
+            raise InsufficientMemory(said, needed_bytes=self.reserved + size, available_bytes=cap)
         rest = block.size - size
         if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_SIZE:
             self._put(self._cut(block, size))

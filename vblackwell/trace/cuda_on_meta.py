@@ -246,11 +246,8 @@ def attention(
     if is_usual and _is_half(query) and attn_mask is None:
         if pad := -head % 8:
             query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
-        scale = head**-0.5 if scale is None else scale
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
-        return out[0][..., :head]
+        given, scale = (query, key, value, dropout_p, is_causal, False), head**-0.5 if scale is None else scale
+        return torch.ops.aten._scaled_dot_product_flash_attention(*given, scale=scale)[0][..., :head]
     if not is_usual or query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
         return unfused_attention((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = attn_mask
@@ -259,10 +256,8 @@ def attention(
         if pad := -bias.shape[-1] % 8:
             bias = functional.pad(bias, (0, pad))[..., :-pad]
         bias = bias.expand(*query.shape[:3], key.shape[2])
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-    )
-    return out[0]
+    given = (query, key, value, bias, saves, dropout_p, is_causal)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
 
 
 def _saved(tensor: Tensor) -> dict[str, Any]:
@@ -286,10 +281,8 @@ def check_torch() -> None:
     """Raises Unsupported where this torch lacks something that a trace needs, instead of bytes that are wrong."""
     missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
     if missing:
-        raise Unsupported(
-            f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks: they were tried with torch "
-            f"{TRIED_VERSIONS}"
-        )
+        lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
+        raise Unsupported(f"{lacks}: they were tried with torch {TRIED_VERSIONS}")
 
 
 @contextmanager

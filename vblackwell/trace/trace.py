@@ -26,7 +26,6 @@ from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
-MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[], Any]
@@ -101,10 +100,9 @@ def refuse_frozen(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if not any(param.requires_grad for param in parameters):
         frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
-        raise ConfigurationError(
-            f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-            "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
-        )
+        wrong = f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}"
+        remedy = "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
+        raise ConfigurationError(f"{wrong}; call {remedy}")
 
 
 def trace_training(
@@ -155,15 +153,11 @@ def trace_training(
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         raise Untraceable(said) from error
-    return Trace(
-        tuple(recorder.log.sizes),
-        tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.log.sizes))),
-        tuple(recorder.log.events),
-        tuple(recorder.marks),
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        work=tuple(recorder.work),
-    )
+    sizes, parameters = recorder.log.sizes, list(model.parameters())
+    categories = tuple(recorder.category.get(i, "workspace") for i in range(len(sizes)))
+    counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    events, marks, work = tuple(recorder.log.events), tuple(recorder.marks), tuple(recorder.work)
+    return Trace(tuple(sizes), categories, events, marks, *counts, work)
 
 
 def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]) -> tuple[Work, ...]:
@@ -271,7 +265,5 @@ def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss
     if not called:
         return None
     if remembered:
-        if len(_known_heads) >= MAX_KNOWN_HEADS:
-            _known_heads.clear()
         _known_heads[key] = called[-1]
     return modules[called[-1]]

@@ -26,6 +26,7 @@ from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.nn.convert.fused_modules import KINDS, Stub, plain_class, reason_of, swap, twin_of
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.units import columns
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ class Conversion:
             (kind, (name or "the model") + (f" x{count}" if count > 1 else ""), became or f"left: {reason}")
             for (kind, name, became, reason), count in Counter(rows).items()
         ]
-        widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
-        return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
+        return "\n".join(columns(cells))
 
 
 def in_stack(model: nn.Module) -> bool:

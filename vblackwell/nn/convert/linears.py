@@ -23,13 +23,12 @@ from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.units import format_bytes
+from vblackwell.units import columns, format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
 # Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
-NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -186,7 +185,7 @@ def enable_vb_optimization(
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
             int8 by rows, 8 bits.
         replace_pattern: 'all', 'large' (2^20 elements and more) or a regular expression searched for in names.
-        verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
+        verbose: say on standard error how many layers were replaced, and their bytes.
         renewal: ``refresh_every`` and ``drift_threshold`` of `Settings`: when kept scales are renewed.
 
     Raises ConfigurationError, the model as it was, for a value out of range, both switches off, or nothing selected.
@@ -194,21 +193,13 @@ def enable_vb_optimization(
     settings = Settings.of(mode, enable_quantization, enable_fp4, **renewal)
     chosen = select_linears(model, replace_pattern)
     if verbose:
-        _say(chosen, settings)
+        weights = sum(linear.weight.numel() for linear in chosen.values())
+        held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
+        packed = format_bytes(int(weights * BITS[settings.precision] / 8))
+        counted = f"{len(chosen)} linears of {weights / 1e6:.1f} M weights"
+        print(f"{settings.precision}: {counted}, {held} now, {packed} packed", file=sys.stderr)
     replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, **asdict(settings)))
     return model
-
-
-def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
-    count, weights = len(chosen), sum(linear.weight.numel() for linear in chosen.values())
-    held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
-    packed = format_bytes(int(weights * BITS[settings.precision] / 8))
-    lines = [f"{settings.precision}: {count} linears of {weights / 1e6:.1f} M weights, {held} now, {packed} packed"]
-    for number, (name, linear) in enumerate(chosen.items(), 1):
-        if linear.weight.numel() >= NAMED_ELEMENTS:
-            shape = "x".join(map(str, linear.weight.shape))
-            lines.append(f"  {number} of {count}: {name} {shape}, {format_bytes(linear.weight.nbytes)}")
-    print(*lines, sep="\n", file=sys.stderr)
 
 
 class VBModelWrapper(nn.Module):
@@ -245,17 +236,14 @@ class VBModelWrapper(nn.Module):
         return {name: layer.stats() for name, layer in self.replaced_modules.items()}
 
     def print_all_stats(self) -> None:
-        stats = self.get_all_stats()
-        width = max((len(name) for name in stats), default=4)
-        columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
-        print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
+        stats, table = self.get_all_stats(), [("name", "shape", "weight", "cached", "steps", "renewals", "drift")]
         for name, row in stats.items():
             sizes = (format_bytes(row["weight_bytes"]), format_bytes(row["cached_bytes"]))
             shape, drift = "x".join(map(str, row["shape"])), "" if row["drift"] is None else f"{row['drift']:.3f}"
-            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], drift))
-        weight = format_bytes(sum(row["weight_bytes"] for row in stats.values()))
-        cached = format_bytes(sum(row["cached_bytes"] for row in stats.values()))
-        print(f"{len(stats)} layers, {weight} of weights, {cached} of caches")
+            table.append((name, shape, *sizes, str(row["steps"]), str(row["renewals"]), drift))
+        weight, cached = (sum(row[f"{what}_bytes"] for row in stats.values()) for what in ("weight", "cached"))
+        said = f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches"
+        print(*columns(table, range(1, 7)), said, sep="\n")
 
 
 def reads_weight(model: nn.Module, name: str) -> str | None:

@@ -67,8 +67,8 @@ class _RoundedLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *gated, x = ctx.saved_tensors[: -len(dys)]
-        values, wanted = ctx.saved_tensors[-len(dys) :], ctx.needs_input_grad
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad  # read once: a checkpoint unpacks them
+        (*gated, x), values = saved[: -len(dys)], saved[-len(dys) :]
         dx, dup, dbias_N, x_MK = None, None, None, x.reshape(-1, x.shape[-1])
         rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
         given = [(dy_MN, value) for dy_MN, value in zip(rows, values, strict=True) if dy_MN is not None]
