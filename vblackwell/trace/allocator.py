@@ -12,6 +12,7 @@ it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole 
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,20 +233,25 @@ class Replay:
     peak_event: int
 
 
+def play(trace: Any, allocator: CachingAllocator) -> Iterator[int]:
+    """Run the events of a `Trace`, one a step; each is given when it has happened."""
+    blocks: dict[int, Block | None] = {}
+    for event in trace.events:
+        if event >= 0:
+            blocks[event] = allocator.malloc(trace.sizes[event])
+        else:
+            allocator.free(blocks.pop(~event))
+        yield event
+
+
 def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
     """Run the events of a `Trace` through the allocator."""
     allocator = CachingAllocator(cap_bytes, expandable)
-    blocks: dict[int, Block | None] = {}
-    peak_event, fits = 0, True
+    peak, peak_event, fits = 0, 0, True
     try:
-        for position, event in enumerate(trace.events):
-            if event < 0:
-                allocator.free(blocks.pop(~event))
-                continue
-            before = allocator.peak_allocated
-            blocks[event] = allocator.malloc(trace.sizes[event])
-            if allocator.peak_allocated > before:
-                peak_event = position
+        for position, _ in enumerate(play(trace, allocator)):
+            if allocator.peak_allocated > peak:
+                peak, peak_event = allocator.peak_allocated, position
     except InsufficientMemory:
         fits = False
     return Replay(fits, allocator.peak_allocated, allocator.peak_reserved, peak_event)

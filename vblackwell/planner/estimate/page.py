@@ -5,11 +5,12 @@ its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from string import Template
 
 from vblackwell.planner.estimate.result import SHOWN, Estimated
-from vblackwell.trace.allocator import Block, CachingAllocator
+from vblackwell.trace.allocator import CachingAllocator, play
 from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
@@ -88,15 +89,10 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> tupl
     end = min([len(trace.events), *ends])
     count, length = max(1, min(moments, end - begin)), max(1, end - begin)
     allocator = CachingAllocator(None, expandable)
-    blocks: dict[int, Block | None] = {}
     live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     best: list[tuple[int, dict[str, int]]] = [(-1, live | {"fragmentation": 0})] * count
-    for position, event in enumerate(trace.events[:end]):
-        index = event if event >= 0 else ~event
-        if event >= 0:
-            blocks[event] = allocator.malloc(trace.sizes[event])
-        else:
-            allocator.free(blocks.pop(index))
+    for position, event in enumerate(islice(play(trace, allocator), end)):
+        index = max(event, ~event)
         live[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
         if position >= begin:
             place, total = (position - begin) * count // length, sum(live.values())
