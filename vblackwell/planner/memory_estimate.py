@@ -2,7 +2,6 @@
 
 import functools
 import math
-from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -198,11 +197,14 @@ class Batches:
 
     def _guess(self, is_ok: Callable[[int, Trace], bool], low: int, high: int) -> int:
         """Strictly between the two, by expected traces."""
-        step = 1
+        start, step = low, 1
         while low + step < high and is_ok(low + step, self.at(low + step)):
-            step *= 2
-        sizes = range(low + step // 2 + 1, min(high, low + step))
-        return max(low + 1, sizes.start - 1 + bisect(sizes, False, key=lambda size: not is_ok(size, self.at(size))))
+            low, step = low + step, step * 2
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_ok(middle, self.at(middle)) else (low, middle)
+        return max(low, start + 1)
 
 
 ABOVE = 1.02  # of what lies below level 0: places are multiples of pages

@@ -289,7 +289,7 @@ def check_torch() -> None:
 def cuda_on_meta(
     autocast: torch.dtype | None = None,
     capability: tuple[int, int] = (8, 0),
-    on_call: Callable[[torch.nn.Module], None] = lambda module: None,
+    on_call: Callable[[torch.nn.Module, tuple[Any, ...]], None] = lambda module, inputs: None,
 ) -> Iterator[CudaOnMeta]:
     """Enter `CudaOnMeta`, on a GPU of that compute capability; ``on_call`` is told of every module that is called.
 
@@ -306,7 +306,7 @@ def cuda_on_meta(
         forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
 
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            on_call(module)
+            on_call(module, args)
             return call(module, *args, **kwargs)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:

@@ -6,11 +6,8 @@ into the second. What no output shows is added by `vblackwell.trace.workspace`.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -135,16 +132,13 @@ def trace_training(
             recorder.enter_phase("setup")
             _see(recorder, [*model.parameters(), *model.buffers()], "weights")
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-            with recorder.answers:
-                head = last_module_with_weights(model, make_batch, loss)
-            with _watching(head, recorder):
-                model.zero_grad(set_to_none=True)
-                for recorder.step in range(steps):
-                    recorder.counts_work = recorder.step == steps - 1
-                    with recorder:
-                        _run_step(recorder, cuda, model, make_batch, loss, optimizer)
-                recorder.enter_phase("setup")
-                model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
+            for recorder.step in range(steps):
+                recorder.counts_work = recorder.step == steps - 1
+                with recorder:
+                    _run_step(recorder, cuda, model, make_batch, loss, optimizer)
+            recorder.enter_phase("setup")
+            model.zero_grad(set_to_none=True)
             del optimizer  # its states end here, where it is seen
     except VBError:
         raise
@@ -195,11 +189,13 @@ def _run_step(
 ) -> None:
     first = recorder.first
     first.clear()
+    recorder.reached.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
     cuda.casts = {}
     value = loss(model, batch)
     cuda.casts = None
+    recorder.split_forward()
     for index in recorder.log.alive():
         if index >= first["forward"]:
             kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
@@ -220,50 +216,3 @@ def _run_step(
     cuda.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)
-
-
-def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextManager[Any]:
-    """From the call of ``head`` on, the forward makes logits and loss, until backward has passed it again."""
-
-    def reached(module: nn.Module, inputs: Sequence[Any]) -> None:
-        if recorder.phase != "forward":
-            return
-        recorder.enter_phase("loss")
-        for each in tree_leaves(inputs):
-            is_holder = hasattr(each, "__dict__") and not isinstance(each, Tensor)
-            for tensor in vars(each).values() if is_holder else [each]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(passed)
-                    return
-
-    def passed(gradient: Tensor) -> None:
-        if recorder.phase == "loss_backward":
-            recorder.enter_phase("backward")
-
-    return nullcontext() if head is None else head.register_forward_pre_hook(reached)
-
-
-_known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
-
-
-def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss) -> nn.Module | None:
-    """The head: what the forward calls last; models of one class with the same modules are asked once."""
-    modules = dict(model.named_modules())
-    key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
-    remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
-    if remembered and key in _known_heads:
-        return modules[_known_heads[key]]
-    called: list[str] = []
-    with ExitStack() as hooks, torch.no_grad(), warnings.catch_warnings():
-        for name, module in modules.items():
-            if any(True for _ in module.parameters(recurse=False)):
-                note = partial(lambda name, *_: called.append(name), name)
-                hooks.enter_context(module.register_forward_pre_hook(note))
-        # Reentrant checkpointing says it; no gradient is wanted here.
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        loss(model, make_batch())
-    if not called:
-        return None
-    if remembered:
-        _known_heads[key] = called[-1]
-    return modules[called[-1]]

@@ -6,6 +6,7 @@ memory-efficient kernel out: neither has a deterministic backward.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -76,7 +77,9 @@ def checkpoint_layers(model: nn.Module) -> None:
     made: Any = model
     if not getattr(made, "supports_gradient_checkpointing", hasattr(made, "gradient_checkpointing_enable")):
         raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
-    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it has another name in newer versions
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> AbstractContextManager[object]:
