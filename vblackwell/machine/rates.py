@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,11 @@ class Rates:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Rates":
         """What ``asdict`` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
-        names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
-        for name in names:
-            value = values.get(name)
+        given = {each.name: values.get(each.name, each.default) for each in fields(cls)}
+        for name, value in given.items():
             if name != "source" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
                 raise ValueError(f"the rate {name} is {value!r}: measure again with vb doctor")
-        return cls(**{name: values[name] for name in names if name in values})
+        return cls(**given)
 
 
 def assumed_rates(gpu: KnownGPU) -> Rates:

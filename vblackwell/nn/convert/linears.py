@@ -135,7 +135,6 @@ def store_linears(
     """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears. Returns every linear:
     why it was left, or None; ConfigurationError if nothing is selected.
     """
-
     found = find_linears(model, pattern, head_and(keep))
     make = functools.partial(StoredFP4Linear, format=format, tiled=tiled)
     replace_linears(model, select_linears(model, pattern, head_and(keep)), make)
