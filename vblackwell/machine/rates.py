@@ -73,9 +73,6 @@ def assumed_rates(gpu: KnownGPU) -> Rates:
     return Rates(*computing, alone, alone, both, both, CPU_ADAMW, source=f"data sheet of {gpu.name}")
 
 
-# -- rates that were measured on this machine: a file for each GPU and disk in the cache -------------------------------
-
-
 def keep_rates(gpu_name: str, rates: Rates) -> None:
     """Remember ``rates`` of the GPU that the driver calls ``gpu_name``. A cache that cannot be written is no error."""
     values = {"gpu": gpu_name} | asdict(rates)

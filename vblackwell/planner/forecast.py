@@ -299,9 +299,6 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
     return (int(trace.total("gradients") * widened / steps) if held else 0) + trace.peak(sizes)
 
 
-# -- what `vb estimate` says of an offload stack -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and

@@ -59,11 +59,16 @@ def segment_size(size: int) -> int:
 
 
 class CachingAllocator:
-    """Blocks without bytes, at most ``cap_bytes`` (None: no limit); ``expandable``: expandable_segments:True."""
+    """Blocks without bytes, at most ``cap_bytes`` (None: no limit); ``expandable``: expandable_segments:True.
+
+    Peaks are as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count; of a `replay`, ``peak_event`` is the
+    event of the first, and ``fits`` says that every allocation succeeded.
+    """
 
     def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
         self.cap_bytes, self.expandable = cap_bytes, expandable
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = self.peak_event = 0
+        self.fits = True
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
         self._address = _SPAN
         self._ranges = {small: Block(_SPAN * (2 - small), _SPAN, small, mapped=False) for small in (True, False)}
@@ -221,18 +226,6 @@ class CachingAllocator:
                 self._absorb(before, after)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What a trace makes the allocator hold: peaks as `torch.cuda.max_memory_allocated` and `max_memory_reserved`
-    count, the first at event ``peak_event``; ``fits``: every allocation succeeded, else the rest is of those before.
-    """
-
-    fits: bool
-    peak_allocated: int
-    peak_reserved: int
-    peak_event: int
-
-
 def play(trace: Any, allocator: CachingAllocator) -> Iterator[int]:
     """Run the events of a `Trace`, one a step; each is given when it has happened."""
     blocks: dict[int, Block | None] = {}
@@ -244,14 +237,14 @@ def play(trace: Any, allocator: CachingAllocator) -> Iterator[int]:
         yield event
 
 
-def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
-    """Run the events of a `Trace` through the allocator."""
+def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> CachingAllocator:
+    """An allocator that the events of a `Trace` went through, as far as they fitted."""
     allocator = CachingAllocator(cap_bytes, expandable)
-    peak, peak_event, fits = 0, 0, True
+    peak = 0
     try:
         for position, _ in enumerate(play(trace, allocator)):
             if allocator.peak_allocated > peak:
-                peak, peak_event = allocator.peak_allocated, position
+                peak, allocator.peak_event = allocator.peak_allocated, position
     except InsufficientMemory:
-        fits = False
-    return Replay(fits, allocator.peak_allocated, allocator.peak_reserved, peak_event)
+        allocator.fits = False
+    return allocator

@@ -34,7 +34,7 @@ def workspace_bytes(
     if name == "convolution_backward":
         return 0, _convolution_backward(*args[:3], *args[4:6], args[7], *args[9:11])
     found = _sum(num_sms, *args) if name in ("sum", "mean") else _FORMULAS[name](*args) if name in _FORMULAS else 0
-    if name in TAKEN_AFTER_OUTPUTS:
+    if name == "_safe_softmax" or name.startswith("_scaled_dot_product"):  # after its outputs
         return 0, (*[0] * (len(outputs) - 1), found)
     return found, ()
 
@@ -45,13 +45,6 @@ def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
     rows, width = -(-s // 128) * 128, -(-h // 32) * 32
     shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
     return 4 * b * n * rows * (width + 1) + shared + 256
-
-
-TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
-    "_safe_softmax",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_flash_attention_backward",
-}
 
 
 def _convolution(

@@ -72,9 +72,6 @@ def _plan(estimated: Estimated) -> str:
     return body
 
 
-# -- memory over the step ----------------------------------------------------------------------------------------------
-
-
 Phase = tuple[str, float, float]  # its name, from and to, as shares of the step's allocations
 
 

@@ -73,21 +73,18 @@ class Estimated:
 
     def title(self) -> str:
         run = self.run
-        return (
-            f"{run.spec.name}: {self.memory.parameters:,} parameters, "
-            f"batch {self.batch_size} x {run.seq_length} tokens, {run.precision}, {run.optimizer}"
-            f"{', gradient checkpointing' if run.checkpointing else ''}"
-        )
+        how = f"{run.precision}, {run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
+        batch = f"batch {self.batch_size} x {run.seq_length} tokens"
+        return f"{run.spec.name}: {self.memory.parameters:,} parameters, {batch}, {how}"
 
     def assumptions(self) -> list[str]:
         """What the numbers rest on, a line each."""
         run = self.run
         found = [] if run.spec.note is None else [run.spec.note]
         if self.measured is not None:
-            found.append(
-                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
-                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known"
-            )
+            ran = f"two steps were run on {self.measured.where}, the second in {self.measured.step_seconds:.3g} s"
+            replayed = "and their allocations replayed; other batches are not known"
+            found.append(f"the model cannot be traced: {ran}, {replayed}")
         where = self.card.name if self.card else "a GPU"
         context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
         found += [
@@ -127,10 +124,9 @@ class Estimated:
         """What to do with it, a line each."""
         lines, stack = [], self.stack
         if self.gpu_bytes is not None:
-            lines.append(
-                f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
-                f"{'not known' if self.measured else self.largest or 'none'}"
-            )
+            largest = "not known" if self.measured else self.largest or "none"
+            fits = f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}"
+            lines.append(f"{fits}; largest batch that does: {largest}")
         if stack is not None and stack.refused:
             lines.append(f"with an offload stack it does not fit either: {stack.refused}")
         elif stack is not None:
