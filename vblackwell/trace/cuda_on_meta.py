@@ -286,12 +286,8 @@ def check_torch() -> None:
 
 
 @contextmanager
-def cuda_on_meta(
-    autocast: torch.dtype | None = None,
-    capability: tuple[int, int] = (8, 0),
-    on_call: Callable[[torch.nn.Module, tuple[Any, ...]], None] = lambda module, inputs: None,
-) -> Iterator[CudaOnMeta]:
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; ``on_call`` is told of every module that is called.
+def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
+    """Enter `CudaOnMeta`, on a GPU of that compute capability.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
     itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
@@ -300,14 +296,10 @@ def cuda_on_meta(
     check_torch()
     with _ONE_AT_A_TIME, ExitStack() as stack:
         mode, has_bf16, optimizer = CudaOnMeta(autocast), capability >= (8, 0), torch.optim.Optimizer
-        call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
+        run_backward = graph._engine_run_backward
         # Our kernels' dispatcher remembers the capability: not across the borders of a trace.
         dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
         forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
-
-        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            on_call(module, args)
-            return call(module, *args, **kwargs)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
             # torch takes a mode off the stack before it hands `backward` to it. Functions' own backwards and the
@@ -321,7 +313,6 @@ def cuda_on_meta(
             return attention(*args, **kwargs)
 
         answers: list[tuple[Any, str, Any]] = [
-            (torch.nn.Module, "__call__", called),
             (torch.autograd, "_engine_run_backward", run_engine),
             (functional, "scaled_dot_product_attention", attend),
             (torch.cuda, "get_device_capability", lambda device=None: capability),

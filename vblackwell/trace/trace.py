@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
@@ -128,7 +129,8 @@ def trace_training(
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
     try:
-        with cuda_on_meta(autocast, capability, recorder.called) as cuda, plain_batches():
+        calls = register_module_forward_pre_hook(recorder.called)
+        with calls, cuda_on_meta(autocast, capability) as cuda, plain_batches():
             recorder.enter_phase("setup")
             _see(recorder, [*model.parameters(), *model.buffers()], "weights")
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None

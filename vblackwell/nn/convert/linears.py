@@ -83,12 +83,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
     """Whether the module belongs to what an adapter adds around its ``base_layer``, as peft's layers have it."""
-    module: Any = model
-    for part in name.split("."):
-        if "base_layer" in module._modules and part != "base_layer":
-            return True
-        module = module._modules[part]
-    return False
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:at])) for at in range(len(parts)))
+    return any(
+        "base_layer" in owner._modules and part != "base_layer" for owner, part in zip(around, parts, strict=True)
+    )
 
 
 def head_and(keep: str | None) -> str:
@@ -268,36 +267,23 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
     """Those of the linears ``names`` whose weight the ``_init_weights`` of a model of transformers, on meta, reads."""
     if not hasattr(model, "_init_weights"):
         return []
-    linears = {model.get_submodule(name): name for name in names}
-    without = {linear: (type(linear), linear._parameters.pop("weight")) for linear in linears}
-    needed, asked = list[str](), list[nn.Module]()
-
-    class Weightless(nn.Linear):
-        def __getattr__(self, name: str) -> Any:
-            if name == "weight":
-                asked.append(self)
-            return super().__getattr__(name)
-
-    def give_back(linear: nn.Module) -> None:
-        linear.__class__, linear._parameters["weight"] = without.pop(linear)
-
+    linears, needed = {model.get_submodule(name): name for name in names}, list[str]()
+    without = {linear: linear._parameters.pop("weight") for linear in linears}
     try:
-        for linear in linears:
-            linear.__class__ = Weightless
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for module, initialize in _initialized(model, model._init_weights):
                 while True:
                     try:
                         initialize(module)
                         break
-                    except AttributeError:
-                        if not asked or asked[-1] not in without:
+                    except AttributeError as error:
+                        if error.name != "weight" or error.obj not in without:
                             raise
-                        give_back(asked[-1])
-                        needed.append(linears[asked[-1]])
+                        error.obj._parameters["weight"] = without.pop(error.obj)
+                        needed.append(linears[error.obj])
     finally:
-        for linear in list(without):
-            give_back(linear)
+        for linear, weight in without.items():
+            linear._parameters["weight"] = weight
     return needed
 
 
