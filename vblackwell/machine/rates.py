@@ -92,27 +92,23 @@ def kept_rates(gpu_name: str) -> Rates | None:
 def keep_disk(path: str, gbps: dict[str, Any]) -> None:
     """Remember the rates of the disk at ``path`` in GB/s, ``{'read', 'write'}``, unless it was refused."""
     if "refused" not in gbps:
-        file, disk = _disk_of(path)
-        write_atomically(file, json.dumps(disk | gbps, indent=2).encode())
+        write_atomically(_disk_file(path), json.dumps(gbps, indent=2).encode())
 
 
 def kept_disk(path: str) -> tuple[float, float] | None:
     """What `keep_disk` remembers of the disk at ``path``, bytes/s read and written; None if it was never measured."""
-    file, disk = _disk_of(path)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if all(values[name] == value for name, value in disk.items()):
-            return float(values["read"]) * 1e9, float(values["write"]) * 1e9
+        values = json.loads(_disk_file(path).read_text(encoding="utf-8"))
+        return float(values["read"]) * 1e9, float(values["write"]) * 1e9
     return None
 
 
-def _disk_of(path: str) -> tuple[Path, dict[str, Any]]:
-    """Where the rates of the disk at ``path`` are kept, and what tells that disk from others."""
+def _disk_file(path: str) -> Path:
+    """Named by what tells the disk at ``path`` from others."""
     mount = Path(path).resolve()
     while not os.path.ismount(mount):
         mount = mount.parent
-    disk = {"mount": str(mount), "file_system": disk_facts(path).file_system, "device": os.stat(mount).st_dev}
-    return _folder() / f"disk-{_slug(str(mount)).strip('-') or 'root'}.json", disk
+    return _folder() / f"disk{_slug(f'-{mount}-{disk_facts(path).file_system}-{os.stat(mount).st_dev}')}.json"
 
 
 def _slug(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
+from vblackwell.errors import ConfigurationError, InsufficientMemory, check_known
 from vblackwell.machine.gpus import NUM_SMS, context_bytes
 from vblackwell.nn.convert.training import checkpoint_layers
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -48,9 +48,8 @@ class Run:
     num_sms: int = NUM_SMS
 
     def __post_init__(self) -> None:
-        for what, name, known in (("precision", self.precision, PRECISIONS), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if name not in known:
-                raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
+        check_known("precision", self.precision, PRECISIONS)
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, nearest
+from vblackwell.errors import ConfigurationError, check_known
 from vblackwell.machine.gpus import KnownGPU, context_bytes
 from vblackwell.machine.rates import BOTH_SHARE, rates_of
 from vblackwell.offload.layout.groups import EXACT, find_groups
@@ -81,9 +81,8 @@ def cost_of(operation: str, num_bytes: float, num_gpus: int, topology: str = "ri
     An all-to-all on a ring passes the pieces on: in its step k every GPU still has p - k of them to send. Raises
     ConfigurationError for an unknown operation or topology, fewer than one GPU, negative bytes.
     """
-    for what, value, known in (("operation", operation, OPERATIONS), ("topology", topology, TOPOLOGIES)):
-        if value not in known:
-            raise ConfigurationError(f"{what} {value!r} is none of {', '.join(known)}{nearest(value, known)}")
+    check_known("operation", operation, OPERATIONS)
+    check_known("topology", topology, TOPOLOGIES)
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
         raise ConfigurationError(f"num_gpus is {num_gpus!r}: give a whole number of at least 1")
     if not num_bytes >= 0:
@@ -144,13 +143,12 @@ class ShardedStep:
         return asdict(self) | {"fits": self.fits}
 
     def lines(self) -> list[str]:
-        return [
-            f"on {self.num_gpus} such GPUs that divide all states (FSDP; {self.topology}; {self.link}):",
-            f"  {self.tokens / self.step_seconds:,.0f} tokens/s, {self.efficiency:.0%} of as many resident GPUs; "
-            f"{self.exposed_seconds / self.step_seconds:.0%} of the step waits; each sends "
-            f"{format_bytes(int(self.sent_bytes))} and holds {format_bytes(self.gpu_bytes)}, which "
-            f"{'fits' if self.fits else 'does not fit'}",
-        ]
+        speed = f"{self.tokens / self.step_seconds:,.0f} tokens/s, {self.efficiency:.0%} of as many resident GPUs"
+        waits = f"{self.exposed_seconds / self.step_seconds:.0%} of the step waits"
+        sends, holds = format_bytes(int(self.sent_bytes)), format_bytes(self.gpu_bytes)
+        each = f"each sends {sends} and holds {holds}, which {'fits' if self.fits else 'does not fit'}"
+        head = f"on {self.num_gpus} such GPUs that divide all states (FSDP; {self.topology}; {self.link}):"
+        return [head, f"  {speed}; {waits}; {each}"]
 
 
 def check_several(num_gpus: int, topology: str) -> None:

@@ -115,7 +115,7 @@ def test_what_cannot_be_converted_leaves_the_model_alone():
         ({"fp4_layers": "("}, "no regular expression"),
         ({"fp4_layers": "nothing"}, "selects no linear of LlamaForCausalLM: model.layers.0.self_attn.q_proj"),
         ({"format": "fp3"}, "fp3"),
-        ({"attention": "fast"}, "no attention backend 'fast'"),
+        ({"attention": "fast"}, "attention backend 'fast' is not known"),
     ):
         with pytest.raises(ConfigurationError, match=re.escape(part)):
             convert(model, **options)

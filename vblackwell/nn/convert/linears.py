@@ -143,10 +143,9 @@ def store_linears(
 def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> None:
     """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
-    if packed.fine is None:
-        layer = FusedFP4Linear.from_packed(packed, linear.bias)
-    else:
-        layer = VBOptimizedLinear.from_packed(packed, linear.bias, mode="inference")
+    in_parts = packed.fine is not None
+    kind, options = (VBOptimizedLinear, {"mode": "inference"}) if in_parts else (FusedFP4Linear, {})
+    layer = kind.from_packed(packed, linear.bias, **options)
     replace_modules(model, {linear: layer.train(linear.training)})
 
 

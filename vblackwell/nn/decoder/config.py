@@ -7,7 +7,7 @@ ignores a key computes something else than the file says.
 from dataclasses import dataclass
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, check_known
 
 # Fields of a configuration and their names in ``config.json``: those it must have, and others.
 _SIZES = {
@@ -151,6 +151,5 @@ PRESETS: dict[str, DecoderConfig] = {
 
 def find_preset(name: str) -> DecoderConfig:
     """The preset called ``name``; ConfigurationError, with the nearest name, if there is none."""
-    if name not in PRESETS:
-        raise ConfigurationError(f"preset {name!r} is not known: choose {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    check_known("preset", name, PRESETS)
     return PRESETS[name]

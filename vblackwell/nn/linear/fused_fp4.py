@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import check_known
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
@@ -57,8 +57,7 @@ class FusedFP4Linear(PackableLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, format_named(format), device=device, dtype=dtype)
-        if activation not in ACTIVATIONS:
-            raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+        check_known("activation", activation, ACTIVATIONS)
         self.activation, self.use_fp4, self.w4a8 = activation, use_fp4, w4a8
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         if w4a8:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vblackwell.errors import ConfigurationError, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, UnknownKey, check_known, nearest
 from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackableLinear, PlacedWeight, pack, place
@@ -42,9 +42,8 @@ class Settings:
     drift_threshold: float = 0.05  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
-        for name, chosen, known in (("mode", self.mode, MODES), ("precision", self.precision, BITS)):
-            if chosen not in known:
-                raise ConfigurationError(f"{name} {chosen!r} is not known: choose one of {', '.join(known)}")
+        check_known("mode", self.mode, MODES)
+        check_known("precision", self.precision, BITS)
         # True is an int to Python; numpy's floats are floats.
         every, drift = self.refresh_every, self.drift_threshold
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
