@@ -132,10 +132,9 @@ def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | N
     except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
         why = brief(error)
     free = memory_facts().available_bytes
-    refusal = (
-        f"{text} cannot be built on device 'meta' ({why}), and for real it takes more than the {format_bytes(free)} of "
-        "RAM that were free: leave out of the factory what needs values, such as .item() and files that are loaded"
-    )
+    unbuilt = f"{text} cannot be built on device 'meta' ({why})"
+    remedy = "leave out of the factory what needs values, such as .item() and files that are loaded"
+    refusal = f"{unbuilt}, and for real it takes more than the {format_bytes(free)} of RAM that were free: {remedy}"
     try:
         with StoragesWithBytes(free, refusal):
             found = make()
@@ -144,7 +143,7 @@ def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | N
     except Exception as error:
         alike = "" if brief(error) == why else f"; on device 'meta': {why}"
         raise ConfigurationError(f"{text} cannot be built: {brief(error)}{alike}") from error
-    note = f"{text} cannot be built on device 'meta' ({why}): it was built for real in this machine's RAM"
+    note = f"{unbuilt}: it was built for real in this machine's RAM"
     try:
         return on_meta(found), note
     except Untraceable:

@@ -247,8 +247,7 @@ def _numbers(prediction: Prediction) -> str:
     if prediction.threads:
         disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
-    return (
-        f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, "
-        f"{prediction.bottleneck} busy {busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 "
-        f"{format_bytes(prediction.gpu_p99)}), RAM {format_bytes(prediction.host)}{disk}"
-    )
+    step, busiest = format_seconds(prediction.step_seconds), f"{prediction.bottleneck} busy {busy:.0%}"
+    gpu, p99, host = map(format_bytes, (prediction.gpu, prediction.gpu_p99, prediction.host))
+    speed = f"{prediction.tokens_per_second:,.0f} tokens/s ({step} a step, {busiest})"
+    return f"{speed}, level 0 {gpu} (P99 {p99}), RAM {host}{disk}"

@@ -172,19 +172,11 @@ def sharded_step(
     total, sent, exposed = flow(units, num_gpus, topology, Link(bytes_per_second=rate))
     step = compute + exposed + optimizer / num_gpus
     held = state_bytes(trace) / num_gpus + 3 * max(unit.weight_bytes for unit in units)
-    return ShardedStep(
-        num_gpus,
-        topology,
-        f"{kind}, {rate / 1e9:.0f} GB/s each way by the data sheet of {card.name}",
-        gpu_bytes - context_bytes(run.capability),
-        num_gpus * batch_size * run.seq_length,
-        step,
-        communication_seconds=total,
-        exposed_seconds=exposed,
-        sent_bytes=sent,
-        efficiency=(compute + optimizer) / step,
-        gpu_bytes=int(held + peak_of(trace, NOT_STATE, outside="optimizer")),
-    )
+    held += peak_of(trace, NOT_STATE, outside="optimizer")
+    joined = f"{kind}, {rate / 1e9:.0f} GB/s each way by the data sheet of {card.name}"
+    free, tokens = gpu_bytes - context_bytes(run.capability), num_gpus * batch_size * run.seq_length
+    efficiency = (compute + optimizer) / step
+    return ShardedStep(num_gpus, topology, joined, free, tokens, step, total, exposed, sent, efficiency, int(held))
 
 
 def flow(units: Sequence[Unit], num_gpus: int, topology: str, link: Link) -> tuple[float, float, float]:

@@ -253,13 +253,9 @@ class StoragesWithBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self.see(each)
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                self.log.see(each)
+        if self.log.live_bytes > self.max_bytes:
+            needed = {"needed_bytes": self.log.live_bytes, "available_bytes": self.max_bytes}
+            raise InsufficientMemory(self.refusal, **needed)
         return out
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.device.type != "meta":
-            self.log.see(tensor)
-        live = self.log.live_bytes
-        if live > self.max_bytes:
-            raise InsufficientMemory(self.refusal, needed_bytes=live, available_bytes=self.max_bytes)

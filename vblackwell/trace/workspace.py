@@ -30,9 +30,9 @@ def workspace_bytes(
 ) -> tuple[int, tuple[int, ...]]:
     """Bytes that operator ``name`` takes during its call, and for a moment after each of its ``outputs``."""
     if name == "convolution":
-        return 0, _convolution(outputs[0].numel(), *args[:2], *args[3:5], args[6], args[8])
+        return 0, _convolution(outputs[0].numel(), *[args[at] for at in (0, 1, 3, 4, 6, 8)])
     if name == "convolution_backward":
-        return 0, _convolution_backward(*args[:3], *args[4:6], args[7], *args[9:11])
+        return 0, _convolution_backward(*[args[at] for at in (0, 1, 2, 4, 5, 7, 9, 10)])
     found = _sum(num_sms, *args) if name in ("sum", "mean") else _FORMULAS[name](*args) if name in _FORMULAS else 0
     if name == "_safe_softmax" or name.startswith("_scaled_dot_product"):  # after its outputs
         return 0, (*[0] * (len(outputs) - 1), found)

@@ -346,7 +346,7 @@ def _forward(
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
-    scores = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     variant = Variant(attention_mask, causal, dropout=options.get("dropout", 0.0), **scores)
     out_BNSH, _ = attention(query, key, value, variant, backend if queries == keys else cached)
     return out_BNSH.transpose(1, 2).contiguous(), None

@@ -276,10 +276,11 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
                         initialize(module)
                         break
                     except AttributeError as error:
-                        if error.name != "weight" or error.obj not in without:
+                        lacking: Any = error.obj
+                        if error.name != "weight" or lacking not in without:
                             raise
-                        error.obj._parameters["weight"] = without.pop(error.obj)
-                        needed.append(linears[error.obj])
+                        lacking._parameters["weight"] = without.pop(lacking)
+                        needed.append(linears[lacking])
     finally:
         for linear, weight in without.items():
             linear._parameters["weight"] = weight

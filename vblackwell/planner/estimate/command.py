@@ -142,11 +142,8 @@ def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stac
     return found
 
 
-# -- what would help ---------------------------------------------------------------------------------------------------
-
 MAX_SHOWN = 6
 MIN_SHARE = 0.02  # of the peak, or of the step: what saves less is within what predictions are off by
-NARROW = "products in bf16"
 NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters in addition"
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 RECOMPUTING = "--gradient-checkpointing"
@@ -210,7 +207,7 @@ class _Ways:
             yield from self.plain("torch.optim.AdamW(fused=True)", run, fused(trace))
         yield from self.plain(RECOMPUTING, changed, recomputing)
         traced = list(self._on_fused_operators(run))
-        for precision, also in (("autocast", NARROW), ("bf16", NARROW_WEIGHTS)):
+        for precision, also in (("autocast", "products in bf16"), ("bf16", NARROW_WEIGHTS)):
             if run.precision == "fp32" and (precision == "autocast" or not traced):
                 narrow = replace(run, precision=precision)
                 traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)

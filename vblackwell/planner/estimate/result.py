@@ -131,11 +131,9 @@ class Estimated:
             lines.append(f"with an offload stack it does not fit either: {stack.refused}")
         elif stack is not None:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
-            lines.append(
-                f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of "
-                f"activations and workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, "
-                f"{format_bytes(stack.host)} of RAM{disk}"
-            )
+            level0, step, lost, host = map(format_bytes, (stack.level0, stack.step, stack.fragmentation, stack.host))
+            held = f"{level0} of level 0 and {step} of activations and workspace on the GPU"
+            lines.append(f"with an offload stack: {held}, about {lost} lost between them, {host} of RAM{disk}")
         if self.resident is not None and self.fits:
             lines.append(f"about {self.resident:,.0f} tokens/s")
         if stack is not None and stack.tokens_per_second is not None:
