@@ -16,8 +16,6 @@ import torch
 
 from vblackwell.errors import ConfigurationError
 
-RAM_BACKED = ("tmpfs", "ramfs", "devtmpfs")
-
 
 def choose_cpu_kernels() -> None:
     """Let MKL choose its vector functions while one thread asks; before anything is computed on the CPU.
@@ -47,7 +45,7 @@ class DiskFacts:
     @property
     def ram_backed(self) -> bool:
         """Whether files there are RAM in disguise (tmpfs)."""
-        return self.file_system in RAM_BACKED
+        return self.file_system in ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True)
