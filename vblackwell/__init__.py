@@ -35,7 +35,7 @@ _NAMES = {
     "vblackwell.offload.optimizer": ("VGPUAdamW", "clip_grad_norm_", "select_top_k_gradients"),
     "vblackwell.offload.state": ("export_state", "import_state"),
     "vblackwell.planner.memory_estimate": ("MemoryEstimate", "ModelConfig", "VGPUResourceEstimator", "quick_estimate"),
-    "vblackwell.planner.collectives": ("communication_cost",),
+    "vblackwell.planner.several_gpus": ("communication_cost",),
     "vblackwell.tools.compare": ("compare",),
 }  # fmt: skip
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, model_plan, offload_of, release
     from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_k_gradients
     from vblackwell.offload.state import export_state, import_state
-    from vblackwell.planner.collectives import communication_cost
     from vblackwell.planner.memory_estimate import MemoryEstimate, ModelConfig, VGPUResourceEstimator, quick_estimate
+    from vblackwell.planner.several_gpus import communication_cost
     from vblackwell.tools.compare import compare
 
 

@@ -5,7 +5,7 @@ own invariants, these classes are for everything that a user, a disk or a machin
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class VBError(Exception):
@@ -71,3 +71,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'lru'?"``-like ending for a sentence about an unknown ``name``; empty where nothing is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def check_known(what: str, name: str, known: Collection[str]) -> None:
+    """Raises ConfigurationError, with the nearest, where ``name`` is none of ``known``."""
+    if name not in known:
+        choice = f"choose one of {', '.join(known)}{nearest(str(name), known)}"
+        raise ConfigurationError(f"{what} {name!r} is not known: {choice}")

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
 from vblackwell.folders.compressed_tensors import format_of_config, from_entries, not_packable_reasons, to_entries
@@ -26,7 +27,6 @@ from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.numerics.formats import format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import separate
-from vblackwell.numerics.sqnr import sqnr
 from vblackwell.tools.quantize import calibrate, quantize_command, quantize_folder
 
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]

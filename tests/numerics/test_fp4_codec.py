@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import vblackwell
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.numerics import fp4
 from vblackwell.numerics.formats import FORMATS
 from vblackwell.numerics.fp4 import FP4Codec, joint_tensor_scale, quantize
 from vblackwell.numerics.packed import PackedTensor, pack_nibbles, unpack_nibbles
-from vblackwell.numerics.sqnr import sqnr
 
 ALL = list(FORMATS)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.pointwise.oracle import DEVICE
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.kernels.fp4.two_part_round import two_part_round_trip
 from vblackwell.memory.cache.stack import VGPUStack
@@ -21,7 +22,6 @@ from vblackwell.numerics.separation import (
     separate,
     training_scales,
 )
-from vblackwell.numerics.sqnr import sqnr
 
 E2M1 = [Fraction(value) for value in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 

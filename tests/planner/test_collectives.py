@@ -11,7 +11,7 @@ import pytest
 
 import vblackwell as vb
 from vblackwell.errors import ConfigurationError
-from vblackwell.planner.collectives import OPERATIONS, TOPOLOGIES, Cost, Link, cost_of, grid_of
+from vblackwell.planner.several_gpus import OPERATIONS, TOPOLOGIES, Cost, Link, cost_of, grid_of
 
 Pieces = dict[tuple[int, ...], int]  # what a GPU holds: number of a piece (all-to-all: from, to) to its value
 

@@ -159,7 +159,7 @@ def test_bad_configurations_say_what_is_wrong():
             build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"hidden_size": value}, "config.json")
     with pytest.raises(ConfigurationError, match="does not describe a causal model"):
         build_causal_lm({"model_type": "llama"} | SMALL["llama"] | {"num_attention_heads": "four"}, "config.json")
-    with pytest.raises(ConfigurationError, match="'adamv' is none of .* did you mean 'adamw'"):
+    with pytest.raises(ConfigurationError, match="'adamv' is not known: .* did you mean 'adamw'"):
         Run(of_config(KNOWN_MODELS["gpt2"], "gpt2", 8), 8, "adamv")
 
 

@@ -9,10 +9,9 @@ import pytest
 from tests.planner.test_estimate import SMALL
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
-from vblackwell.planner.collectives import Link, cost_of
 from vblackwell.planner.memory_estimate import Run, state_bytes
 from vblackwell.planner.model_spec import of_config
-from vblackwell.planner.several_gpus import Unit, check_several, flow, sharded_step
+from vblackwell.planner.several_gpus import Link, Unit, check_several, cost_of, flow, sharded_step
 
 
 def test_what_compute_covers_is_hidden_and_no_more():

@@ -4,7 +4,6 @@ They are read from /proc, /sys, the file system and NVML, which the driver bring
 and works where torch cannot use them, which is when a list with reasons is needed most.
 """
 
-import ctypes
 import os
 import re
 import warnings
@@ -16,12 +15,6 @@ import psutil
 import torch
 
 from vblackwell.errors import ConfigurationError
-
-RAM_BACKED = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
-FILE_SYSTEMS = RAM_BACKED | {
-    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x794C7630: "overlayfs", 0x6969: "nfs", 0x01021997: "9p",
-    0x2FC12FC1: "zfs", 0xF2F52010: "f2fs", 0x65735546: "fuse", 0xFF534D42: "cifs", 0x0BD00BD0: "lustre",
-}  # fmt: skip
 
 
 def choose_cpu_kernels() -> None:
@@ -52,7 +45,7 @@ class DiskFacts:
     @property
     def ram_backed(self) -> bool:
         """Whether files there are RAM in disguise (tmpfs)."""
-        return self.file_system in RAM_BACKED.values()
+        return self.file_system in ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True)
@@ -110,12 +103,14 @@ def _text(path: Path) -> str | None:
 
 def disk_facts(path: str | os.PathLike[str]) -> DiskFacts:
     """Free space (for this user) and file system of a ``path``; raises ConfigurationError where there is none."""
-    buffer = (ctypes.c_long * 64)()
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), ctypes.byref(buffer)):
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigurationError(f"disk path {os.fspath(path)}: {reason}; give an existing directory on a disk")
-    magic, status = buffer[0] & 0xFFFFFFFF, os.statvfs(path)
-    return DiskFacts(Path(path), status.f_bavail * status.f_frsize, FILE_SYSTEMS.get(magic, f"unknown (0x{magic:x})"))
+    try:
+        free, place = psutil.disk_usage(os.fspath(path)).free, Path(path).resolve()
+    except OSError as error:
+        wrong = f"disk path {os.fspath(path)}: {error.strerror}"
+        raise ConfigurationError(f"{wrong}; give an existing directory on a disk") from error
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    system = next((mounts[at] for at in map(str, (place, *place.parents)) if at in mounts), "unknown")
+    return DiskFacts(Path(path), free, system)
 
 
 def is_wsl() -> bool:

@@ -2,14 +2,12 @@
 an H200 reaches the shares below (docs/journal/offload.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +57,13 @@ class Rates:
         return num_groups * (on_host * self.home_group_issues + (1 - on_host) * self.group_issues)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Rates:
+    def from_dict(cls, values: dict[str, Any]) -> "Rates":
         """What ``asdict`` gave; ValueError where a rate without a default is missing, or one is no number above 0."""
-        names = [each.name for each in fields(cls) if each.default is MISSING or each.name in values]
-        for name in names:
-            value = values.get(name)
+        given = {each.name: values.get(each.name, each.default) for each in fields(cls)}
+        for name, value in given.items():
             if name != "source" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
                 raise ValueError(f"the rate {name} is {value!r}: measure again with vb doctor")
-        return cls(**{name: values[name] for name in names if name in values})
+        return cls(**given)
 
 
 def assumed_rates(gpu: KnownGPU) -> Rates:
@@ -74,9 +71,6 @@ def assumed_rates(gpu: KnownGPU) -> Rates:
     alone, both = LINK_SHARE * gpu.link_bytes, BOTH_SHARE * gpu.link_bytes
     computing = (HALF_SHARE * gpu.half_flops, FP32_SHARE * gpu.fp32_flops, MEMORY_SHARE * gpu.memory_bytes_per_second)
     return Rates(*computing, alone, alone, both, both, CPU_ADAMW, source=f"data sheet of {gpu.name}")
-
-
-# -- rates that were measured on this machine: a file for each GPU and disk in the cache -------------------------------
 
 
 def keep_rates(gpu_name: str, rates: Rates) -> None:
@@ -98,27 +92,23 @@ def kept_rates(gpu_name: str) -> Rates | None:
 def keep_disk(path: str, gbps: dict[str, Any]) -> None:
     """Remember the rates of the disk at ``path`` in GB/s, ``{'read', 'write'}``, unless it was refused."""
     if "refused" not in gbps:
-        file, disk = _disk_of(path)
-        write_atomically(file, json.dumps(disk | gbps, indent=2).encode())
+        write_atomically(_disk_file(path), json.dumps(gbps, indent=2).encode())
 
 
 def kept_disk(path: str) -> tuple[float, float] | None:
     """What `keep_disk` remembers of the disk at ``path``, bytes/s read and written; None if it was never measured."""
-    file, disk = _disk_of(path)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if all(values[name] == value for name, value in disk.items()):
-            return float(values["read"]) * 1e9, float(values["write"]) * 1e9
+        values = json.loads(_disk_file(path).read_text(encoding="utf-8"))
+        return float(values["read"]) * 1e9, float(values["write"]) * 1e9
     return None
 
 
-def _disk_of(path: str) -> tuple[Path, dict[str, Any]]:
-    """Where the rates of the disk at ``path`` are kept, and what tells that disk from others."""
+def _disk_file(path: str) -> Path:
+    """Named by what tells the disk at ``path`` from others."""
     mount = Path(path).resolve()
     while not os.path.ismount(mount):
         mount = mount.parent
-    disk = {"mount": str(mount), "file_system": disk_facts(path).file_system, "device": os.stat(mount).st_dev}
-    return _folder() / f"disk-{_slug(str(mount)).strip('-') or 'root'}.json", disk
+    return _folder() / f"disk{_slug(f'-{mount}-{disk_facts(path).file_system}-{os.stat(mount).st_dev}')}.json"
 
 
 def _slug(text: str) -> str:

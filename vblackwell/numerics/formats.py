@@ -5,13 +5,11 @@ nvfp4 and mxfp4, and the scales E4M3 and E8M0, are those of the OCP Microscaling
 QLoRA (Dettmers et al. 2023); int4 stores ``q + 8`` as compressed-tensors files do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import ConfigurationError, check_known
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NF4_VALUES: tuple[float, ...] = (
@@ -70,9 +68,8 @@ FORMATS: dict[str, Format] = {
 
 def format_named(name: str, block_size: int | None = None) -> Format:
     """The format called ``name``; ConfigurationError if there is none, or it has no such blocks."""
-    form = FORMATS.get(name)
-    if form is None:
-        raise ConfigurationError(f"format {name!r} is not known: choose one of {', '.join(FORMATS)}")
+    check_known("format", name, FORMATS)
+    form = FORMATS[name]
     if block_size is None or block_size == form.block_size:
         return form
     if (name == "int4" and block_size in (32, 128)) or (name == "int8" and block_size > 0 and block_size % 2 == 0):
@@ -82,6 +79,5 @@ def format_named(name: str, block_size: int | None = None) -> Format:
 
 
 def check_search(scale_search: str) -> str:
-    if scale_search not in ("mse", "max"):
-        raise ConfigurationError(f"scale_search {scale_search!r} is not known: choose one of mse, max")
+    check_known("scale_search", scale_search, ("mse", "max"))
     return scale_search

@@ -4,8 +4,6 @@ Work goes in tiles, because a layer may be quantised on a GPU with little free m
 included, stays under 0.35 of the tensor (on the CPU under that or 4 MiB more than the result, whichever is more).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -90,12 +88,10 @@ def quantize(
     else:
         if form.name != "nvfp4":
             raise ConfigurationError(f"{form.name} has no tensor scale: leave tensor_scale out")
-        if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-            found = f"{tensor_scale.dtype} {tuple(tensor_scale.shape)}"
-            raise ConfigurationError(f"tensor_scale is {found}: give one float32, e.g. from joint_tensor_scale")
-        value = float(tensor_scale)
-        if not (2.0**-126 <= value < math.inf):
-            raise ConfigurationError(f"tensor_scale is {value}: it must be a normal positive float32")
+        value = float(tensor_scale) if tensor_scale.numel() == 1 and tensor_scale.dtype == torch.float32 else math.nan
+        if not 2.0**-126 <= value < math.inf:
+            wanted = "give one float32 that is a normal positive number, e.g. from joint_tensor_scale"
+            raise ConfigurationError(f"tensor_scale is {tensor_scale}: {wanted}")
         if scale_search == "mse" and math.frexp(value)[0] != 0.5:
             raise ConfigurationError(f"tensor_scale is {value}: scale_search='mse' wants a power of two, or use 'max'")
         tensor_scale = tensor_scale.detach().reshape(()).to(w.device)

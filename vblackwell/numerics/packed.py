@@ -9,8 +9,6 @@ with Kp = K rounded up to the block, the layout of nvfp4 and compressed-tensors 
 as their rows: N is the product of all dimensions but the last. Padding holds the code of zero and is never seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,27 +54,6 @@ def padded_tile(tile: Tensor, width: int) -> Tensor:
     return pad(tile, (0, width - tile.shape[1])) if tile.shape[1] < width else tile
 
 
-def dequantize(
-    codes: Tensor,
-    block_scales: Tensor,
-    tensor_scale: Tensor,
-    form: Format,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    fine: Tensor | None = None,
-) -> Tensor:
-    """The (n, k) matrix that packed tensors stand for, ``(value * s) * ts`` rounded once to fp32, then to ``dtype``."""
-    out = torch.empty(n, k, dtype=dtype, device=codes.device)
-    for rows, columns, coded, blocks in tiles(form, n, k, _TILE_ELEMENTS):
-        tile = codes[rows, coded]
-        values = _values(tile, None if fine is None else fine[rows, coded], form)
-        scales = decode_scales(block_scales[rows, blocks], form)
-        decoded = values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).mul_(tensor_scale).flatten(-2)
-        out[rows, columns] = decoded[:, : columns.stop - columns.start]
-    return out
-
-
 def _values(codes: Tensor, fine: Tensor | None, form: Format) -> Tensor:
     if fine is not None:
         code = unpack_nibbles(codes).to(torch.int16)
@@ -117,7 +94,7 @@ class PackedTensor:
         return self.format if self.fine is None else "two-part"
 
     @property
-    def coarse(self) -> PackedTensor:
+    def coarse(self) -> "PackedTensor":
         return replace(self, fine=None)
 
     @property
@@ -137,11 +114,18 @@ class PackedTensor:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor of ``shape``, in ``dtype`` (default: that of the tensor that was packed)."""
-        coarse = (self.codes, self.block_scales, self.tensor_scale, self.form)
-        return dequantize(*coarse, self.n, self.k, dtype or self.dtype, self.fine).view(self.shape)
+        """The tensor of ``shape``: ``(value * s) * ts`` rounded once to fp32, then to ``dtype`` (default: that of the
+        tensor that was packed).
+        """
+        out = torch.empty(self.n, self.k, dtype=dtype or self.dtype, device=self.device)
+        for rows, columns, coded, blocks in tiles(self.form, self.n, self.k, _TILE_ELEMENTS):
+            values = _values(self.codes[rows, coded], None if self.fine is None else self.fine[rows, coded], self.form)
+            scales = decode_scales(self.block_scales[rows, blocks], self.form)
+            decoded = values.view(*scales.shape, -1).mul_(scales.unsqueeze(-1)).mul_(self.tensor_scale).flatten(-2)
+            out[rows, columns] = decoded[:, : columns.stop - columns.start]
+        return out.view(self.shape)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False, copy: bool = False) -> PackedTensor:
+    def to(self, device: torch.device | str, non_blocking: bool = False, copy: bool = False) -> "PackedTensor":
         """The same numbers on ``device``; itself where they are there already and no ``copy`` is asked for."""
         moved = {name: each.to(device, non_blocking=non_blocking, copy=copy) for name, each in self.tensors().items()}
         return self if all(each is getattr(self, name) for name, each in moved.items()) else replace(self, **moved)
@@ -156,7 +140,7 @@ class PackedTensor:
         return described if self.fine is None else described | {"parts": 2}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> PackedTensor:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> "PackedTensor":
         """The packed tensor that ``tensors()`` and ``meta()`` described. Raises Unsupported for another version,
         ConfigurationError for an unknown format or a fine part of another than nvfp4, CorruptData for what is missing
         or does not fit.

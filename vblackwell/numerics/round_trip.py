@@ -15,8 +15,6 @@ on a boundary is a true tie. int8's scale takes the place of ``ts``. nf4's bound
 ``B`` blocks, ``E`` elements a block.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ fp64's exponent range. In fp32 ``w / (s * ts)`` crosses ties, and two machines p
 ``B`` blocks, ``E`` elements a block.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ fp32 errors are good to about 1.3e-6; blocks in which two scales come within ``_
 ``EB`` (element, block) the fixed tree of additions gives every machine the same sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +54,7 @@ class _Best:
     contested: Tensor  # whether another code came as near
 
     @classmethod
-    def empty(cls, a_EB: Tensor) -> _Best:
+    def empty(cls, a_EB: Tensor) -> "_Best":
         error = torch.full_like(a_EB[0], torch.inf)
         return cls(torch.zeros_like(error, dtype=torch.int64), error, torch.zeros_like(error, dtype=torch.bool))
 

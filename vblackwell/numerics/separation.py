@@ -13,8 +13,6 @@ weight lies. 4 + 4 + 0.5 = 8.5 bits a weight.
 ``N`` rows, ``K`` columns, ``P`` columns padded to the block of 16, ``B`` blocks, ``E`` elements a block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Signal to quantisation noise, in decibels: ``10 log10(sum x^2 / sum (x - y)^2)``."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -29,8 +27,3 @@ def decibels(noise: float, signal: float) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
-
-
-def sqnr(x: Tensor, y: Tensor) -> float:
-    """Decibels by which ``x`` stands above ``x - y``; raises ConfigurationError where the shapes differ."""
-    return decibels(*noise_and_signal(x, y))

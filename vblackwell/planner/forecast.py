@@ -86,16 +86,13 @@ class Forecast:
         self.traces = {} if traces is None else traces
         self.model = functools.cache(self._model)
         self._seconds = functools.cache(self._phase_seconds)
-        self._groups = functools.cache(self._find_groups)
+        self._groups = functools.cache(lambda model, formats: find_groups(model, None, None, formats)[0])
 
     def _model(self, checkpointing: bool) -> nn.Module:
         model = replace(self.run, checkpointing=checkpointing).model()
         if self._fused:
             fuse(model)
         return model
-
-    def _find_groups(self, checkpointing: bool, states: str) -> list[Group]:
-        return find_groups(self.model(checkpointing), None, None, Formats(states, self._masters))[0]
 
     def trace(self, checkpointing: bool, batch_size: int) -> Trace:
         """What forward and backward allocate."""
@@ -165,7 +162,7 @@ class Forecast:
         return choice.accumulation_steps * sum(self._seconds_of(choice).values())
 
     def groups(self, choice: Choice) -> list[Group]:
-        return self._groups(choice.checkpointing, choice.states)
+        return self._groups(self.model(choice.checkpointing), Formats(choice.states, self._masters))
 
     def _trained(self, choice: Choice) -> int:
         return sum(num_elements(group) for group in self.groups(choice) if group.trainable())
@@ -299,9 +296,6 @@ def peak_with_gradients(trace: Trace, widened: float, held: bool = False) -> int
     return (int(trace.total("gradients") * widened / steps) if held else 0) + trace.peak(sizes)
 
 
-# -- what `vb estimate` says of an offload stack -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OffloadEstimate:
     """What a streamed run holds, or why it does not fit (``refused``): bytes of level 0, of activations, logits and
@@ -383,8 +377,6 @@ def minimum_gpu_bytes(run: Run, gpu_bytes: int = 0) -> tuple[int, str] | None:
         return None
     # What a level lacks, without what is free at that moment and without the runtime's remedy.
     setting = str(lacking).partition(" free, and ")[2].partition(": raise ")[0] or str(lacking)
-    return (
-        context + level0,
-        f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams, and streaming needs "
-        f"{format_bytes(level0)} of level 0: {setting.replace(' there (', ' next to what stays there (')}",
-    )
+    taken = f"the CUDA context takes {format_bytes(context)} with the runtime's kernels and streams"
+    setting = setting.replace(" there (", " next to what stays there (")
+    return context + level0, f"{taken}, and streaming needs {format_bytes(level0)} of level 0: {setting}"

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, nearest
+from vblackwell.errors import ConfigurationError, InsufficientMemory, check_known
 from vblackwell.machine.gpus import NUM_SMS, context_bytes
+from vblackwell.nn.convert.training import checkpoint_layers
 from vblackwell.nn.decoder.config import DecoderConfig
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.planner.model_spec import ModelSpec, check_batch, find_model, of_decoder
@@ -48,9 +48,8 @@ class Run:
     num_sms: int = NUM_SMS
 
     def __post_init__(self) -> None:
-        for what, name, known in (("precision", self.precision, PRECISIONS), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if name not in known:
-                raise ConfigurationError(f"{what} {name!r} is none of {', '.join(known)}{nearest(name, known)}")
+        check_known("precision", self.precision, PRECISIONS)
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,32 +62,19 @@ class Run:
 
     def prepared(self, model: Any) -> nn.Module:
         """``model`` with its checkpointing switched on, if that is asked for."""
-        is_ours = isinstance(model, Decoder)
-        if self.precision == "autocast" and is_ours:
+        if self.precision == "autocast" and isinstance(model, Decoder):
             raise ConfigurationError("presets compute in bf16 from bf16 weights, not under autocast: --precision bf16")
-        if self.checkpointing and is_ours:
-            model.gradient_checkpointing = True
-        elif self.checkpointing:
-            if not hasattr(model, "gradient_checkpointing_enable"):
-                raise ConfigurationError(f"{self.spec.name} cannot switch on gradient checkpointing: leave it out")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # renamed in newer versions of transformers
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.checkpointing:
+            checkpoint_layers(model)
         return model
 
     def trace(self, batch_size: int, model: nn.Module | None = None, optimizes: bool = True, steps: int = 2) -> Trace:
         """What ``steps`` steps with that batch allocate; ``model``: made already."""
         batch = language_batch(self.spec.vocab_size, batch_size, self.seq_length)
-        return trace_training(
-            model or self.model(),
-            batch,
-            self.spec.loss,
-            OPTIMIZERS[self.optimizer] if optimizes else None,
-            autocast=torch.bfloat16 if self.precision == "autocast" else None,
-            capability=self.capability,
-            num_sms=self.num_sms,
-            steps=steps,
-        )
+        what = (model or self.model(), batch, self.spec.loss, OPTIMIZERS[self.optimizer] if optimizes else None)
+        autocast = torch.bfloat16 if self.precision == "autocast" else None
+        gpu: dict[str, Any] = {"capability": self.capability, "num_sms": self.num_sms}
+        return trace_training(*what, autocast=autocast, steps=steps, **gpu)
 
     def largest_batch(self, gpu_bytes: int) -> int:
         """The largest batch that `fits` a GPU of that size; 0 where one sequence does not."""
@@ -300,13 +286,12 @@ class VGPUResourceEstimator:
         first_gpu, *others = (allocatable_bytes(int(size * MiB), estimate.context) for size in gpus)
         free = first_gpu - step
         if free < MiB:
-            raise InsufficientMemory(
-                f"a GPU of {gpus[0]:g} MiB has no room for a level next to the CUDA context, "
-                f"{format_bytes(estimate.context)}, and the step's activations, logits and workspace, "
-                f"{format_bytes(step)}: give a smaller batch",
-                needed_bytes=estimate.context + step + MiB,
-                available_bytes=int(gpus[0] * MiB),
+            needed, context = estimate.context + step + MiB, format_bytes(estimate.context)
+            taken = (
+                f"the CUDA context, {context}, and the step's activations, logits and workspace, {format_bytes(step)}"
             )
+            wrong = f"a GPU of {gpus[0]:g} MiB has no room for a level next to {taken}: give a smaller batch"
+            raise InsufficientMemory(wrong, needed_bytes=needed, available_bytes=int(gpus[0] * MiB))
         state = estimate.state_bytes
         wanted = state if state <= free else math.ceil(max(1, estimate.weights) * target_hit_rate)
         levels = [("cuda:0", min(free, max(wanted, MiB)))]

@@ -34,10 +34,8 @@ def check_batch(batch_size: int, seq_length: int) -> None:
         if value < 1:
             raise ConfigurationError(f"{name} {value} is not possible: give at least 1")
     if batch_size * seq_length > MAX_TOKENS:
-        raise ConfigurationError(
-            f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward: "
-            f"give at most {MAX_TOKENS}"
-        )
+        wrong = f"{batch_size} sequences of {seq_length} tokens are {batch_size * seq_length:.3g} tokens in one forward"
+        raise ConfigurationError(f"{wrong}: give at most {MAX_TOKENS}")
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,15 @@ def find_model(text: str, decoders: dict[str, DecoderConfig], seq_length: int) -
     if is_hub_id(text):
         return of_config(read_json(find_config(text)), text, seq_length)
     names = [*decoders, *KNOWN_MODELS]
-    raise ConfigurationError(
-        f"model {text!r} is unknown{nearest(text, names)}; give one of {', '.join(names)}, a Hugging Face folder or "
-        "hub id, a config.json, or package.module:factory"
-    )
+    known = f"{', '.join(names)}, a Hugging Face folder or hub id, a config.json, or package.module:factory"
+    raise ConfigurationError(f"model {text!r} is unknown{nearest(text, names)}; give one of {known}")
 
 
 def of_decoder(name: str, config: DecoderConfig) -> ModelSpec:
-    return ModelSpec(
-        name,
-        lambda dtype: Decoder(config, device="meta", dtype=dtype).train(),
-        config.vocab_size,
-        lambda model, batch: model(batch["input_ids"], batch["labels"]),
-    )
+    def build(dtype: torch.dtype) -> nn.Module:
+        return Decoder(config, device="meta", dtype=dtype).train()
+
+    return ModelSpec(name, build, config.vocab_size, lambda model, batch: model(batch["input_ids"], batch["labels"]))
 
 
 def of_config(fields: dict[str, Any], source: str, seq_length: int) -> ModelSpec:
@@ -123,10 +117,8 @@ def _of_factory(text: str) -> ModelSpec:
     model, note = _built(text, make)
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     if not sizes:
-        raise ConfigurationError(
-            f"{text} has no nn.Embedding, so what it takes is not known: use vblackwell.trace.trace.trace_training "
-            "from Python"
-        )
+        wrong = f"{text} has no nn.Embedding, so what it takes is not known"
+        raise ConfigurationError(f"{wrong}: use vblackwell.trace.trace.trace_training from Python")
     model.train()
     return ModelSpec(text, lambda dtype: model.to(dtype), max(sizes), _any_loss, make, note)
 
@@ -140,10 +132,9 @@ def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | N
     except Exception as error:  # as above: reading a tensor's values, loading a file, or a mistake
         why = brief(error)
     free = memory_facts().available_bytes
-    refusal = (
-        f"{text} cannot be built on device 'meta' ({why}), and for real it takes more than the {format_bytes(free)} of "
-        "RAM that were free: leave out of the factory what needs values, such as .item() and files that are loaded"
-    )
+    unbuilt = f"{text} cannot be built on device 'meta' ({why})"
+    remedy = "leave out of the factory what needs values, such as .item() and files that are loaded"
+    refusal = f"{unbuilt}, and for real it takes more than the {format_bytes(free)} of RAM that were free: {remedy}"
     try:
         with StoragesWithBytes(free, refusal):
             found = make()
@@ -152,7 +143,7 @@ def _built(text: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, str | N
     except Exception as error:
         alike = "" if brief(error) == why else f"; on device 'meta': {why}"
         raise ConfigurationError(f"{text} cannot be built: {brief(error)}{alike}") from error
-    note = f"{text} cannot be built on device 'meta' ({why}): it was built for real in this machine's RAM"
+    note = f"{unbuilt}: it was built for real in this machine's RAM"
     try:
         return on_meta(found), note
     except Untraceable:

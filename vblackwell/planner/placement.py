@@ -5,8 +5,6 @@ Where bytes live changes no bit of a run; recomputing may round otherwise where 
 numbers (8-bit states, a micro-batch other than the user's) is tried only where the `Space` allows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -44,7 +42,7 @@ class Space:
     activations: tuple[str, ...] = ("level0", "host")
     states: tuple[str, ...] = ("fp32",)
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> "Iterator[Choice]":
         """Every combination that means something."""
         for (batch, count), checkpointing, states in product(self.batches, self.checkpointing, self.states):
             one = Choice("resident", batch, count, checkpointing, states=states)
@@ -214,11 +212,9 @@ def make_plan(
     if not found:
         near, lacking = next(iter(_nearest(rejected)), (None, None))
         text = f"the nearest is {near}, which {lacking}" if near else "there is nothing to choose from"
-        raise InsufficientMemory(
-            f"no plan fits {bounds}: {text}; give fewer or shorter sequences, or more memory (--fast-memory, "
-            "--host-memory, --disk-memory)",
-            needed_bytes=lacking.num_bytes if lacking else 0,
-        )
+        remedy = "give fewer or shorter sequences, or more memory (--fast-memory, --host-memory, --disk-memory)"
+        needed = lacking.num_bytes if lacking else 0
+        raise InsufficientMemory(f"no plan fits {bounds}: {text}; {remedy}", needed_bytes=needed)
     found.sort(key=lambda each: each[1].token_seconds)
 
     def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:
@@ -251,8 +247,7 @@ def _numbers(prediction: Prediction) -> str:
     if prediction.threads:
         disk += f" and {format_bytes(prediction.threads)} of RAM for its threads"
     busy = prediction.busy.get(prediction.bottleneck, 0.0)
-    return (
-        f"{prediction.tokens_per_second:,.0f} tokens/s ({format_seconds(prediction.step_seconds)} a step, "
-        f"{prediction.bottleneck} busy {busy:.0%}), level 0 {format_bytes(prediction.gpu)} (P99 "
-        f"{format_bytes(prediction.gpu_p99)}), RAM {format_bytes(prediction.host)}{disk}"
-    )
+    step, busiest = format_seconds(prediction.step_seconds), f"{prediction.bottleneck} busy {busy:.0%}"
+    gpu, p99, host = map(format_bytes, (prediction.gpu, prediction.gpu_p99, prediction.host))
+    speed = f"{prediction.tokens_per_second:,.0f} tokens/s ({step} a step, {busiest})"
+    return f"{speed}, level 0 {gpu} (P99 {p99}), RAM {host}{disk}"

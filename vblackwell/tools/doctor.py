@@ -86,7 +86,7 @@ def advice(
         found.append(
             f"disk level: {disk.path} is {disk.file_system}, which is RAM: give --disk-path a folder on a disk."
         )
-    elif disk.file_system in SLOW_FILE_SYSTEMS:
+    elif disk.file_system.startswith(SLOW_FILE_SYSTEMS):
         found.append(f"disk level: {disk.path} is {disk.file_system}, which is slow: give --disk-path a local disk.")
     if disk.free_bytes < GiB:
         found.append(

@@ -11,9 +11,8 @@ With expandable segments each pool is one range of addresses, mapped in pages of
 it needs to grow, and split to the last 512 B; hitting the cap unmaps the whole pages inside free blocks.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +34,8 @@ class Block:
     small: bool
     mapped: bool = True
     allocated: bool = False
-    previous: Block | None = None
-    next: Block | None = None
+    previous: "Block | None" = None
+    next: "Block | None" = None
 
     @property
     def is_free(self) -> bool:
@@ -60,11 +59,16 @@ def segment_size(size: int) -> int:
 
 
 class CachingAllocator:
-    """Blocks without bytes, at most ``cap_bytes`` (None: no limit); ``expandable``: expandable_segments:True."""
+    """Blocks without bytes, at most ``cap_bytes`` (None: no limit); ``expandable``: expandable_segments:True.
+
+    Peaks are as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count; of a `replay`, ``peak_event`` is the
+    event of the first, and ``fits`` says that every allocation succeeded.
+    """
 
     def __init__(self, cap_bytes: int | None = None, expandable: bool = False) -> None:
         self.cap_bytes, self.expandable = cap_bytes, expandable
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.flushes = self.peak_event = 0
+        self.fits = True
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
         self._address = _SPAN
         self._ranges = {small: Block(_SPAN * (2 - small), _SPAN, small, mapped=False) for small in (True, False)}
@@ -80,12 +84,10 @@ class CachingAllocator:
             self._flush()
             block = self._grow(size, small)
         if block is None:
-            raise InsufficientMemory(
-                f"an allocation of {format_bytes(size)} does not fit: {format_bytes(self.allocated)} are in use and "
-                f"{format_bytes(self.reserved)} reserved of {format_bytes(self.cap_bytes or 0)}",
-                needed_bytes=self.reserved + size,
-                available_bytes=self.cap_bytes or 0,
-            )
+            cap, used, held = self.cap_bytes or 0, format_bytes(self.allocated), format_bytes(self.reserved)
+            wrong = f"an allocation of {format_bytes(size)} does not fit"
+            said = f"{wrong}: {used} are in use and {held} reserved of {format_bytes(cap)}"
+            raise InsufficientMemory(said, needed_bytes=self.reserved + size, available_bytes=cap)
         rest = block.size - size
         if rest >= MIN_BLOCK if small or self.expandable else rest > SMALL_SIZE:
             self._put(self._cut(block, size))
@@ -224,32 +226,25 @@ class CachingAllocator:
                 self._absorb(before, after)
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What a trace makes the allocator hold: peaks as `torch.cuda.max_memory_allocated` and `max_memory_reserved`
-    count, the first at event ``peak_event``; ``fits``: every allocation succeeded, else the rest is of those before.
-    """
-
-    fits: bool
-    peak_allocated: int
-    peak_reserved: int
-    peak_event: int
-
-
-def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> Replay:
-    """Run the events of a `Trace` through the allocator."""
-    allocator = CachingAllocator(cap_bytes, expandable)
+def play(trace: Any, allocator: CachingAllocator) -> Iterator[int]:
+    """Run the events of a `Trace`, one a step; each is given when it has happened."""
     blocks: dict[int, Block | None] = {}
-    peak_event, fits = 0, True
-    try:
-        for position, event in enumerate(trace.events):
-            if event < 0:
-                allocator.free(blocks.pop(~event))
-                continue
-            before = allocator.peak_allocated
+    for event in trace.events:
+        if event >= 0:
             blocks[event] = allocator.malloc(trace.sizes[event])
-            if allocator.peak_allocated > before:
-                peak_event = position
+        else:
+            allocator.free(blocks.pop(~event))
+        yield event
+
+
+def replay(trace: Any, cap_bytes: int | None = None, expandable: bool = False) -> CachingAllocator:
+    """An allocator that the events of a `Trace` went through, as far as they fitted."""
+    allocator = CachingAllocator(cap_bytes, expandable)
+    peak = 0
+    try:
+        for position, _ in enumerate(play(trace, allocator)):
+            if allocator.peak_allocated > peak:
+                peak, allocator.peak_event = allocator.peak_allocated, position
     except InsufficientMemory:
-        fits = False
-    return Replay(fits, allocator.peak_allocated, allocator.peak_reserved, peak_event)
+        allocator.fits = False
+    return allocator

@@ -32,9 +32,8 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
 
     kind = fields.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
-        raise ConfigurationError(
-            f"{source}: model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
-        )
+        unknown = f"model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
+        raise ConfigurationError(f"{source}: {unknown}")
     check_fields(fields, source)
     rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
     for name, value in rest.items():
@@ -64,9 +63,7 @@ def check_fields(fields: dict[str, Any], source: str, required: Sequence[Sequenc
         raise ConfigurationError(f"{source} lacks the field 'model_type': it is no configuration of transformers")
     for names in required:
         if not any(name in fields for name in names):
-            raise ConfigurationError(
-                f"{source} lacks the field {names[0]!r}: without it the size of the model is not known"
-            )
+            raise ConfigurationError(f"{source} lacks the field {names[0]!r}: the model's size is not known without it")
 
 
 class GroupedOnMeta(torch.autograd.Function):
@@ -86,9 +83,7 @@ class GroupedOnMeta(torch.autograd.Function):
 
 
 def _refuse_flex(*args: Any, **options: Any) -> Any:
-    raise Unsupported(
-        "flex_attention is compiled, and cannot be traced: make the model with attn_implementation='sdpa'"
-    )
+    raise Unsupported("flex_attention is compiled, and cannot be traced: give attn_implementation='sdpa'")
 
 
 @contextmanager

@@ -246,11 +246,8 @@ def attention(
     if is_usual and _is_half(query) and attn_mask is None:
         if pad := -head % 8:
             query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
-        scale = head**-0.5 if scale is None else scale
-        out = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
-        return out[0][..., :head]
+        given, scale = (query, key, value, dropout_p, is_causal, False), head**-0.5 if scale is None else scale
+        return torch.ops.aten._scaled_dot_product_flash_attention(*given, scale=scale)[0][..., :head]
     if not is_usual or query.shape[1] != key.shape[1] or (attn_mask is not None and attn_mask.stride(-1) != 1):
         return unfused_attention((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     bias = attn_mask
@@ -259,10 +256,8 @@ def attention(
         if pad := -bias.shape[-1] % 8:
             bias = functional.pad(bias, (0, pad))[..., :-pad]
         bias = bias.expand(*query.shape[:3], key.shape[2])
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, saves, dropout_p, is_causal, scale=scale
-    )
-    return out[0]
+    given = (query, key, value, bias, saves, dropout_p, is_causal)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
 
 
 def _saved(tensor: Tensor) -> dict[str, Any]:
@@ -286,19 +281,13 @@ def check_torch() -> None:
     """Raises Unsupported where this torch lacks something that a trace needs, instead of bytes that are wrong."""
     missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
     if missing:
-        raise Unsupported(
-            f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks: they were tried with torch "
-            f"{TRIED_VERSIONS}"
-        )
+        lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
+        raise Unsupported(f"{lacks}: they were tried with torch {TRIED_VERSIONS}")
 
 
 @contextmanager
-def cuda_on_meta(
-    autocast: torch.dtype | None = None,
-    capability: tuple[int, int] = (8, 0),
-    on_call: Callable[[torch.nn.Module], None] = lambda module: None,
-) -> Iterator[CudaOnMeta]:
-    """Enter `CudaOnMeta`, on a GPU of that compute capability; ``on_call`` is told of every module that is called.
+def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
+    """Enter `CudaOnMeta`, on a GPU of that compute capability.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
     itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
@@ -307,14 +296,10 @@ def cuda_on_meta(
     check_torch()
     with _ONE_AT_A_TIME, ExitStack() as stack:
         mode, has_bf16, optimizer = CudaOnMeta(autocast), capability >= (8, 0), torch.optim.Optimizer
-        call, run_backward = torch.nn.Module.__call__, graph._engine_run_backward
+        run_backward = graph._engine_run_backward
         # Our kernels' dispatcher remembers the capability: not across the borders of a trace.
         dispatch = sys.modules.get("vblackwell.kernels.runtime.registry")
         forget: Callable[[], Any] = getattr(getattr(dispatch, "capability", None), "cache_clear", lambda: None)
-
-        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            on_call(module)
-            return call(module, *args, **kwargs)
 
         def run_engine(*args: Any, **kwargs: Any) -> Any:
             # torch takes a mode off the stack before it hands `backward` to it. Functions' own backwards and the
@@ -328,7 +313,6 @@ def cuda_on_meta(
             return attention(*args, **kwargs)
 
         answers: list[tuple[Any, str, Any]] = [
-            (torch.nn.Module, "__call__", called),
             (torch.autograd, "_engine_run_backward", run_engine),
             (functional, "scaled_dot_product_attention", attend),
             (torch.cuda, "get_device_capability", lambda device=None: capability),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.trace.cuda_on_meta import META
@@ -29,17 +28,12 @@ class Known:
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
-class MetaAnswers(TorchDispatchMode):
+class MetaAnswers:
     """Calls operators, and remembers; ``known``: of the last call, None where its arguments do not say everything."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._known: dict[Any, Known] = {}
         self.known: Known | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
-            return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.known = None

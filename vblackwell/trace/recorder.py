@@ -3,7 +3,9 @@
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ class Recorder(TorchDispatchMode):
         self.category: dict[int, str] = {}
         self.marks: list[tuple[int, int, str]] = []
         self.work: list[Work] = []
+        self.reached: dict[nn.Module | None, tuple[int, int, int]] = {}  # events, storages, work at its first call
+        self.head: nn.Module | None = None
         self.step = 0
         self.phase = "setup"
         self.answers = MetaAnswers()
@@ -96,9 +100,28 @@ class Recorder(TorchDispatchMode):
         )
         self.work.append(work)
 
-    def called(self, module: nn.Module) -> None:
+    def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self.counts_work:
             self.work.append(Work(self.phase, kind="host", issues=module_issues(module)))
+        if self.phase != "forward" or not any(each is not None for each in module._parameters.values()):
+            return
+        self.head = module
+        if module not in self.reached:
+            self.reached[module] = len(self.log.events), len(self.log.sizes), len(self.work)
+            values = [each for x in tree_leaves(inputs) for each in (x, *getattr(x, "__dict__", {}).values())]
+            for tensor in islice((each for each in values if isinstance(each, Tensor) and each.requires_grad), 1):
+                tensor.register_hook(partial(self._passed, module))
+
+    def _passed(self, module: nn.Module, gradient: Tensor) -> None:
+        if module is self.head and self.phase == "loss_backward":
+            self.enter_phase("backward")
+
+    def split_forward(self) -> None:
+        """From its head on, the last module with weights that it calls, the forward made logits and loss."""
+        if self.head in self.reached:
+            event, self.first["loss"], done = self.reached[self.head]
+            self.marks.append((event, self.step, "loss"))
+            self.work[done:] = [replace(each, phase="loss") for each in self.work[done:]]
 
     def read(self) -> None:
         """Note that the host asks for a number that the GPU makes."""
@@ -230,13 +253,9 @@ class StoragesWithBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self.see(each)
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                self.log.see(each)
+        if self.log.live_bytes > self.max_bytes:
+            needed = {"needed_bytes": self.log.live_bytes, "available_bytes": self.max_bytes}
+            raise InsufficientMemory(self.refusal, **needed)
         return out
-
-    def see(self, tensor: Tensor) -> None:
-        if tensor.device.type != "meta":
-            self.log.see(tensor)
-        live = self.log.live_bytes
-        if live > self.max_bytes:
-            raise InsufficientMemory(self.refusal, needed_bytes=live, available_bytes=self.max_bytes)

@@ -5,19 +5,15 @@ they cost. Two steps, because optimizers allocate states in the first and autogr
 into the second. What no output shows is added by `vblackwell.trace.workspace`.
 """
 
-from __future__ import annotations
-
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from vblackwell.errors import ConfigurationError, Unsupported, VBError
@@ -28,7 +24,6 @@ from vblackwell.trace.recorder import Recorder
 from vblackwell.trace.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace")
-MAX_KNOWN_HEADS = 64
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeBatch = Callable[[], Any]
@@ -78,7 +73,7 @@ class Trace:
             if event >= 0
         }
 
-    def without(self, storages: Iterable[int]) -> Trace:
+    def without(self, storages: Iterable[int]) -> "Trace":
         """The trace without these storages, and without phases and work, which it would no longer say."""
         gone = {event for index in storages for event in (index, ~index)}
         return replace(self, events=tuple(each for each in self.events if each not in gone), marks=(), work=())
@@ -103,10 +98,9 @@ def refuse_frozen(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if not any(param.requires_grad for param in parameters):
         frozen = f"all of its {len(parameters)} parameters are frozen (requires_grad is False)"
-        raise ConfigurationError(
-            f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}; call "
-            "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
-        )
+        wrong = f"{type(model).__name__} has nothing to train: {frozen if parameters else 'it has no parameters'}"
+        remedy = "requires_grad_(True) on what is to learn, or train adapters (vb train --model FOLDER --lora 16)"
+        raise ConfigurationError(f"{wrong}; call {remedy}")
 
 
 def trace_training(
@@ -135,20 +129,18 @@ def trace_training(
     model = on_meta(model)
     recorder = Recorder(capability, num_sms)
     try:
-        with cuda_on_meta(autocast, capability, recorder.called) as cuda, plain_batches():
+        calls = register_module_forward_pre_hook(recorder.called)
+        with calls, cuda_on_meta(autocast, capability) as cuda, plain_batches():
             recorder.enter_phase("setup")
             _see(recorder, [*model.parameters(), *model.buffers()], "weights")
             optimizer = make_optimizer(model.parameters()) if make_optimizer else None
-            with recorder.answers:
-                head = last_module_with_weights(model, make_batch, loss)
-            with _watching(head, recorder):
-                model.zero_grad(set_to_none=True)
-                for recorder.step in range(steps):
-                    recorder.counts_work = recorder.step == steps - 1
-                    with recorder:
-                        _run_step(recorder, cuda, model, make_batch, loss, optimizer)
-                recorder.enter_phase("setup")
-                model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
+            for recorder.step in range(steps):
+                recorder.counts_work = recorder.step == steps - 1
+                with recorder:
+                    _run_step(recorder, cuda, model, make_batch, loss, optimizer)
+            recorder.enter_phase("setup")
+            model.zero_grad(set_to_none=True)
             del optimizer  # its states end here, where it is seen
     except VBError:
         raise
@@ -157,15 +149,11 @@ def trace_training(
         where = f"in phase {recorder.phase!r} of step {recorder.step + 1}"
         said = f"{type(model).__name__} cannot be traced on tensors without bytes, {where}: {brief(error)}"
         raise Untraceable(said) from error
-    return Trace(
-        tuple(recorder.log.sizes),
-        tuple(recorder.category.get(i, "workspace") for i in range(len(recorder.log.sizes))),
-        tuple(recorder.log.events),
-        tuple(recorder.marks),
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        work=tuple(recorder.work),
-    )
+    sizes, parameters = recorder.log.sizes, list(model.parameters())
+    categories = tuple(recorder.category.get(i, "workspace") for i in range(len(sizes)))
+    counts = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    events, marks, work = tuple(recorder.log.events), tuple(recorder.marks), tuple(recorder.work)
+    return Trace(tuple(sizes), categories, events, marks, *counts, work)
 
 
 def trace_forward(model: nn.Module, make_batch: MakeBatch, loss: Loss, capability: tuple[int, int]) -> tuple[Work, ...]:
@@ -203,11 +191,13 @@ def _run_step(
 ) -> None:
     first = recorder.first
     first.clear()
+    recorder.reached.clear()
     recorder.enter_phase("forward")
     batch = make_batch()
     cuda.casts = {}
     value = loss(model, batch)
     cuda.casts = None
+    recorder.split_forward()
     for index in recorder.log.alive():
         if index >= first["forward"]:
             kind = "logits_and_loss" if index >= first.get("loss", index + 1) else "activations"
@@ -228,52 +218,3 @@ def _run_step(
     cuda.item_read = None
     _see(recorder, tree_leaves(list(optimizer.state.values())), "optimizer")
     optimizer.zero_grad(set_to_none=True)
-
-
-def _watching(head: nn.Module | None, recorder: Recorder) -> AbstractContextManager[Any]:
-    """From the call of ``head`` on, the forward makes logits and loss, until backward has passed it again."""
-
-    def reached(module: nn.Module, inputs: Sequence[Any]) -> None:
-        if recorder.phase != "forward":
-            return
-        recorder.enter_phase("loss")
-        for each in tree_leaves(inputs):
-            is_holder = hasattr(each, "__dict__") and not isinstance(each, Tensor)
-            for tensor in vars(each).values() if is_holder else [each]:
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(passed)
-                    return
-
-    def passed(gradient: Tensor) -> None:
-        if recorder.phase == "loss_backward":
-            recorder.enter_phase("backward")
-
-    return nullcontext() if head is None else head.register_forward_pre_hook(reached)
-
-
-_known_heads: dict[Any, str] = {}  # by class, loss and names of modules: it takes a forward to know
-
-
-def last_module_with_weights(model: nn.Module, make_batch: MakeBatch, loss: Loss) -> nn.Module | None:
-    """The head: what the forward calls last; models of one class with the same modules are asked once."""
-    modules = dict(model.named_modules())
-    key = type(model), loss, tuple((name, type(module)) for name, module in modules.items())
-    remembered = getattr(loss, "__closure__", loss) is None  # what a closure holds would be kept with it
-    if remembered and key in _known_heads:
-        return modules[_known_heads[key]]
-    called: list[str] = []
-    with ExitStack() as hooks, torch.no_grad(), warnings.catch_warnings():
-        for name, module in modules.items():
-            if any(True for _ in module.parameters(recurse=False)):
-                note = partial(lambda name, *_: called.append(name), name)
-                hooks.enter_context(module.register_forward_pre_hook(note))
-        # Reentrant checkpointing says it; no gradient is wanted here.
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        loss(model, make_batch())
-    if not called:
-        return None
-    if remembered:
-        if len(_known_heads) >= MAX_KNOWN_HEADS:
-            _known_heads.clear()
-        _known_heads[key] = called[-1]
-    return modules[called[-1]]

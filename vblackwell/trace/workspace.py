@@ -30,11 +30,11 @@ def workspace_bytes(
 ) -> tuple[int, tuple[int, ...]]:
     """Bytes that operator ``name`` takes during its call, and for a moment after each of its ``outputs``."""
     if name == "convolution":
-        return 0, _convolution(outputs[0].numel(), *args[:2], *args[3:5], args[6], args[8])
+        return 0, _convolution(outputs[0].numel(), *[args[at] for at in (0, 1, 3, 4, 6, 8)])
     if name == "convolution_backward":
-        return 0, _convolution_backward(*args[:3], *args[4:6], args[7], *args[9:11])
+        return 0, _convolution_backward(*[args[at] for at in (0, 1, 2, 4, 5, 7, 9, 10)])
     found = _sum(num_sms, *args) if name in ("sum", "mean") else _FORMULAS[name](*args) if name in _FORMULAS else 0
-    if name in TAKEN_AFTER_OUTPUTS:
+    if name == "_safe_softmax" or name.startswith("_scaled_dot_product"):  # after its outputs
         return 0, (*[0] * (len(outputs) - 1), found)
     return found, ()
 
@@ -45,13 +45,6 @@ def _flash_backward(dy: Tensor, query: Tensor, key: Tensor, *rest: Any) -> int:
     rows, width = -(-s // 128) * 128, -(-h // 32) * 32
     shared = 0 if key.shape[1] == n else 2 * b * n * key.shape[2] * h * key.element_size()
     return 4 * b * n * rows * (width + 1) + shared + 256
-
-
-TAKEN_AFTER_OUTPUTS = {  # what is taken after the outputs, others before
-    "_safe_softmax",
-    "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_flash_attention_backward",
-}
 
 
 def _convolution(

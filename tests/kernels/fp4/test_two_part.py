@@ -16,7 +16,8 @@ from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.two_part import TwoPartPlan, two_part_linear
 from vblackwell.kernels.runtime import nvrtc
 from vblackwell.kernels.runtime.registry import use_backend
-from vblackwell.numerics import packed, separation
+from vblackwell.numerics import separation
+from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import separate
 
 MAIN = """
@@ -58,7 +59,7 @@ def random_parts(n: int, k: int):
 
 
 def dequantize(codes, fine, scales, tensor_scale, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    return packed.dequantize(codes, scales, tensor_scale, separation.FORM, n, k, dtype, fine)
+    return PackedTensor(separation.FORM, (n, k), dtype, codes, scales, tensor_scale, fine).dequantize()
 
 
 def bf16_weight(parts, n: int, k: int) -> torch.Tensor:

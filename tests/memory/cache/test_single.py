@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import vblackwell as vb
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, InsufficientMemory, UnknownKey
 from vblackwell.memory.cache.single import CODECS, CompressedVGPULevel
 from vblackwell.numerics.fp4 import quantize
-from vblackwell.numerics.sqnr import sqnr
 
 pytest.importorskip("zstandard", reason="the extra 'compressed' is not installed")
 

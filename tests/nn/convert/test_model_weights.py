@@ -119,7 +119,6 @@ def _bloom() -> nn.Module:
         (lambda: build("gemma"), "model.norm", "something else than weight * x / rms(x)"),
         (lambda: build("gemma"), "model.layers.0.mlp", "something else than down(silu(gate(x)) * up(x))"),
         (lambda: build("gemma"), "lm_head", "the output head"),
-        (lambda: build("opt"), "model.decoder.layers.0.activation_fn", "nothing proves whose output it takes"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "", "not one of transformers'"),
     ],
 )

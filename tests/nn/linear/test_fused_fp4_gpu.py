@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
+from tests.sqnr import sqnr
 from vblackwell.errors import Unsupported
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.round_trip import round_trip
-from vblackwell.numerics.sqnr import sqnr
 
 pytestmark = pytest.mark.gpu
 FORMATS = ["nvfp4", "mxfp4", "nf4", "int4", "int8"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.kernels.fp4 import w4a8
 from vblackwell.nn.convert.linears import replace_linears, select_linears
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
 from vblackwell.numerics.fp4 import quantize
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.numerics.sqnr import sqnr
 
 K, N = 64, 48
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import vblackwell as vb
+from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, UnknownKey
 from vblackwell.kernels.fp4 import two_part_round
 from vblackwell.kernels.pointwise.rows import swiglu
@@ -24,7 +25,6 @@ from vblackwell.nn.linear.one_input import linears_of_one_input
 from vblackwell.nn.linear.rounded import Rounded, rounded_linears, rounded_swiglu_linear
 from vblackwell.nn.linear.two_part import Settings, VBOptimizedLinear
 from vblackwell.numerics.separation import round_to_parts, training_scales
-from vblackwell.numerics.sqnr import sqnr
 from vblackwell.trace.trace import trace_training
 
 

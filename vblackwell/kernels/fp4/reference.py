@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.kernels.fp4 import layout
-from vblackwell.numerics import packed
 from vblackwell.numerics.formats import FORMATS
+from vblackwell.numerics.packed import PackedTensor
 
 _FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 ACTIVATIONS = ("none", *_FUNCTIONS)
@@ -24,7 +24,7 @@ def weight_of(weight: Sequence[Tensor], format: str, n: int, k: int) -> Tensor:
         return dequantize(*weight, format=format, n=n, k=k)
     parts = layout.parts_from_tiled(*weight, n=n, k=k) if layout.is_tiled(format) else weight
     codes, fine, scales, tensor_scale = parts
-    return packed.dequantize(codes, scales, tensor_scale, FORMATS["nvfp4"], n, k, torch.float32, fine)
+    return PackedTensor(FORMATS["nvfp4"], (n, k), torch.float32, codes, scales, tensor_scale, fine).dequantize()
 
 
 def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format: str, n: int, k: int) -> Tensor:
@@ -34,7 +34,7 @@ def dequantize(codes: Tensor, block_scales: Tensor, tensor_scale: Tensor, format
         format = layout.canonical_name(format)
     block_size = codes.shape[1] * 8 // FORMATS[format].bits // block_scales.shape[1]  # int4 and int8 have a choice
     form = replace(FORMATS[format], block_size=block_size)
-    return packed.dequantize(codes, block_scales, tensor_scale, form, n, k, torch.float32)
+    return PackedTensor(form, (n, k), torch.float32, codes, block_scales, tensor_scale).dequantize()
 
 
 def check_activation(activation: str) -> None:

@@ -8,8 +8,6 @@ order is that of ``preference``.
 Legend: B batch, N query heads, K key heads, S queries, T keys, H head width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.errors import Unsupported, check_known
 from vblackwell.kernels.attention import op
 from vblackwell.kernels.attention.reference import attention_reference
 from vblackwell.kernels.runtime import registry, tuning
@@ -231,19 +229,13 @@ def attention_backends(request: AttentionRequest) -> dict[str, list[str]]:
 
 def choose_attention(request: AttentionRequest, backend: str = "auto") -> str:
     """The backend that runs ``request``; Unsupported, with every backend's reasons, where it refuses."""
-    _check_name(backend)
+    check_known("attention backend", backend, ("auto", *BACKENDS))
     try:
         return registry.choose("attention", _ranking(request), request, None if backend == "auto" else backend).name
     except Unsupported:
         why = attention_backends(request)
     said = " | ".join(f"{name}: {'; '.join(reasons) or 'accepts'}" for name, reasons in why.items())
     raise Unsupported(f"attention backend {backend!r} refuses. {said}")
-
-
-def _check_name(backend: str) -> None:
-    if backend not in (known := ("auto", *BACKENDS)):
-        choice = f"choose one of {', '.join(known)}{nearest(backend, known)}"
-        raise ConfigurationError(f"no attention backend {backend!r}: {choice}")
 
 
 def attention(
@@ -314,7 +306,7 @@ def use_dispatcher(model: nn.Module, backend: str = "auto", cached: str | None =
     holds. Raises ConfigurationError where there is no such backend, Unsupported with the reason of
     `why_not_dispatcher`.
     """
-    _check_name(backend)
+    check_known("attention backend", backend, ("auto", *BACKENDS))
     if reason := why_not_dispatcher(model):
         raise Unsupported(f"the dispatcher's attention: {reason}")
     made: Any = model
@@ -354,7 +346,7 @@ def _forward(
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]
-    scores = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     variant = Variant(attention_mask, causal, dropout=options.get("dropout", 0.0), **scores)
     out_BNSH, _ = attention(query, key, value, variant, backend if queries == keys else cached)
     return out_BNSH.transpose(1, 2).contiguous(), None

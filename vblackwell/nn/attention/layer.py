@@ -3,8 +3,6 @@
 Legend: B batch, S positions, D model width, N query heads, K key-value heads, H head width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -94,7 +92,7 @@ class FlashAttention(nn.Module):
         heads = f"{self.n_heads}/{self.n_kv_heads}"
         return f"{self.d_model}, heads={heads}, causal={self.causal}, backend={self.wanted_backend!r}"
 
-    def quantize(self) -> FlashAttention:
+    def quantize(self) -> "FlashAttention":
         """Packs the projections made with ``use_fp4``, as `FusedFP4Linear.quantize`. Returns the module."""
         for projection in (self.qkv_proj, self.out_proj):
             if isinstance(projection, FusedFP4Linear):

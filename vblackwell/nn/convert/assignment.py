@@ -6,8 +6,6 @@ divergence for a byte steps up, along the lower convex hull of its choices, unti
 greedy solution of the multiple-choice knapsack. While the real loss rises by more, the choice is made again, for less.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -82,7 +80,7 @@ class Assignment:
             raise disk_error("writing", path, error) from error
 
     @classmethod
-    def load(cls, path: Path | str) -> Assignment:
+    def load(cls, path: Path | str) -> "Assignment":
         """Read the file; ConfigurationError if it cannot be read or has another version, CorruptData if it is none."""
         path = Path(path)
         if path.exists() and not path.is_file():  # a device may never end

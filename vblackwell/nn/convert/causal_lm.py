@@ -7,8 +7,6 @@ Shift, ``ignore_index``, ``shift_labels`` and ``num_items_in_batch`` mean what t
 forward passes logits untouched from head to loss is tried first, on a twin of the model with a tiny head and no trunk.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import operator
@@ -25,14 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vblackwell.errors import ConfigurationError, Unsupported
-from vblackwell.nn.convert.fused_modules import KINDS, plain_class, reason_of, swap, twin_of
+from vblackwell.nn.convert.fused_modules import KINDS, Stub, plain_class, reason_of, swap, twin_of
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET, HiddenWithTargets, takes_targets
 from vblackwell.nn.linear.fused_fp4 import FusedFP4Linear
+from vblackwell.units import columns
 
 
 @dataclass(frozen=True)
 class Row:
-    # linear, experts, attention, activation, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
+    # linear, experts, attention, norm, feed_forward, layer, gate (of experts), rotary, adapter or loss
     kind: str
     name: str  # of the module; '' for the model
     became: str | None = None  # what computes it now; None if it was left
@@ -85,15 +84,14 @@ class Conversion:
             (kind, (name or "the model") + (f" x{count}" if count > 1 else ""), became or f"left: {reason}")
             for (kind, name, became, reason), count in Counter(rows).items()
         ]
-        widths = [max((len(cell[column]) for cell in cells), default=0) for column in (0, 1)]
-        return "\n".join(f"{kind:<{widths[0]}}  {name:<{widths[1]}}  {text}" for kind, name, text in cells)
+        return "\n".join(columns(cells))
 
 
 def in_stack(model: nn.Module) -> bool:
     return any("_vb_binding" in param.__dict__ or "_vb_resident" in param.__dict__ for param in model.parameters())
 
 
-_done: weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]] = weakref.WeakKeyDictionary()
+_done: "weakref.WeakKeyDictionary[nn.Module, tuple[list[nn.Module], _FusedLoss | None]]" = weakref.WeakKeyDictionary()
 
 
 def accelerate_causal_lm(
@@ -282,15 +280,6 @@ class _Hook:
 _CHANGED = "its forward changes the logits between head and loss (a scale or a cap)"
 
 
-class _Always(nn.Module):
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer
-
-
 class _Output(tuple):  # of a trunk: hidden states, and None for every other attribute
     last_hidden_state = property(operator.itemgetter(0))
 
@@ -330,7 +319,8 @@ def _why_not_loss(model: Any) -> str | None:
         given["output_router_logits"] = False  # the trunk has no routers: the loss of their logits is no part of this
 
     def why_not(head: nn.Module, loss: Callable[..., Tensor]) -> str | None:
-        twin = twin_of(model, _modules={**model._modules, head_name: head, trunk_name: _Always(_Output((hidden,)))})
+        stubs = {head_name: head, trunk_name: Stub(lambda _: _Output((hidden,)))}
+        twin = twin_of(model, _modules={**model._modules, **stubs})
         twin.__dict__["_loss_function"] = loss
         try:
             with torch.no_grad():
@@ -350,4 +340,4 @@ def _why_not_loss(model: Any) -> str | None:
         return _CHANGED
     # A scale of 1 changes nothing and would still be computed: the loss in the logits' place must pass untouched.
     zero = hidden.new_zeros(())
-    return why_not(_Always(NoLogits(zero)), lambda *args, **kwargs: zero)
+    return why_not(Stub(lambda _: NoLogits(zero)), lambda *args, **kwargs: zero)

@@ -5,8 +5,6 @@ fp32, and must give what the fused op stands for. A module that qualifies gets a
 `torch.nn.utils.parametrize` does: names, parameters, hooks and ``isinstance`` stay. Copies and pickles of it are plain.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -150,12 +148,12 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PASSES = "_vb_passes"  # an argument of a checkpointed layer: a list that grows by one with each pass of one call
 
 
-class _Stub(nn.Module):
+class Stub(nn.Module):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, hidden_states: Any, *args: Any, **options: Any) -> Any:
+    def forward(self, hidden_states: Any = None, *args: Any, **options: Any) -> Any:
         return self.function(hidden_states)
 
 
@@ -169,8 +167,8 @@ class _Nothing:
 
 
 _WITHOUT_MLP: dict[str, nn.Module] = {
-    "post_attention_layernorm": _Stub(lambda x: x),
-    "mlp": _Stub(lambda x: _Nothing()),
+    "post_attention_layernorm": Stub(lambda x: x),
+    "mlp": Stub(lambda x: _Nothing()),
 }
 
 
@@ -193,10 +191,10 @@ def fused_layer(module: nn.Module) -> Overrides | str | None:
         return None
     x, otherwise = _random(2, 3, 8), "it computes something else than h + mlp(norm(h)) after attention"
     stubs: dict[str, nn.Module] = {
-        "input_layernorm": _Stub(torch.cos),
-        "self_attn": _Stub(lambda x: (torch.sin(3 * x), None)),
-        "post_attention_layernorm": _Stub(torch.tanh),
-        "mlp": _Stub(torch.square),
+        "input_layernorm": Stub(torch.cos),
+        "self_attn": Stub(lambda x: (torch.sin(3 * x), None)),
+        "post_attention_layernorm": Stub(torch.tanh),
+        "mlp": Stub(torch.square),
     }
     h = x + torch.sin(3 * torch.cos(x))
     first, why = {**stubs, **_WITHOUT_MLP}, None

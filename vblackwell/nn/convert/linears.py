@@ -5,8 +5,6 @@ transformers' module is searched for that (`reads_weight`). transformers' ``_ini
 folder is opened there, for modules that lack a weight, and fails where it reads one (`needed_to_initialize`).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -25,13 +23,12 @@ from vblackwell.nn.linear.one_input import hooked
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear
 from vblackwell.nn.linear.two_part import BITS, Settings, VBOptimizedLinear
 from vblackwell.numerics.packed import PackedTensor
-from vblackwell.units import format_bytes
+from vblackwell.units import columns, format_bytes
 
 HEAD = r"(^|\.)(lm_head|embed_out|output_projection|classifier|score|head)$"
 LARGE_ELEMENTS = 1 << 20
 # Bloom reads it to repeat what several GPUs once summed, GPT-J and GPT-Neo for the type of flash attention in fp32.
 _HARMLESS_READERS = ("modeling_bloom", "modeling_gptj", "modeling_gpt_neo")
-NAMED_ELEMENTS = 1 << 24  # layers that are named when they are replaced
 _INIT = re.compile(r"^    def _init_weights\(.*?(?=^    def |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -86,12 +83,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def _in_adapter(model: nn.Module, name: str) -> bool:
     """Whether the module belongs to what an adapter adds around its ``base_layer``, as peft's layers have it."""
-    module: Any = model
-    for part in name.split("."):
-        if "base_layer" in module._modules and part != "base_layer":
-            return True
-        module = module._modules[part]
-    return False
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:at])) for at in range(len(parts)))
+    return any(
+        "base_layer" in owner._modules and part != "base_layer" for owner, part in zip(around, parts, strict=True)
+    )
 
 
 def head_and(keep: str | None) -> str:
@@ -138,7 +134,6 @@ def store_linears(
     """Put a `StoredFP4Linear`, bytes on the meta device, in the place of the selected linears. Returns every linear:
     why it was left, or None; ConfigurationError if nothing is selected.
     """
-
     found = find_linears(model, pattern, head_and(keep))
     make = functools.partial(StoredFP4Linear, format=format, tiled=tiled)
     replace_linears(model, select_linears(model, pattern, head_and(keep)), make)
@@ -148,10 +143,9 @@ def store_linears(
 def install_packed(model: nn.Module, name: str, packed: PackedTensor) -> None:
     """Puts a packed weight where the linear ``name`` is, maybe on the meta device; its bias stays. See `linear_of`."""
     linear = linear_of(model, name, packed.shape)
-    if packed.fine is None:
-        layer = FusedFP4Linear.from_packed(packed, linear.bias)
-    else:
-        layer = VBOptimizedLinear.from_packed(packed, linear.bias, mode="inference")
+    in_parts = packed.fine is not None
+    kind, options = (VBOptimizedLinear, {"mode": "inference"}) if in_parts else (FusedFP4Linear, {})
+    layer = kind.from_packed(packed, linear.bias, **options)
     replace_modules(model, {linear: layer.train(linear.training)})
 
 
@@ -188,7 +182,7 @@ def enable_vb_optimization(
         enable_quantization, enable_fp4: both: coarse + fine, 8.5 bits. FP4 alone: nvfp4, 4.5 bits. Quantisation alone:
             int8 by rows, 8 bits.
         replace_pattern: 'all', 'large' (2^20 elements and more) or a regular expression searched for in names.
-        verbose: say on standard error how many layers were replaced, and name large ones with their sizes.
+        verbose: say on standard error how many layers were replaced, and their bytes.
         renewal: ``refresh_every`` and ``drift_threshold`` of `Settings`: when kept scales are renewed.
 
     Raises ConfigurationError, the model as it was, for a value out of range, both switches off, or nothing selected.
@@ -196,21 +190,13 @@ def enable_vb_optimization(
     settings = Settings.of(mode, enable_quantization, enable_fp4, **renewal)
     chosen = select_linears(model, replace_pattern)
     if verbose:
-        _say(chosen, settings)
+        weights = sum(linear.weight.numel() for linear in chosen.values())
+        held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
+        packed = format_bytes(int(weights * BITS[settings.precision] / 8))
+        counted = f"{len(chosen)} linears of {weights / 1e6:.1f} M weights"
+        print(f"{settings.precision}: {counted}, {held} now, {packed} packed", file=sys.stderr)
     replace_linears(model, chosen, lambda linear: VBOptimizedLinear.from_linear(linear, **asdict(settings)))
     return model
-
-
-def _say(chosen: dict[str, nn.Linear], settings: Settings) -> None:
-    count, weights = len(chosen), sum(linear.weight.numel() for linear in chosen.values())
-    held = format_bytes(sum(linear.weight.nbytes for linear in chosen.values()))
-    packed = format_bytes(int(weights * BITS[settings.precision] / 8))
-    lines = [f"{settings.precision}: {count} linears of {weights / 1e6:.1f} M weights, {held} now, {packed} packed"]
-    for number, (name, linear) in enumerate(chosen.items(), 1):
-        if linear.weight.numel() >= NAMED_ELEMENTS:
-            shape = "x".join(map(str, linear.weight.shape))
-            lines.append(f"  {number} of {count}: {name} {shape}, {format_bytes(linear.weight.nbytes)}")
-    print(*lines, sep="\n", file=sys.stderr)
 
 
 class VBModelWrapper(nn.Module):
@@ -247,17 +233,14 @@ class VBModelWrapper(nn.Module):
         return {name: layer.stats() for name, layer in self.replaced_modules.items()}
 
     def print_all_stats(self) -> None:
-        stats = self.get_all_stats()
-        width = max((len(name) for name in stats), default=4)
-        columns = "{:{}}  {:>13}  {:>10}  {:>10}  {:>6}  {:>8}  {:>6}"
-        print(columns.format("name", width, "shape", "weight", "cached", "steps", "renewals", "drift"))
+        stats, table = self.get_all_stats(), [("name", "shape", "weight", "cached", "steps", "renewals", "drift")]
         for name, row in stats.items():
             sizes = (format_bytes(row["weight_bytes"]), format_bytes(row["cached_bytes"]))
             shape, drift = "x".join(map(str, row["shape"])), "" if row["drift"] is None else f"{row['drift']:.3f}"
-            print(columns.format(name, width, shape, *sizes, row["steps"], row["renewals"], drift))
-        weight = format_bytes(sum(row["weight_bytes"] for row in stats.values()))
-        cached = format_bytes(sum(row["cached_bytes"] for row in stats.values()))
-        print(f"{len(stats)} layers, {weight} of weights, {cached} of caches")
+            table.append((name, shape, *sizes, str(row["steps"]), str(row["renewals"]), drift))
+        weight, cached = (sum(row[f"{what}_bytes"] for row in stats.values()) for what in ("weight", "cached"))
+        said = f"{len(stats)} layers, {format_bytes(weight)} of weights, {format_bytes(cached)} of caches"
+        print(*columns(table, range(1, 7)), said, sep="\n")
 
 
 def reads_weight(model: nn.Module, name: str) -> str | None:
@@ -283,36 +266,24 @@ def needed_to_initialize(model: Any, names: Collection[str]) -> list[str]:
     """Those of the linears ``names`` whose weight the ``_init_weights`` of a model of transformers, on meta, reads."""
     if not hasattr(model, "_init_weights"):
         return []
-    linears = {model.get_submodule(name): name for name in names}
-    without = {linear: (type(linear), linear._parameters.pop("weight")) for linear in linears}
-    needed, asked = list[str](), list[nn.Module]()
-
-    class Weightless(nn.Linear):
-        def __getattr__(self, name: str) -> Any:
-            if name == "weight":
-                asked.append(self)
-            return super().__getattr__(name)
-
-    def give_back(linear: nn.Module) -> None:
-        linear.__class__, linear._parameters["weight"] = without.pop(linear)
-
+    linears, needed = {model.get_submodule(name): name for name in names}, list[str]()
+    without = {linear: linear._parameters.pop("weight") for linear in linears}
     try:
-        for linear in linears:
-            linear.__class__ = Weightless
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for module, initialize in _initialized(model, model._init_weights):
                 while True:
                     try:
                         initialize(module)
                         break
-                    except AttributeError:
-                        if not asked or asked[-1] not in without:
+                    except AttributeError as error:
+                        lacking: Any = error.obj
+                        if error.name != "weight" or lacking not in without:
                             raise
-                        give_back(asked[-1])
-                        needed.append(linears[asked[-1]])
+                        lacking._parameters["weight"] = without.pop(lacking)
+                        needed.append(linears[lacking])
     finally:
-        for linear in list(without):
-            give_back(linear)
+        for linear, weight in without.items():
+            linear._parameters["weight"] = weight
     return needed
 
 

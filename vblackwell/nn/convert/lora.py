@@ -3,19 +3,14 @@
 Reading a flag must not import torch, so the functions do.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vblackwell.errors import ConfigurationError, Unsupported, nearest
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 ADAPTER = "default"  # peft's name of the one adapter
 # Of experts' linears before transformers stacked them; peft looks for a stacked parameter where it meets one.
@@ -44,7 +39,7 @@ class Lora:
         return (2 * self.rank if self.alpha is None else self.alpha) / self.rank
 
     @classmethod
-    def parse(cls, text: str) -> Lora:
+    def parse(cls, text: str) -> "Lora":
         """``'16'`` or ``'16,alpha=32,dropout=0.05,targets=q_proj+v_proj'``; ConfigurationError for anything else."""
         rank, *more = text.split(",")
         known, values = ("alpha", "dropout", "targets"), dict[str, Any]()
@@ -63,7 +58,7 @@ class Lora:
             raise ConfigurationError(f"--lora {text!r} cannot be read: write e.g. {example}") from None
 
 
-def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[str, Any]:
+def add_adapters(model: Any, lora: Lora, base: str | None = None) -> dict[str, Any]:
     """Wrap the targets in peft's layers, adapters on the meta device, and freeze the rest; returns adapter_config.json.
     ConfigurationError for a target that no linear has, Unsupported without peft, or where it refuses.
     """
@@ -102,7 +97,7 @@ def add_adapters(model: nn.Module, lora: Lora, base: str | None = None) -> dict[
     return json.loads(json.dumps(stated, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
 
 
-def adapter_targets(model: nn.Module) -> dict[str, str | None]:
+def adapter_targets(model: Any) -> dict[str, str | None]:
     """Every linear of ``model``: why no adapter goes around it, or None if one may."""
     from vblackwell.nn.convert.linears import HEAD, find_linears, head_of
 
@@ -144,7 +139,7 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def fill_adapter(name: str, out: Tensor, seed: int) -> None:
+def fill_adapter(name: str, out: Any, seed: int) -> None:
     """First values: A uniform as an ``nn.Linear``'s, B zero, so that the model begins as its base."""
     import torch
 

@@ -5,9 +5,8 @@ dispatcher names for the run's real shapes, or the run is refused. Deterministic
 memory-efficient kernel out: neither has a deterministic backward.
 """
 
-from __future__ import annotations
-
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ def training_loss(model: nn.Module) -> Callable[..., Tensor]:
 def attention_heads(model: nn.Module) -> tuple[int, int, int]:
     """Query heads, key and value heads, and the width of one; Unsupported for a model without attention."""
     if isinstance(model, Decoder):
-        return model.config.num_heads, model.config.kv_heads, model.config.head_size
+        return model.config.num_heads, model.config.num_kv_heads, model.config.head_dim
     made: Any = model
     config = made.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -76,9 +75,11 @@ def checkpoint_layers(model: nn.Module) -> None:
         model.gradient_checkpointing = True
         return
     made: Any = model
-    if not getattr(made, "supports_gradient_checkpointing", False):
+    if not getattr(made, "supports_gradient_checkpointing", hasattr(made, "gradient_checkpointing_enable")):
         raise Unsupported(f"--gradient-checkpointing: {type(model).__name__} does not offer it; leave the flag out")
-    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it has another name in newer versions
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def attention_backends(*, use_flash_attn: bool, deterministic: bool) -> AbstractContextManager[object]:
@@ -103,32 +104,18 @@ def fused_backend(request: dispatcher.AttentionRequest) -> str:
     reasons = {name: why for name, why in dispatcher.attention_backends(request).items() if name != "math"}
     if accepted := [name for name, why in reasons.items() if not why]:
         return accepted[0]
+    what = f"{request.heads} heads of {request.head} in {request.dtype} on {request.device}"
     said = " | ".join(f"{name}: {'; '.join(why)}" for name, why in reasons.items())
-    raise Unsupported(f"{_refused(request)}. {said}")
+    remedy = "leave the flag out, or add --mixed-precision"
+    raise Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}. {said}")
 
 
 def chosen_backend(request: dispatcher.AttentionRequest) -> str:
-    """What torch takes in this context: 'flash', 'cudnn', 'efficient' or 'math'."""
+    """What torch takes in this context, where it may take any: 'flash', 'cudnn', 'efficient' or 'math'."""
     shapes = ((1, heads, request.queries, request.head) for heads in (request.heads, request.kv_heads))
-    how: dict[str, Any] = {"dtype": request.dtype, "device": _device(request), "requires_grad": True}
-    query, key = (torch.empty(shape, **how) for shape in shapes)
-    try:
-        given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
-        choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
-    except RuntimeError as error:  # "No viable backend": some devices raise, others answer with a number of no backend
-        raise _refused(request) from error
-    numbers = (backend.value for backend in (*FUSED, SDPBackend.MATH))
-    names = dict(zip(numbers, ("cudnn", "flash", "efficient", "math"), strict=True))
-    if choice not in names:
-        raise _refused(request)
-    return names[choice]
-
-
-def _device(request: dispatcher.AttentionRequest) -> torch.device:
-    return torch.device(request.device, request.gpu)  # type: ignore[arg-type]
-
-
-def _refused(request: dispatcher.AttentionRequest) -> Unsupported:
-    what = f"{request.heads} heads of {request.head} in {request.dtype} on {_device(request)}"
-    remedy = "leave the flag out, or add --mixed-precision"
-    return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")
+    how: dict[str, Any] = {"dtype": request.dtype, "device": torch.device(request.device, request.gpu or 0)}
+    query, key = (torch.empty(shape, requires_grad=True, **how) for shape in shapes)
+    given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
+    choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
+    names = zip((*FUSED, SDPBackend.MATH), ("cudnn", "flash", "efficient", "math"), strict=True)
+    return next(name for backend, name in names if backend.value == choice)

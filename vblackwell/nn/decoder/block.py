@@ -8,8 +8,6 @@ on CUDA packed documents, and prompts that continue a filled cache, go to the di
 B batch, S new positions, T all positions, D model width, F feed-forward width, N query, K key heads, H head width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -70,7 +68,7 @@ class SteadyCache:
         self._cache = cache
         device = cache.tensors(0)[0].device
         self.position_1 = torch.tensor([cache.length], device=device)
-        self._tables = rotary_tables(0, cache.max_length, config.head_size, config.rope_theta, device)
+        self._tables = rotary_tables(0, cache.max_length, config.head_dim, config.rope_theta, device)
 
     def restart(self) -> None:
         self.position_1.fill_(self._cache.length)
@@ -90,7 +88,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        width, head, heads, kv_heads = config.hidden_size, config.head_size, config.num_heads, config.kv_heads
+        width, head, heads, kv_heads = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
         self.layer, self.head_dim, self.grouped = layer, head, kv_heads != heads
         self.backend: str | None = None
         self.q_proj = nn.Linear(width, heads * head, bias=False)
@@ -276,7 +274,7 @@ class OptimizedTransformerBlock(nn.Module):
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, use_fp4={self.use_fp4}, use_checkpoint={self.use_checkpoint}"
 
-    def quantize(self) -> OptimizedTransformerBlock:
+    def quantize(self) -> "OptimizedTransformerBlock":
         """As `FlashAttention.quantize`, of all projections; returns the block."""
         for module in (self.attention, self.up_proj, self.down_proj):
             if isinstance(module, (FlashAttention, FusedFP4Linear)):

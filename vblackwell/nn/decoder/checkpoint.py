@@ -5,8 +5,6 @@ counts every batch twice. Here the second pass runs on copies of the buffers as 
 own are swapped out, not written back: that would invalidate what autograd saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

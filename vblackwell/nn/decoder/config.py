@@ -4,12 +4,10 @@ Llama's family and nothing more. A foreign configuration that asks for anything 
 ignores a key computes something else than the file says.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from vblackwell.errors import ConfigurationError, Unsupported, nearest
+from vblackwell.errors import ConfigurationError, Unsupported, check_known
 
 # Fields of a configuration and their names in ``config.json``: those it must have, and others.
 _SIZES = {
@@ -31,8 +29,8 @@ class DecoderConfig:
     intermediate_size: int  # width inside the SwiGLU feed-forward
     num_layers: int
     num_heads: int  # of queries
-    num_kv_heads: int | None = None  # a divisor of num_heads; None: as many
-    head_dim: int | None = None  # even; None: hidden_size / num_heads
+    num_kv_heads: int = None  # type: ignore[assignment]  # a divisor of num_heads; None: as many
+    head_dim: int = None  # type: ignore[assignment]  # even; None: hidden_size / num_heads
     max_position: int = 2048  # longest sequence in tokens
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     norm_eps: float = 1e-5  # added to the mean square in RMSNorm
@@ -52,10 +50,10 @@ class DecoderConfig:
                 wrong = f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
                 raise ConfigurationError(f"{wrong}: change one of them, or give head_dim")
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             wrong = f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             raise ConfigurationError(f"{wrong}: choose a divisor")
-        if self.head_size < 2 or self.head_size % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             wrong = f"head_dim {self.head_dim} is not even"
             raise ConfigurationError(f"{wrong}: rotary positions turn pairs; choose an even one")
         if min(self.rope_theta, self.norm_eps, self.initializer_range) <= 0:
@@ -63,19 +61,9 @@ class DecoderConfig:
             raise ConfigurationError(f"{given} and initializer_range {self.initializer_range} must all be positive")
 
     @property
-    def kv_heads(self) -> int:
-        assert self.num_kv_heads is not None
-        return self.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        assert self.head_dim is not None
-        return self.head_dim
-
-    @property
     def num_parameters(self) -> int:
         """Parameters of the decoder, embedding and head included."""
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.kv_heads)
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         return 2 * self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size
 
@@ -101,7 +89,7 @@ class DecoderConfig:
         }
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> DecoderConfig:
+    def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
         ConfigurationError for a missing key or a shape that does not fit together.
         """
@@ -163,6 +151,5 @@ PRESETS: dict[str, DecoderConfig] = {
 
 def find_preset(name: str) -> DecoderConfig:
     """The preset called ``name``; ConfigurationError, with the nearest name, if there is none."""
-    if name not in PRESETS:
-        raise ConfigurationError(f"preset {name!r} is not known: choose {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+    check_known("preset", name, PRESETS)
     return PRESETS[name]

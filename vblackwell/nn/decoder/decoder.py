@@ -8,8 +8,6 @@ over ``loss_chunk_tokens`` tokens at a time (`HiddenWithTargets`): the logits of
 Legend: B batch, S sequence, T tokens (B * S), D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -171,7 +169,7 @@ class Decoder(nn.Module):
             wrong = f"a sequence of {start + length} tokens: this model's limit is {limit}"
             raise ConfigurationError(f"{wrong}; shorten it")
         x_BSD = self.model.embed_tokens(input_ids_BS)
-        mask_BSS, shape = None, (self.config.head_size, self.config.rope_theta)
+        mask_BSS, shape = None, (self.config.head_dim, self.config.rope_theta)
         if positions_BS is None:
             tables = rotary_tables(start, length, *shape, x_BSD.device)
         elif cache is not None:

@@ -4,8 +4,6 @@
 ``broadcast_buffers=False``: the packed weights are equal on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vblackwell.errors import ConfigurationError
+from vblackwell.errors import check_known
 from vblackwell.kernels.fp4.linear import fp4_linear
 from vblackwell.kernels.fp4.reference import ACTIVATIONS, activate
 from vblackwell.kernels.fp4.w4a8 import check_device, check_packed, check_shape, fp4_linear_w4a8, row_tops
@@ -59,14 +57,13 @@ class FusedFP4Linear(PackableLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, format_named(format), device=device, dtype=dtype)
-        if activation not in ACTIVATIONS:
-            raise ConfigurationError(f"activation {activation!r} is not known: choose one of {', '.join(ACTIVATIONS)}")
+        check_known("activation", activation, ACTIVATIONS)
         self.activation, self.use_fp4, self.w4a8 = activation, use_fp4, w4a8
         self.scale_search = check_search(scale_search or ("max" if use_fp4 else "mse"))
         if w4a8:
             check_shape(self.form.name, out_features, in_features, self._name())
 
-    def quantize(self, *, tensor_scale: Tensor | None = None) -> FusedFP4Linear:
+    def quantize(self, *, tensor_scale: Tensor | None = None) -> Self:
         """Packs the weight and lets go of the original; on a packed layer it changes nothing. Returns the layer.
 
         ``tensor_scale`` is nvfp4's, shared with other layers; see ``numerics.fp4.joint_tensor_scale``. The layer stays
@@ -81,7 +78,7 @@ class FusedFP4Linear(PackableLinear):
             self._adopt(quantize(self.weight, self.form.name, self.scale_search, **how))
         return self
 
-    def freeze(self) -> FusedFP4Linear:
+    def freeze(self) -> Self:
         """Packs the layer and freezes its bias: a base for adapters, gradients pass to ``x``. Returns the layer."""
         if self.bias is not None:
             self.bias.requires_grad_(False)

@@ -5,8 +5,6 @@ product of 4096 x 4096 takes an H200 5.5 us, of which its bytes need 2.2. What c
 normalised input takes an `Unnormed` in its place, and nothing but `linears_of_one_input` reads it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ tensors alone (``weight_meta`` is JSON as bytes), whatever layout a GPU's buffer
 into a layer in either state. Not a subclass of ``nn.Linear``: libraries that find one read ``.weight``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -94,18 +92,6 @@ def tiled(packed: PackedTensor) -> PlacedWeight:
     return PlacedWeight(name, codes, scales, tensor_scale)
 
 
-def unplace(placed: PlacedWeight, form: Format, shape: tuple[int, int], dtype: torch.dtype) -> PackedTensor:
-    """The canonical tensor again, of a weight of this format, shape (N, K) and dtype."""
-    codes, scales, tensor_scale, fine = placed.codes, placed.scales, placed.tensor_scale, placed.fine
-    if layout.is_tiled(placed.layout):
-        if fine is None:
-            codes, scales, tensor_scale = layout.from_tiled(codes, scales, tensor_scale, placed.layout, *shape)
-            tensor_scale = tensor_scale.clone()  # a copy like the others: layers laid together share theirs
-        else:
-            codes, fine, scales, tensor_scale = layout.parts_from_tiled(codes, fine, scales, tensor_scale, *shape)
-    return PackedTensor(form, shape, dtype, codes, scales, tensor_scale, fine)
-
-
 def from_state(entries: Mapping[str, Tensor], prefix: str) -> PackedTensor:
     """The packed weight that a state dict has under ``prefix``; CorruptData where entries lack or do not fit."""
     missing = [name for name in STATE_NAMES if prefix + name not in entries]
@@ -144,7 +130,15 @@ class PackedLinear(nn.Module):
         return PlacedWeight(self.layout, *(getattr(self, name) for name in (*PARTS, FINE)))
 
     def canonical(self, placed: PlacedWeight, dtype: torch.dtype) -> PackedTensor:
-        return unplace(placed, self.form, (self.out_features, self.in_features), dtype)
+        """The weight in the layout of files again, as one of ``dtype``."""
+        codes, scales, tensor_scale, fine = placed.codes, placed.scales, placed.tensor_scale, placed.fine
+        shape = self.out_features, self.in_features
+        if layout.is_tiled(placed.layout) and fine is not None:
+            codes, fine, scales, tensor_scale = layout.parts_from_tiled(codes, fine, scales, tensor_scale, *shape)
+        elif layout.is_tiled(placed.layout):
+            codes, scales, tensor_scale = layout.from_tiled(codes, scales, tensor_scale, placed.layout, *shape)
+            tensor_scale = tensor_scale.clone()  # a copy like the others: layers laid together share theirs
+        return PackedTensor(self.form, shape, dtype, codes, scales, tensor_scale, fine)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), in the dtype of ``x`` or of autocast."""

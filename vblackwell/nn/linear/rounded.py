@@ -4,8 +4,6 @@ One node for autograd, however many weights have one input: as ops and a hook th
 times what ``nn.Linear`` does. Rounding as ``w + (round(w) - w).detach()`` keeps two more copies and is not exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -44,66 +42,57 @@ class Rounded(NamedTuple):
 
 
 class _RoundedLinears(torch.autograd.Function):
+    """Products of ``x``, or with ``up`` of ``silu(x) * up``, which is kept."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rounded: Sequence[Rounded], bias_N: Tensor | None, *weights_NK: Tensor
+        ctx: Any,
+        x: Tensor,
+        up: Tensor | None,
+        rounded: Sequence[Rounded],
+        bias_N: Tensor | None,
+        wanted: bool,
+        *weights_NK: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *(each.value for each in rounded))
+        gated = () if up is None else (x, up)
+        x = kernels().swiglu(*gated) if gated else x
+        ctx.save_for_backward(*gated, x, *(each.value for each in rounded))
         ctx.set_materialize_grads(False)
         ctx.reached = [each.reached for each in rounded]
         ctx.types = [None if bias_N is None else bias_N.dtype, *(weight.dtype for weight in weights_NK)]
+        if not wanted:
+            return tuple(x.new_empty(*x.shape[:-1], weight_NK.shape[0]) for weight_NK in weights_NK)
         return tuple(functional.linear(x, each.value, bias_N) for each in rounded)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, *values = ctx.saved_tensors
-        wanted, dx, dbias_N = ctx.needs_input_grad, None, None
-        x_MK = x.reshape(-1, x.shape[-1])
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad  # read once: a checkpoint unpacks them
+        (*gated, x), values = saved[: -len(dys)], saved[-len(dys) :]
+        dx, dup, dbias_N, x_MK = None, None, None, x.reshape(-1, x.shape[-1])
         rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys]
         given = [(dy_MN, value) for dy_MN, value in zip(rows, values, strict=True) if dy_MN is not None]
-        if wanted[0] and given:
+        if (wanted[0] or wanted[1]) and given:
             dx = linears_dx([dy_MN for dy_MN, _ in given], [value for _, value in given]).view(x.shape)
+            if gated:
+                dx, dup, _ = kernels().swiglu_backward(dx, *gated, False)
         dweights: list[Tensor | None] = [None] * len(rows)
         for at, (dy_MN, reached) in enumerate(zip(rows, ctx.reached, strict=True)):
-            if dy_MN is not None and wanted[3 + at]:
+            if dy_MN is not None and wanted[5 + at]:
                 reached()
                 dweights[at] = torch.mm(dy_MN.t(), x_MK).to(ctx.types[1 + at])
-        if wanted[2] and rows[0] is not None:
+        if wanted[3] and rows[0] is not None:
             dbias_N = rows[0].sum(0).to(ctx.types[0])
-        return (dx, None, dbias_N, *dweights)
-
-
-class _RoundedSwiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool, weight_DI: Tensor) -> Tensor:
-        product = kernels().swiglu(gate, up)
-        ctx.save_for_backward(gate, up, product, rounded.value)
-        ctx.reached, ctx.type = rounded.reached, weight_DI.dtype
-        if not wanted:
-            return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
-        return functional.linear(product, rounded.value)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gate, up, product, value = ctx.saved_tensors
-        dy_MD, dgate, dup, dweight_DI = dy.reshape(-1, dy.shape[-1]), None, None, None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dgate, dup, _ = kernels().swiglu_backward(torch.mm(dy_MD, value).view(gate.shape), gate, up, False)
-        if ctx.needs_input_grad[4]:
-            ctx.reached()
-            dweight_DI = torch.mm(dy_MD.t(), product.view(-1, product.shape[-1])).to(ctx.type)
-        return dgate, dup, None, None, dweight_DI
+        return (dx, dup, None, dbias_N, None, *dweights)
 
 
 def rounded_linears(x: Tensor, rounded: Sequence[Rounded], bias_N: Tensor | None = None) -> Sequence[Tensor]:
     """``x value^T + bias`` of each, (..., K) to (..., N), with gradients for all three, but no second ones; one alone
     may have a bias.
     """
-    return _RoundedLinears.apply(x, rounded, bias_N, *(each.weight for each in rounded))  # type: ignore[return-value]
+    return _RoundedLinears.apply(x, None, rounded, bias_N, True, *(each.weight for each in rounded))  # type: ignore[return-value]
 
 
 def rounded_swiglu_linear(gate: Tensor, up: Tensor, rounded: Rounded, wanted: bool = True) -> Tensor:
     """``(silu(gate) * up) value^T``, (..., I) to (..., D), in one node, as `swiglu_linear`. Triton only."""
-    return _RoundedSwiglu.apply(gate, up, rounded, wanted, rounded.weight)  # type: ignore[return-value]
+    return _RoundedLinears.apply(gate, up, (rounded,), None, wanted, rounded.weight)[0]  # type: ignore[index]

@@ -6,8 +6,6 @@ checkpointing stops at the last tensor that is kept, so that a layer's last prod
 M rows, K in features, N out features, R rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ has drifted; a step is a backward pass that reached the weight. Inference packs 
 changed: in place, by an optimizer, or (each time) because it streams. Who writes through ``.data`` calls `forget`.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections import OrderedDict
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vblackwell.errors import ConfigurationError, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, UnknownKey, check_known, nearest
 from vblackwell.kernels.fp4.two_part_round import renewed_scales, rounded, two_part_round_trip
 from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackableLinear, PlacedWeight, pack, place
@@ -44,9 +42,8 @@ class Settings:
     drift_threshold: float = 0.05  # change of blocks' largest magnitudes that renews them sooner, up to 1
 
     def __post_init__(self) -> None:
-        for name, chosen, known in (("mode", self.mode, MODES), ("precision", self.precision, BITS)):
-            if chosen not in known:
-                raise ConfigurationError(f"{name} {chosen!r} is not known: choose one of {', '.join(known)}")
+        check_known("mode", self.mode, MODES)
+        check_known("precision", self.precision, BITS)
         # True is an int to Python; numpy's floats are floats.
         every, drift = self.refresh_every, self.drift_threshold
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -55,7 +52,7 @@ class Settings:
             raise ConfigurationError(f"drift_threshold {drift!r} is out of range: above 0 (always renew) and up to 1")
 
     @classmethod
-    def of(cls, mode: str, quantization: bool, fp4: bool, **renewal: Any) -> Settings:
+    def of(cls, mode: str, quantization: bool, fp4: bool, **renewal: Any) -> "Settings":
         """With the precision that two switches mean; ConfigurationError where both are off."""
         if not (fp4 or quantization):
             raise ConfigurationError("enable_quantization and enable_fp4 are both off: switch one of them on")
@@ -276,7 +273,7 @@ class VBOptimizedLinear(PackableLinear):
     def has_fine(self) -> bool:
         return self.weight_fine is not None
 
-    def quantize(self) -> VBOptimizedLinear:
+    def quantize(self) -> "VBOptimizedLinear":
         """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:

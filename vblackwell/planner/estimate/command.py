@@ -59,10 +59,8 @@ def estimate_command(
     if gpu_memory is not None:
         gpu_bytes = parse_bytes(gpu_memory, "--gpu-memory")
         if not MIN_GPU <= gpu_bytes <= MAX_GPU:
-            raise ConfigurationError(
-                f"--gpu-memory {gpu_memory} is no GPU: give between {format_bytes(MIN_GPU)} and "
-                f"{format_bytes(MAX_GPU)}, with a unit, e.g. 8GiB"
-            )
+            between = f"between {format_bytes(MIN_GPU)} and {format_bytes(MAX_GPU)}, with a unit, e.g. 8GiB"
+            raise ConfigurationError(f"--gpu-memory {gpu_memory} is no GPU: give {between}")
     if gpus is not None:
         if card is None:
             raise ConfigurationError("--gpus plans for a card of known speed: give one too, e.g. --gpu 'RTX 3090'")
@@ -84,10 +82,8 @@ def estimate_command(
     gc.enable()
     least = None if gpu_bytes is None or gpus is not None else minimum_gpu_bytes(run, gpu_bytes)
     if least is not None:
-        raise ConfigurationError(
-            f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}, about "
-            f"{format_bytes(least[0])} at any batch size: {least[1]}"
-        )
+        said = f"--gpu-memory {format_bytes(gpu_bytes or 0)} is below the minimum for {model}"
+        raise ConfigurationError(f"{said}, about {format_bytes(least[0])} at any batch size: {least[1]}")
     found = _traced(run, batch_size, card, gpu_bytes, only_traced=gpus is not None)
     if gpu_bytes is not None:
         found = _on_gpu(found, gpu_bytes, below, wants_stack=bool(host_memory or disk_memory))
@@ -146,11 +142,8 @@ def _on_gpu(found: Estimated, gpu_bytes: int, below: tuple[int, int], wants_stac
     return found
 
 
-# -- what would help ---------------------------------------------------------------------------------------------------
-
 MAX_SHOWN = 6
 MIN_SHARE = 0.02  # of the peak, or of the step: what saves less is within what predictions are off by
-NARROW = "products in bf16"
 NARROW_WEIGHTS = "weights and products in bf16; vb train keeps fp32 masters in addition"
 FUSED_BYTES = 28  # a parameter, that a fused AdamW reads and writes
 RECOMPUTING = "--gradient-checkpointing"
@@ -214,7 +207,7 @@ class _Ways:
             yield from self.plain("torch.optim.AdamW(fused=True)", run, fused(trace))
         yield from self.plain(RECOMPUTING, changed, recomputing)
         traced = list(self._on_fused_operators(run))
-        for precision, also in (("autocast", NARROW), ("bf16", NARROW_WEIGHTS)):
+        for precision, also in (("autocast", "products in bf16"), ("bf16", NARROW_WEIGHTS)):
             if run.precision == "fp32" and (precision == "autocast" or not traced):
                 narrow = replace(run, precision=precision)
                 traced += self.plain(f"--precision {precision}", narrow, self._trace_of(narrow), also)

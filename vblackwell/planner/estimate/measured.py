@@ -5,12 +5,10 @@ kernels take inside, and attention and dropout may be computed otherwise than on
 Weights are drawn anew by the factory, and tokens at random.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,11 +69,14 @@ def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -
     return Measured(trace, seconds, where)
 
 
-def _train(run: Run, batch_size: int, device: torch.device, record: _Record) -> tuple[nn.Module, float]:
+def _train(run: Run, batch_size: int, device: torch.device, record: "_Record") -> tuple[nn.Module, float]:
     """The trained model, and the seconds of its last step."""
     assert run.spec.make is not None
     model = run.prepared(run.spec.make().to(run.dtype)).to(device).train()
-    record.see_weights(model)
+    if device.type == "cpu":  # a factory may have had its weights before, or have them from a file
+        record.log.forget_past()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            record.log.see(tensor)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     seconds = 0.0
     for step in range(STEPS):
@@ -111,57 +112,47 @@ def _categories(log: StorageLog, marks: list[tuple[int, int, str]]) -> tuple[str
     return tuple(found)
 
 
+@dataclass
 class _Record:
-    """Storages, and where phases begin among their events; ``on_cpu`` sees them, or the GPU's allocator is asked."""
+    """Storages, and where phases begin among their events, once ``update`` has logged what is new."""
 
-    def __init__(self, device: torch.device, on_cpu: StoragesWithBytes | None) -> None:
-        self.device, self._on_cpu = device, on_cpu
-        self.log = StorageLog() if on_cpu is None else on_cpu.log
-        self.marks = [(0, 0, "setup")]
-        self._blocks: dict[int, int] = {}  # of the GPU, by address
-        self._read = 0
+    log: StorageLog
+    update: Callable[[], None] = lambda: None
+    marks: list[tuple[int, int, str]] = field(default_factory=lambda: [(0, 0, "setup")])
 
     def enter(self, step: int, phase: str) -> None:
         self.update()
         self.marks.append((len(self.log.events), step, phase))
 
-    def see_weights(self, model: nn.Module) -> None:
-        """The model is made; a factory may have had its weights before, or have them from a file."""
-        if self._on_cpu is not None:
-            self.log.forget_past()  # a model is made, and brought to its type, in RAM wherever it is trained
-            for tensor in [*model.parameters(), *model.buffers()]:
-                self._on_cpu.see(tensor)
-
-    def update(self) -> None:
-        """Log what the GPU's allocator did since the last time."""
-        if self._on_cpu is not None:
-            return
-        torch.cuda.synchronize(self.device)
-        snapshot: Any = torch.cuda.memory._snapshot(self.device)
-        entries = snapshot["device_traces"][self.device.index]
-        for entry in entries[self._read :]:
-            if entry["action"] == "alloc":
-                self._blocks[entry["addr"]] = self.log.add(entry["size"])
-            elif entry["action"] == "free_completed" and entry["addr"] in self._blocks:
-                self.log.free(self._blocks.pop(entry["addr"]))
-        self._read = len(entries)
-
 
 @contextmanager
 def _recorded(device: torch.device, free: int) -> Iterator[_Record]:
+    """As operators on a CPU make them, or as a GPU's allocator tells."""
     if device.type == "cpu":
-        refusal = (
-            f"the model cannot be traced, and two steps of it take more than the {format_bytes(free)} of RAM that were "
-            "free: give a smaller --batch-size"
-        )
+        wrong = "the model cannot be traced, and two steps of it take more than"
+        refusal = f"{wrong} the {format_bytes(free)} of RAM that were free: give a smaller --batch-size"
         with StoragesWithBytes(free, refusal) as storages:
-            yield _Record(device, storages)
+            yield _Record(storages.log)
         return
+    log, blocks, read = StorageLog(), dict[int, int](), 0
+
+    def update() -> None:
+        nonlocal read
+        torch.cuda.synchronize(device)
+        snapshot: Any = torch.cuda.memory._snapshot(device)
+        entries = snapshot["device_traces"][device.index]
+        for entry in entries[read:]:
+            if entry["action"] == "alloc":
+                blocks[entry["addr"]] = log.add(entry["size"])
+            elif entry["action"] == "free_completed" and entry["addr"] in blocks:
+                log.free(blocks.pop(entry["addr"]))
+        read = len(entries)
+
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 0.95 * free / total), device)
     torch.cuda.memory._record_memory_history(context=None, max_entries=MAX_RECORDS)  # pyright: ignore
     try:
-        yield _Record(device, None)
+        yield _Record(log, update)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.set_per_process_memory_fraction(1.0, device)

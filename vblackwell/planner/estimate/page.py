@@ -5,18 +5,18 @@ its parts, the plan. Its frame, colours and fixed words are ``page.html``.
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from string import Template
 
 from vblackwell.planner.estimate.result import SHOWN, Estimated
-from vblackwell.trace.allocator import Block, CachingAllocator
+from vblackwell.trace.allocator import CachingAllocator, play
 from vblackwell.trace.trace import CATEGORIES, Trace
 from vblackwell.units import GiB, KiB, MiB, format_bytes
 
 ORDER = ("context", "weights", "gradients", "optimizer", "activations", "logits_and_loss", "workspace", "fragmentation")
 WIDTH, HEIGHT = 1000, 300  # of the drawing in page.html, in its own units; it stretches with the window
 MAX_TICKS = 5
-UNITS = ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB"))
 
 
 def page_of(estimated: Estimated) -> str:
@@ -71,9 +71,6 @@ def _plan(estimated: Estimated) -> str:
     return body
 
 
-# -- memory over the step ----------------------------------------------------------------------------------------------
-
-
 Phase = tuple[str, float, float]  # its name, from and to, as shares of the step's allocations
 
 
@@ -88,15 +85,10 @@ def timeline(trace: Trace, moments: int = 240, expandable: bool = False) -> tupl
     end = min([len(trace.events), *ends])
     count, length = max(1, min(moments, end - begin)), max(1, end - begin)
     allocator = CachingAllocator(None, expandable)
-    blocks: dict[int, Block | None] = {}
     live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     best: list[tuple[int, dict[str, int]]] = [(-1, live | {"fragmentation": 0})] * count
-    for position, event in enumerate(trace.events[:end]):
-        index = event if event >= 0 else ~event
-        if event >= 0:
-            blocks[event] = allocator.malloc(trace.sizes[event])
-        else:
-            allocator.free(blocks.pop(index))
+    for position, event in enumerate(islice(play(trace, allocator), end)):
+        index = max(event, ~event)
         live[trace.categories[index]] += trace.sizes[index] if event >= 0 else -trace.sizes[index]
         if position >= begin:
             place, total = (position - begin) * count // length, sum(live.values())
@@ -136,8 +128,8 @@ def _drawing(estimated: Estimated) -> dict[str, str]:
         below = above
     starts = [start * WIDTH for _, start, _ in spans[1:]]
     lines = [f'<line class="phase" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>' for x in starts]
-    heights = [("grid", "span", tick, _short(tick)) for tick in _ticks(scale)]
-    heights += [("limit", "em", limit, f"{_short(limit)} GPU")] if limit is not None and limit <= scale else []
+    heights = [("grid", "span", tick, format_bytes(tick)) for tick in _ticks(scale)]
+    heights += [("limit", "em", limit, f"{format_bytes(limit)} GPU")] if limit is not None and limit <= scale else []
     lines += [f'<line class="{of}" x1="0" x2="{WIDTH}" y1="{y(at):.1f}" y2="{y(at):.1f}"/>' for of, _, at, _ in heights]
     notes = [f'<{tag} style="top:{100 * y(at) / HEIGHT:.2f}%">{text}</{tag}>' for _, tag, at, text in heights]
     phases = (
@@ -150,12 +142,7 @@ def _drawing(estimated: Estimated) -> dict[str, str]:
 
 def _ticks(scale: float) -> list[float]:
     """Round numbers of a binary unit, at most `MAX_TICKS` of them."""
-    unit = next((unit for unit, _ in UNITS if scale >= 2 * unit), 1)
+    unit = next((unit for unit in (GiB, MiB, KiB) if scale >= 2 * unit), 1)
     steps = (each * 10**power * unit for power in range(6) for each in (1, 2, 5))
     step = next(each for each in steps if scale / each <= MAX_TICKS)
     return [step * number for number in range(1, int(scale / step) + 1)]
-
-
-def _short(num_bytes: float) -> str:
-    unit, name = next((each for each in UNITS if num_bytes >= each[0]), (1, "B"))
-    return f"{num_bytes / unit:.3g} {name}"

@@ -73,21 +73,18 @@ class Estimated:
 
     def title(self) -> str:
         run = self.run
-        return (
-            f"{run.spec.name}: {self.memory.parameters:,} parameters, "
-            f"batch {self.batch_size} x {run.seq_length} tokens, {run.precision}, {run.optimizer}"
-            f"{', gradient checkpointing' if run.checkpointing else ''}"
-        )
+        how = f"{run.precision}, {run.optimizer}{', gradient checkpointing' if run.checkpointing else ''}"
+        batch = f"batch {self.batch_size} x {run.seq_length} tokens"
+        return f"{run.spec.name}: {self.memory.parameters:,} parameters, {batch}, {how}"
 
     def assumptions(self) -> list[str]:
         """What the numbers rest on, a line each."""
         run = self.run
         found = [] if run.spec.note is None else [run.spec.note]
         if self.measured is not None:
-            found.append(
-                f"the model cannot be traced: two steps were run on {self.measured.where}, the second in "
-                f"{self.measured.step_seconds:.3g} s, and their allocations replayed; other batches are not known"
-            )
+            ran = f"two steps were run on {self.measured.where}, the second in {self.measured.step_seconds:.3g} s"
+            replayed = "and their allocations replayed; other batches are not known"
+            found.append(f"the model cannot be traced: {ran}, {replayed}")
         where = self.card.name if self.card else "a GPU"
         context = "measured on an H200" if run.capability[0] == 9 else "assumed from the architecture, not measured"
         found += [
@@ -127,19 +124,16 @@ class Estimated:
         """What to do with it, a line each."""
         lines, stack = [], self.stack
         if self.gpu_bytes is not None:
-            lines.append(
-                f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}; largest batch that does: "
-                f"{'not known' if self.measured else self.largest or 'none'}"
-            )
+            largest = "not known" if self.measured else self.largest or "none"
+            fits = f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.gpu_bytes)}"
+            lines.append(f"{fits}; largest batch that does: {largest}")
         if stack is not None and stack.refused:
             lines.append(f"with an offload stack it does not fit either: {stack.refused}")
         elif stack is not None:
             disk = f", {format_bytes(stack.disk)} of disk" if stack.disk else ""
-            lines.append(
-                f"with an offload stack: {format_bytes(stack.level0)} of level 0 and {format_bytes(stack.step)} of "
-                f"activations and workspace on the GPU, about {format_bytes(stack.fragmentation)} lost between them, "
-                f"{format_bytes(stack.host)} of RAM{disk}"
-            )
+            level0, step, lost, host = map(format_bytes, (stack.level0, stack.step, stack.fragmentation, stack.host))
+            held = f"{level0} of level 0 and {step} of activations and workspace on the GPU"
+            lines.append(f"with an offload stack: {held}, about {lost} lost between them, {host} of RAM{disk}")
         if self.resident is not None and self.fits:
             lines.append(f"about {self.resident:,.0f} tokens/s")
         if stack is not None and stack.tokens_per_second is not None:
