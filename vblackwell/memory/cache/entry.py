@@ -102,15 +102,13 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means no bytes,
-    or that `stray` has them, in RAM outside all levels."""
+    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means no bytes."""
 
     key: str
     priority: int
     layout: Layout
     level: int = 0
     extent: Extent | None = None
-    stray: torch.Tensor | None = None
     # Tensors over the extent while the key is on level 0 and is not being moved or written.
     resident: tuple[torch.Tensor, ...] | None = None
     pins: int = 0  # how many `borrow` blocks hold it

@@ -96,17 +96,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
-        source = self._place_of(buffer)
-        try:
-            self._placement.admit(entry, buffer, source)
-        except InsufficientMemory:
-            if old is None or not self._placement.vacate(old):
-                raise
-            try:
-                self._placement.admit(entry, buffer, source)
-            except BaseException:
-                self._placement.put_back(old)
-                raise
+        self._placement.admit(entry, buffer, self._place_of(buffer))
         with self._lock:
             self._entries[entry.key] = entry
         if old is not None:
