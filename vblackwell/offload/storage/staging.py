@@ -10,6 +10,7 @@ every wait for the group's own, and whenever its range is read (`Ledger`).
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class Stage:
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
-        self._writing: dict[Staged, Transfer | None] = {}  # oldest first
+        self._writing: deque[Transfer] = deque()  # oldest first
         self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
         self._order = AccessTrace()
@@ -156,20 +157,17 @@ class Stage:
                 storage.ledger.end(reservation, error)
             with self._lock:
                 self._failure = self._failure or error
-                del self._writing[staged]
                 self._release(staged)
             self.read_ahead()
 
-        with self._lock:
-            self._written[staged.group.index] = writes
-            self._writing[staged] = None
+        self._written[staged.group.index] = writes
         transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
             storage.ledger.begin(reservation, transfer)
-        with self._lock:
-            if staged in self._writing:
-                self._writing[staged] = transfer
-            self._taken = None
+        while self._writing and self._writing[0].done():
+            self._writing.popleft()
+        self._writing.append(transfer)
+        self._taken = None
         self.read_ahead()
         return transfer
 
@@ -180,9 +178,7 @@ class Stage:
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
-        with self._lock:
-            writing = [transfer for transfer in self._writing.values() if transfer is not None]
-        for transfer in writing:
+        for transfer in tuple(self._writing):
             failure_of(transfer)
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
@@ -241,13 +237,11 @@ class Stage:
                 self._caller_waits = not self._free  # what falls free now is the caller's
                 if self._free:
                     return self._free.pop()
-                farthest = self._ahead.pop(next(reversed(self._ahead))) if self._ahead else None
-                oldest = next(iter(self._writing.values()), None)
+                farthest = self._ahead.popitem()[1] if self._ahead else None
             if farthest is not None:
                 self._give_up(farthest)
-            else:
-                assert oldest is not None, "a set is free, ahead, or on its way to the disk"
-                failure_of(oldest)
+            else:  # it is on its way to the disk
+                failure_of(self._writing.popleft())
 
     def _give_up(self, staged: Staged) -> None:
         """Free the memory when nothing fills it any more; the lane drops pieces that are copied up from it."""

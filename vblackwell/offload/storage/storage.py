@@ -65,9 +65,6 @@ class Ledger:
         if write is not None:
             with suppress(VBError, OSError):  # then it is lost
                 write.wait()
-            with self._lock:
-                if self._writes.get(reservation) is write:
-                    del self._writes[reservation]
 
     def wait_to_read(self, reservation: Reservation) -> None:
         """`wait`, for a caller that reads; raises what the last write failed with."""
