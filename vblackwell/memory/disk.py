@@ -5,8 +5,6 @@ through a buffer of the thread otherwise. A piece that is wanted in part is read
 the file dies with the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -3,8 +3,6 @@ everything. The keyed stack is built on top: a reservation is in the same levels
 is never evicted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ between all other measurements, and the quicker steps count (`HostSamples`). So 
 (`TogetherSamples`), as both work in the same memory and slow each other down.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -5,8 +5,6 @@ stack wrote, any other stack, or a plain module, reads. Stated formats are widen
 (`masters`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

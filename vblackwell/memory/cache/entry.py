@@ -5,8 +5,6 @@ component for a packed tensor. On level 0 `access` hands out aliases of tensors 
 count tells whether any are still held: by a variable, a view, or autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

@@ -5,8 +5,6 @@ them one by one under it. Moves come out bottom-up and each is finished before t
 where the one before it read. While an entry moves it is not resident, and no victim.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

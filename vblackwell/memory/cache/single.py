@@ -1,7 +1,5 @@
 """One level by itself, with keys: for code that wants a place for tensors rather than a hierarchy."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

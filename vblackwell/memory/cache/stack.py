@@ -5,8 +5,6 @@ then, and `update` or `remove` leave the old bytes to their holder. Accessing a 
 transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes

@@ -4,8 +4,6 @@ A parameter must stay the object that it is, because users tie and list paramete
 another device: so its content is exchanged with that of a stand-in without memory (`torch.utils.swap_tensors`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack

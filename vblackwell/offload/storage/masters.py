@@ -8,8 +8,6 @@ Of 8-bit moments ``exp_avg_sq`` is kept as its root. Writing looks first for a s
 value *is* a code's, so a run goes on from its checkpoint as if it had not stopped (squares below 2^-126 lose bits).
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 

@@ -7,8 +7,6 @@ can always go on. A failed read raises where its bytes are asked for; a failed w
 every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where a group's bytes are when they are not in use: ranges below the first level, as `StoragePlan` decides."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
