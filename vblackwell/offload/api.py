@@ -227,7 +227,7 @@ def _restore(model: nn.Module) -> None:
         restore_causal_lm(model)
 
 
-_counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakKeyDictionary[VGPUStack, "itertools.count[int]"] = weakref.WeakKeyDictionary()
 
 
 class VGPUStackLinear(nn.Linear):
