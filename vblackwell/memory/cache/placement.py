@@ -131,10 +131,11 @@ class Placement:
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
-        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there. Raises
+        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there. Raises
         InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
             if not entry.num_bytes:  # shapes only, always on level 0
+                entry.level = 0
                 self._policy.add(entry)
                 return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
@@ -148,9 +149,7 @@ class Placement:
     def _ways_in(self, entry: Entry) -> Iterator[tuple[Plan, int, Extent | None]]:
         """Where a new entry goes: first its own level and those below, at the cost of less important entries only; then
         free bytes above; then anywhere, at anybody's cost."""
-        last, size = len(self._levels) - 1, entry.num_bytes
-        start = min(0 if entry.priority >= 7 else 1 if entry.priority >= 4 else max(0, last - 1), last)
-        downwards, upwards = range(start, last + 1), tuple(reversed(range(start)))
+        size, downwards, upwards = entry.num_bytes, range(entry.level, len(self._levels)), range(entry.level)[::-1]
         plan = Plan(self._levels, self._policy)
         for level in downwards:
             yield plan, level, plan.make_room(level, size, entry.priority - 1)
@@ -207,27 +206,21 @@ class Placement:
             pass
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
-        """Replace the bytes of ``entry`` where it is, all or none, unless somebody holds them; whether it did."""
+        """Replace the bytes of ``entry`` where it is, unless somebody holds them, or a disk has them, which may fail
+        halfway; whether it did."""
+        extent = entry.extent
         with self._lock:
-            if entry.held():
+            if entry.held() or extent is None or self._levels[entry.level].device is None:
                 return False
             entry.resident = None
             for stream in entry.side_streams:  # whose kernels may still read
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             entry.side_streams.clear()
-        level, old = self._levels[entry.level], entry.extent
-        assert old is not None
-        extent = spare = old
         try:
-            if level.device is None and level.can_allocate(entry.num_bytes):  # only a disk can fail halfway
-                extent = spare = level.allocate(entry.num_bytes)
             self._fill(entry.level, extent, bytes_in, source)
-            entry.extent, spare = extent, old
         finally:
             with self._lock:
                 self._show(entry)
-            if extent is not old:
-                level.free(spare)
         return True
 
     def drop(self, entry: Entry) -> None:

@@ -89,7 +89,9 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._check_open()
             if key in self._reservations:
                 raise KeyClash(f"key {key!r} is taken by a reservation: give the model another name (name='...')")
-            self._admit(Entry(key, priority, layout), tensors, self._entries.get(key))
+            last = len(self.levels) - 1
+            level = min(0 if priority >= 7 else 1 if priority >= 4 else max(0, last - 1), last)
+            self._admit(Entry(key, priority, layout, level), tensors, self._entries.get(key))
 
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
@@ -191,8 +193,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def update(self, key: str, tensor: Any) -> None:
         """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
-        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
-        new ones do not fit next to them."""
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, or on a
+        disk, and the new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
@@ -205,7 +207,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
             else:
-                self._admit(Entry(key, old.priority, layout), tensors, old)
+                self._admit(Entry(key, old.priority, layout, old.level), tensors, old)
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
