@@ -32,10 +32,9 @@ from vblackwell.memory.transfer import (
     transfer_delay,
     working_streams,
 )
-from vblackwell.units import MiB, align_up, format_bytes
+from vblackwell.units import align_up, format_bytes
 
 PAGE = 4096
-GROW_BYTES = 16 * MiB
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,7 +49,7 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 
 
 class ScratchFile:
-    """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
+    """An unlinked file in the directory ``path``: a crash leaves nothing.
 
     ``direct``: it is open with ``O_DIRECT`` (the page cache would hold a second copy), and addresses, offsets and
     lengths must be multiples of 4 KiB. A write that failed poisons it: nothing is written any more. Raises
@@ -59,12 +58,12 @@ class ScratchFile:
 
     calls: Any = os  # `preadv`, `pwritev` and `posix_fallocate`; a test replaces it to break the disk
 
-    def __init__(self, path: str | os.PathLike[str], capacity_bytes: int) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         facts = disk_facts(path)
         if facts.ram_backed or not facts.path.is_dir():
             wrong = f"on {facts.file_system}, which is RAM" if facts.path.is_dir() else "a file"
             raise ConfigurationError(f"disk path {facts.path} is {wrong}: give an existing directory on a disk")
-        self.path, self.capacity_bytes, self.reserved_bytes = facts.path, capacity_bytes, 0
+        self.path, self.reserved_bytes = facts.path, 0
         self.poison: str | None = None
         try:
             file = tempfile.TemporaryFile(buffering=0, dir=facts.path)  # noqa: SIM115 (the finalizer closes it)
@@ -90,29 +89,25 @@ class ScratchFile:
     def reserve(self, end: int) -> None:
         """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise."""
         self.check_writable()
-        if end <= self.reserved_bytes:
+        needed = end - self.reserved_bytes
+        if needed <= 0:
             return
-        for size in (max(end, min(self.reserved_bytes + GROW_BYTES, self.capacity_bytes)), end):
-            try:
-                self.calls.posix_fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
-                self.reserved_bytes = size
-                return
-            except OSError as error:
-                needed = end - self.reserved_bytes
-                if error.errno not in _FULL:
-                    raise DiskError(
-                        f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file "
-                        f"in {self.path}: {error.strerror}; check the disk, or give the ssd level another path"
-                    ) from error
-                if size == end:
-                    free = disk_facts(self.path).free_bytes
-                    raise DiskFull(
-                        f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and "
-                        f"{format_bytes(free)} are free ({error.strerror}); free some space, or give the ssd level "
-                        "another path",
-                        needed_bytes=needed,
-                        available_bytes=free,
-                    ) from error
+        try:
+            self.calls.posix_fallocate(self.fd, self.reserved_bytes, needed)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise DiskError(
+                    f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
+                    f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
+                ) from error
+            free = disk_facts(self.path).free_bytes
+            raise DiskFull(
+                f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
+                f"free ({error.strerror}); free some space, or give the ssd level another path",
+                needed_bytes=needed,
+                available_bytes=free,
+            ) from error
+        self.reserved_bytes = end
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on; raises DiskError with file, offset and size."""
@@ -174,7 +169,7 @@ class DiskLevel(Level):
     ) -> None:
         super().__init__("ssd", None, capacity_bytes, PAGE, threads)
         assert piece_bytes % PAGE == 0
-        self._file = ScratchFile(path, self.capacity_bytes)
+        self._file = ScratchFile(path)
         self.path = str(self._file.path)
         self._ranges = RangeAllocator(self.capacity_bytes)
         self._piece_bytes = piece_bytes
