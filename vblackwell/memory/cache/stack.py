@@ -198,7 +198,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
-            if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
+            if layout.parts != old.layout.parts:
                 said = "has another shape or dtype: register it again to replace it"
                 raise ConfigurationError(f"update of {key!r} {said}")
             if not old.num_bytes:
