@@ -88,13 +88,13 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means no bytes."""
+    """One key of a stack. Everything but the constants changes under the stack's lock only."""
 
     key: str
     priority: int
     layout: Layout
     level: int = 0
-    extent: Extent | None = None
+    extent: Extent = field(init=False)
     # Tensors over the extent while the key is on level 0 and is not being moved or written.
     resident: tuple[torch.Tensor, ...] | None = None
     pins: int = 0  # how many `borrow` blocks hold it
@@ -110,10 +110,10 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return self.layout.num_bytes
+        return max(1, self.layout.num_bytes)  # a tensor without elements has a place, too
 
     def show(self, buffer: torch.Tensor) -> None:
-        """Make the tensors over ``buffer``, the extent on level 0 (or nothing but shapes where there are no bytes)."""
+        """Make the tensors over ``buffer``, the extent on level 0."""
         with torch.inference_mode(False):
             self.resident = self.layout.tensors_over(buffer)
         self._storage = buffer.untyped_storage()._cdata
@@ -121,10 +121,8 @@ class Entry:
 
     def held(self) -> bool:
         """Whether somebody other than the stack holds bytes of the extent on level 0."""
-        if self.pins:
-            return True
-        if self.resident is None or not self.num_bytes:
-            return False
+        if self.pins or self.resident is None:
+            return bool(self.pins)
         return USE_COUNT(self._storage) > self._own_count
 
 

@@ -89,7 +89,6 @@ class Plan:
 
     def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False) -> None:
         """Add the move of ``entry``, whose old extent was displaced."""
-        assert entry.extent is not None
         self.moves.append(Move(entry, entry.extent, target, extent, evicted))
         self._moved.add(entry)
 
@@ -103,11 +102,10 @@ class Plan:
 
     def _may_go(self, entry: Entry) -> bool:
         spared = entry in self._moved or (self._spare_expected and entry.expected)
-        return not (entry.extent is None or spared or entry.held())
+        return not (spared or entry.held())
 
     def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
         """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
-        assert victim.extent is not None
         source, size = self._levels[victim.level], victim.num_bytes
         source.displace(victim.extent)
         above = reversed(range(victim.level)) if may_rise else ()
@@ -134,10 +132,6 @@ class Placement:
         """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there. Raises
         InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
-            if not entry.num_bytes:  # shapes only, always on level 0
-                entry.level = 0
-                self._policy.add(entry)
-                return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
             self._hide(plan)
@@ -198,7 +192,6 @@ class Placement:
             if extent is None:
                 where = f"on {self._levels[target].name} for {entry.key!r}"
                 raise does_not_fit(self._levels, where, entry.num_bytes, plan.refusal)
-            assert entry.extent is not None
             self._levels[entry.level].displace(entry.extent)
             plan.move(entry, target, extent)
             self._hide(plan)
@@ -208,16 +201,15 @@ class Placement:
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
         """Replace the bytes of ``entry`` where it is, unless somebody holds them, or a disk has them, which may fail
         halfway; whether it did."""
-        extent = entry.extent
         with self._lock:
-            if entry.held() or extent is None or self._levels[entry.level].device is None:
+            if entry.held() or self._levels[entry.level].device is None:
                 return False
             entry.resident = None
             for stream in entry.side_streams:  # whose kernels may still read
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             entry.side_streams.clear()
         try:
-            self._fill(entry.level, extent, bytes_in, source)
+            self._fill(entry.level, entry.extent, bytes_in, source)
         finally:
             with self._lock:
                 self._show(entry)
@@ -234,9 +226,8 @@ class Placement:
         """Free what was dropped and is not held any more. Called under the lock."""
         for entry in [entry for entry in self.dropped if not entry.held()]:
             self.dropped.remove(entry)
-            if entry.extent is not None:
-                self._levels[entry.level].free(entry.extent)
-            entry.resident = entry.extent = None
+            self._levels[entry.level].free(entry.extent)
+            entry.resident = None
 
     def _hide(self, plan: Plan) -> None:
         """What the plan moves is not resident. Under the lock, with the planning."""
@@ -294,7 +285,7 @@ class Placement:
 
     def _show(self, entry: Entry) -> None:
         """It has a place again; on level 0 it gets ready-made tensors. Under the lock."""
-        if entry.level == 0 and entry.extent is not None:
+        if entry.level == 0:
             buffer = self._levels[0].view(entry.extent)
             assert buffer is not None, "level 0 is addressable"
             entry.show(buffer)
@@ -302,7 +293,6 @@ class Placement:
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
         with self._counted(entry.level, 0, entry.num_bytes):
-            assert entry.extent is not None
             self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:

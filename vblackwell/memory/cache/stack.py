@@ -119,7 +119,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         return self._find_elsewhere(key, pins)
 
     def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
-        if self._cuda_index is not None and entry.num_bytes:
+        if self._cuda_index is not None:
             stream = torch.cuda.current_stream(self._cuda_index)
             if stream.cuda_stream:  # not the default stream: the bytes may not be reused or changed under its kernels
                 tensors[0].record_stream(stream)
@@ -201,8 +201,6 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             if layout.parts != old.layout.parts:
                 said = "has another shape or dtype: register it again to replace it"
                 raise ConfigurationError(f"update of {key!r} {said}")
-            if not old.num_bytes:
-                return
             buffer = packed_bytes(layout, tensors)
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
@@ -223,7 +221,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._check_level(level)
         with self._turn.take():
             entry = self._lookup(key)
-            if level != entry.level and entry.num_bytes:
+            if level != entry.level:
                 self._placement.move(entry, level)
 
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
