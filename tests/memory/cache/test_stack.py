@@ -62,7 +62,7 @@ def test_values_that_no_stack_holds(make_stack):
     for priority in (11, -1, 2.5):
         with pytest.raises(ConfigurationError, match="whole number from 0 to 10"):
             stack.register("a", page(1), priority=priority)
-    assert len(stack) == 0 and counts(stack, "used_bytes") == [0, 0, 0]
+    assert not stack.keys() and counts(stack, "used_bytes") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

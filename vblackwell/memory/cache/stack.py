@@ -249,9 +249,6 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def level_of(self, key: str) -> int:
         return self._lookup(key).level
 
