@@ -8,7 +8,6 @@ every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ class Stage:
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
-        self._writing: deque[Transfer] = deque()  # oldest first
+        self._writing: list[Transfer] = []  # oldest first; replaced, not changed
         self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
         self._order = AccessTrace()
@@ -159,10 +158,9 @@ class Stage:
         transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
             storage.ledger.begin(reservation, transfer)
-        while self._writing and self._writing[0].done():
-            self._writing.popleft()
-        self._writing.append(transfer)
-        self._taken = None
+        with self._lock:
+            self._writing = [*(each for each in self._writing if not each.done()), transfer]
+            self._taken = None
         self.read_ahead()
         return transfer
 
@@ -173,7 +171,7 @@ class Stage:
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
-        for transfer in tuple(self._writing):
+        for transfer in self._writing:
             failure_of(transfer)
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
@@ -226,10 +224,11 @@ class Stage:
                 if self._free:
                     return self._free.pop()
                 farthest = self._ahead.popitem()[1] if self._ahead else None
+                oldest = next((each for each in self._writing if not each.done()), None)
             if farthest is not None:
                 self._give_up(farthest)
-            else:  # it is on its way to the disk
-                failure_of(self._writing.popleft())
+            elif oldest is not None:
+                failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:
         """Free the memory when nothing fills it any more; the lane drops pieces that are copied up from it."""
