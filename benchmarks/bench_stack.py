@@ -125,7 +125,7 @@ class PlainDisk:
     """The limit of the disk: eight threads, 8 MiB a call, O_DIRECT, nothing else."""
 
     def __init__(self, path: str, size: int) -> None:
-        self.file = ScratchFile(path, size)
+        self.file = ScratchFile(path)
         self.file.reserve(size)
         self.buffer, self.size = map_slab(size), size
         self.pool = ThreadPoolExecutor(THREADS)

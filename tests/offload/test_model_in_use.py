@@ -24,7 +24,7 @@ from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, 
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.offload.api import VGPUStackLinear, enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
-from vblackwell.offload.layout.groups import Slot
+from vblackwell.offload.layout.groups import Slot, find_groups
 from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_
 from vblackwell.offload.state import export_state
 
@@ -745,6 +745,24 @@ def test_two_models_share_a_stack_and_an_optimizer(stack: VGPUStack):
             optimizer.zero_grad()
     for model, module in zip(models, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), module.parameters(), strict=True))
+
+
+def test_names_keep_two_models_apart(stack: VGPUStack):
+    """A name that is taken, or a range's name that is a key, is refused before anything of the first model changed."""
+    plain, model = build(MLP), offloaded(stack, build(MLP), "first")
+    before = stack.get_stats()["levels"]
+    other = build(MLP)
+    with pytest.raises(KeyClash, match="'first'.*another name="):
+        offloaded(stack, other, "first")
+    stack.register(f"second/{find_groups(other)[0][0].name}/weight", torch.ones(4))
+    with pytest.raises(KeyClash, match="'second/.*different names"):
+        offloaded(stack, other, "second")
+    stack.remove(next(iter(stack)))
+    after = stack.get_stats()["levels"]
+    assert [level["used_bytes"] for level in after] == [level["used_bytes"] for level in before]
+    offloaded(stack, other, "third")
+    for each in (model, other):
+        assert all(torch.equal(a, b) for a, b in zip(each.parameters(), plain.parameters(), strict=True))
 
 
 def test_refusals(stack: VGPUStack):

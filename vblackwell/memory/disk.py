@@ -1,11 +1,9 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
-Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
-the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced: the file dies with
-the process.
+Threads move pieces of 8 MiB straight from and into the caller's memory where that, and the size, is 4 KiB aligned,
+through a buffer of the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced:
+the file dies with the process.
 """
-
-from __future__ import annotations
 
 import ctypes
 import errno
@@ -34,10 +32,9 @@ from vblackwell.memory.transfer import (
     transfer_delay,
     working_streams,
 )
-from vblackwell.units import MiB, format_bytes
+from vblackwell.units import align_up, format_bytes
 
 PAGE = 4096
-GROW_BYTES = 16 * MiB
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -52,7 +49,7 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 
 
 class ScratchFile:
-    """An unlinked file in the directory ``path`` that grows up to ``capacity_bytes``: a crash leaves nothing.
+    """An unlinked file in the directory ``path``: a crash leaves nothing.
 
     ``direct``: it is open with ``O_DIRECT`` (the page cache would hold a second copy), and addresses, offsets and
     lengths must be multiples of 4 KiB. A write that failed poisons it: nothing is written any more. Raises
@@ -61,12 +58,12 @@ class ScratchFile:
 
     calls: Any = os  # `preadv`, `pwritev` and `posix_fallocate`; a test replaces it to break the disk
 
-    def __init__(self, path: str | os.PathLike[str], capacity_bytes: int) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         facts = disk_facts(path)
         if facts.ram_backed or not facts.path.is_dir():
             wrong = f"on {facts.file_system}, which is RAM" if facts.path.is_dir() else "a file"
             raise ConfigurationError(f"disk path {facts.path} is {wrong}: give an existing directory on a disk")
-        self.path, self.capacity_bytes, self.reserved_bytes = facts.path, capacity_bytes, 0
+        self.path, self.reserved_bytes = facts.path, 0
         self.poison: str | None = None
         try:
             file = tempfile.TemporaryFile(buffering=0, dir=facts.path)  # noqa: SIM115 (the finalizer closes it)
@@ -92,29 +89,25 @@ class ScratchFile:
     def reserve(self, end: int) -> None:
         """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise."""
         self.check_writable()
-        if end <= self.reserved_bytes:
+        needed = end - self.reserved_bytes
+        if needed <= 0:
             return
-        for size in (max(end, min(self.reserved_bytes + GROW_BYTES, self.capacity_bytes)), end):
-            try:
-                self.calls.posix_fallocate(self.fd, self.reserved_bytes, size - self.reserved_bytes)
-                self.reserved_bytes = size
-                return
-            except OSError as error:
-                needed = end - self.reserved_bytes
-                if error.errno not in _FULL:
-                    raise DiskError(
-                        f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file "
-                        f"in {self.path}: {error.strerror}; check the disk, or give the ssd level another path"
-                    ) from error
-                if size == end:
-                    free = disk_facts(self.path).free_bytes
-                    raise DiskFull(
-                        f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and "
-                        f"{format_bytes(free)} are free ({error.strerror}); free some space, or give the ssd level "
-                        "another path",
-                        needed_bytes=needed,
-                        available_bytes=free,
-                    ) from error
+        try:
+            self.calls.posix_fallocate(self.fd, self.reserved_bytes, needed)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise DiskError(
+                    f"could not reserve {format_bytes(needed)} at offset {self.reserved_bytes} of the scratch file in "
+                    f"{self.path}: {error.strerror}; check the disk, or give the ssd level another path"
+                ) from error
+            free = disk_facts(self.path).free_bytes
+            raise DiskFull(
+                f"the disk at {self.path} is full: {format_bytes(needed)} more are needed and {format_bytes(free)} are "
+                f"free ({error.strerror}); free some space, or give the ssd level another path",
+                needed_bytes=needed,
+                available_bytes=free,
+            ) from error
+        self.reserved_bytes = end
 
     def read(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on; raises DiskError with file, offset and size."""
@@ -176,7 +169,7 @@ class DiskLevel(Level):
     ) -> None:
         super().__init__("ssd", None, capacity_bytes, PAGE, threads)
         assert piece_bytes % PAGE == 0
-        self._file = ScratchFile(path, self.capacity_bytes)
+        self._file = ScratchFile(path)
         self.path = str(self._file.path)
         self._ranges = RangeAllocator(self.capacity_bytes)
         self._piece_bytes = piece_bytes
@@ -223,9 +216,9 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, check = extent.offset + index * self._piece_bytes, extent.handle[index]
         length = max(out.nbytes, check[0] if check else 0)
-        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
+        straight = not out.is_cuda and self._moved(length) == out.nbytes and out.data_ptr() % PAGE == 0
         memory = out if straight else self._scratch()
-        self._fetch(offset, memory.data_ptr(), length, check)
+        self._fetch(offset, memory, length, check)
         if not straight:
             self._carry(out, memory[: out.nbytes], ready)
 
@@ -234,36 +227,24 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, old = extent.offset + index * self._piece_bytes, extent.handle[index]
         length, memory = max(src.nbytes, old[0] if old else 0), src
-        if src.is_cuda or src.data_ptr() % PAGE or length > src.nbytes:
+        if src.is_cuda or src.data_ptr() % PAGE or self._moved(length) > src.nbytes:
             memory = self._scratch()
             if length > src.nbytes:  # the front of a piece: its rest stays, and stays checked
-                self._fetch(offset, memory.data_ptr(), length, old)
+                self._fetch(offset, memory, length, old)
             self._carry(memory[: src.nbytes], src, ready)
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
         self._file.check_writable()  # what a poisoned file refuses changes nothing
         extent.handle[index] = LOST
-        for address, size, tail in self._parts(memory.data_ptr(), length):
-            if tail:
-                ctypes.memmove(address, memory.data_ptr() + length - tail, tail)
-            self._file.write(offset, memory_at(address, size))
-            offset += size
+        self._file.write(offset, memory_at(memory.data_ptr(), self._moved(length)))
         extent.handle[index] = (length, digest)
 
-    def _parts(self, address: int, length: int) -> list[tuple[int, int, int]]:
-        """What the file moves of ``length`` bytes at ``address``: (address, size, bytes of the tail). A tail that is no
-        whole page goes through a page of the thread where direct I/O wants whole ones."""
-        tail = length % PAGE if self._file.direct else 0
-        parts = [(address, length - tail, 0)] if length > tail else []
-        return parts + ([(self._scratch().data_ptr() + self._piece_bytes, PAGE, tail)] if tail else [])
+    def _moved(self, length: int) -> int:
+        """Bytes that the file moves for ``length``: direct I/O wants whole pages."""
+        return align_up(length, PAGE) if self._file.direct else length
 
-    def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
-        """Read a piece to the address ``memory``, and verify it; raises CorruptData."""
-        offset = start
-        for address, size, tail in self._parts(memory, length):
-            self._file.read(offset, memory_at(address, size))
-            if tail:
-                ctypes.memmove(memory + length - tail, address, tail)
-            offset += size
+    def _fetch(self, start: int, memory: torch.Tensor, length: int, check: Check | None) -> None:
+        """Read a piece to the front of ``memory``, and verify it; raises CorruptData."""
+        self._file.read(start, memory_at(memory.data_ptr(), self._moved(length)))
         if check is None:
             return
         if check is LOST:
@@ -272,7 +253,7 @@ class DiskLevel(Level):
                 "failed, and holds neither the old bytes nor the new ones: go back to a checkpoint and give the ssd "
                 "level another path"
             )
-        found = xxhash.xxh3_64_intdigest(memory_at(memory, check[0]))
+        found = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), check[0]))
         if found != check[1]:
             raise CorruptData(
                 f"{format_bytes(check[0])} at offset {start} of the scratch file in {self.path} came back changed: "
@@ -296,7 +277,7 @@ class DiskLevel(Level):
 
     def _scratch(self) -> torch.Tensor:
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(self._piece_bytes + PAGE, pin=self._pin)  # with a page for the tail
+            self._local.memory = map_slab(self._piece_bytes, pin=self._pin)
         return self._local.memory
 
     def close(self) -> None:

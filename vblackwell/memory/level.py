@@ -9,8 +9,6 @@ The caller orders two transfers on one extent. Allocating has two halves, `place
 `materialise` (memory), and so has freeing: the stack plans a whole cascade of moves before the first byte moves.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import deque

@@ -5,8 +5,6 @@ each, which fights with the compute threads for the cores). A device has one cop
 torch's allocator keeps a memory pool for every stream that it has seen.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

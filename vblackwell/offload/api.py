@@ -4,8 +4,6 @@
 levels hold the model, and level 0 what is in use. The choice is arithmetic (`bytes_when_resident`) and can be forced.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import weakref
@@ -39,7 +37,7 @@ PLACEMENTS = ("auto", "resident", "streamed")
 
 _accelerated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by `enable_vgpu_stack_optimization`
 # Of each stack the models by name, which are there while their finalizers are alive.
-_names: weakref.WeakKeyDictionary[VGPUStack, dict[str, weakref.finalize[Any, Any]]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[VGPUStack, dict[str, "weakref.finalize[Any, Any]"]] = weakref.WeakKeyDictionary()
 
 
 def enable_vgpu_stack_optimization(
@@ -229,7 +227,7 @@ def _restore(model: nn.Module) -> None:
         restore_causal_lm(model)
 
 
-_counters: weakref.WeakKeyDictionary[VGPUStack, itertools.count[int]] = weakref.WeakKeyDictionary()
+_counters: weakref.WeakKeyDictionary[VGPUStack, "itertools.count[int]"] = weakref.WeakKeyDictionary()
 
 
 class VGPUStackLinear(nn.Linear):

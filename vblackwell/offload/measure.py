@@ -5,8 +5,6 @@ between all other measurements, and the quicker steps count (`HostSamples`). So 
 (`TogetherSamples`), as both work in the same memory and slow each other down.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -14,7 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -435,20 +433,18 @@ class _BothWays:
 
 @contextmanager
 def updating(update: HostUpdate) -> Iterator[None]:
-    """``update`` runs with the runtime's threads, again and again, until the block ends; RuntimeError if it failed."""
+    """``update`` runs with the runtime's threads, again and again, until the block ends; raises what it failed with."""
     enough = threading.Event()
 
     def run() -> None:
         while not enough.is_set():
             update()
 
+    update()  # the first makes threads, and touches the memory
     with ThreadPoolExecutor(1, thread_name_prefix="measured-updates") as thread:
-        tasks = [thread.submit(update), thread.submit(run)]
+        task = thread.submit(run)
         try:
-            wait(tasks[:1])  # the first makes threads, and touches the memory
             yield
         finally:
             enough.set()
-            for task in tasks:
-                if (error := task.exception()) is not None:
-                    raise RuntimeError("an update during the measurement failed") from error
+            task.result()

@@ -5,8 +5,6 @@ Clipping is exact, over both kinds together: the norm of per-parameter norms in 
 max_grad_norm / (norm + 1e-6))``, as `torch.nn.utils.clip_grad_norm_` does.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Weights, what completes them to fp32 masters, and moments are views of one reser
 would give other bits than a streamed run (narrow weights, 8-bit moments, any on CUDA), `update_resident` runs.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from typing import Any

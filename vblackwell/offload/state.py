@@ -5,8 +5,6 @@ stack wrote, any other stack, or a plain module, reads. Stated formats are widen
 (`masters`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch
@@ -94,10 +92,8 @@ def read_slot_states(engine: Offload, group: Group) -> Iterator[tuple[Slot, Para
         opened = {kind: engine.storage.open(group, kind) for kind in kinds}
         for slot in group.slots:
             if slot in steps:
-                yield (
-                    slot,
-                    {**masters.read_moments(slot, masters.moment_parts(slot, opened)), "step": steps[slot].clone()},
-                )
+                moments = masters.read_moments(slot, masters.moment_parts(slot, opened))
+                yield slot, {**moments, "step": steps[slot].clone()}
 
 
 def write_slot_states(engine: Offload, group: Group, states: dict[Slot, ParameterState]) -> None:

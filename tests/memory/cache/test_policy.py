@@ -14,7 +14,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Level
 from vblackwell.units import KiB
 
-EMPTY = Layout((), 0, None, None)
+EMPTY = Layout((), 0, None)
 
 
 def entry(key: str, priority: int = 5, level: int = 0) -> Entry:

@@ -15,11 +15,12 @@ from torch import nn
 
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
+from vblackwell.kernels.optimizer.adamw import join, split
 from vblackwell.memory.transfer import DoneTransfer
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement.lane import LaneEnd, LaneJob
 from vblackwell.offload.optimizer import VGPUAdamW
-from vblackwell.offload.storage.masters import join, round_from_fp32, split
+from vblackwell.offload.storage.masters import round_from_fp32
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
@@ -252,5 +253,6 @@ def test_a_nan_stays_one(pattern: int):
     weight, remainder = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int16)
     round_from_fp32(truth, weight)
     assert weight.isnan()
-    split(truth, weight, remainder)
-    assert weight.isnan() and join(weight, remainder).isnan()
+    scratch = torch.empty(1, dtype=torch.int32)
+    split(truth.view(torch.int32), weight, remainder, scratch)
+    assert weight.isnan() and join(weight, remainder, scratch).isnan()

@@ -1,7 +1,5 @@
 """From what users write to levels. ``cpu`` as the first one is the arena: level 0 allocates tensors one by one."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping

@@ -5,33 +5,20 @@ component for a packed tensor. On level 0 `access` hands out aliases of tensors 
 count tells whether any are still held: by a variable, a view, or autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.memory.level import Extent
 from vblackwell.memory.transfer import flat_bytes
+from vblackwell.numerics.packed import PackedTensor
 from vblackwell.units import align_up
 
 PART_ALIGNMENT = 64
-
-
-@runtime_checkable
-class Packed(Protocol):
-    """A value made of several tensors, such as a `PackedTensor`, that a stack can hold too."""
-
-    def tensors(self) -> dict[str, torch.Tensor]: ...
-
-    def meta(self) -> Any: ...
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor], meta: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +32,11 @@ class Part:  # one tensor inside an extent
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an extent's bytes become the value that was registered. Two equal layouts take each other's bytes."""
+    """How an extent's bytes become the value that was registered. Those of equal parts take each other's bytes."""
 
     parts: tuple[Part, ...]
     num_bytes: int
-    kind: type[Any] | None
-    meta: Any
+    meta: dict[str, Any] | None  # of a packed tensor
 
     def tensors_over(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts as aliases of ``buffer``, a flat uint8 tensor of at least ``num_bytes``."""
@@ -59,26 +45,26 @@ class Layout:
 
     def value(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """What the user sees, made of aliases of ``tensors``."""
-        if self.kind is None:
+        if self.meta is None:
             return tensors[0].detach()
         named = {part.name: tensor.detach() for part, tensor in zip(self.parts, tensors, strict=True)}
-        return self.kind.from_tensors(named, self.meta)
+        return PackedTensor.from_tensors(named, self.meta)
 
 
 def layout_of(value: Any) -> tuple[Layout, tuple[torch.Tensor, ...]]:
     """The layout for ``value``, and its tensors, contiguous and detached; raises ConfigurationError for no tensor."""
-    kind, meta, named = None, None, {"": value}
-    if not isinstance(value, torch.Tensor):
-        if not isinstance(value, Packed):
-            raise ConfigurationError(f"a stack holds tensors and packed tensors, not {type(value).__name__}")
-        kind, meta, named = type(value), value.meta(), value.tensors()
+    meta, named = None, {"": value}
+    if isinstance(value, PackedTensor):
+        meta, named = value.meta(), value.tensors()
+    elif not isinstance(value, torch.Tensor):
+        raise ConfigurationError(f"a stack holds tensors and packed tensors, not {type(value).__name__}")
     tensors = tuple(_plain(tensor) for tensor in named.values())
     parts, offset = [], 0
     for name, tensor in zip(named, tensors, strict=True):
         parts.append(Part(name, offset, tensor.shape, tensor.dtype, tensor.nbytes))
         offset = align_up(offset + tensor.nbytes, PART_ALIGNMENT)
     num_bytes = parts[-1].offset + parts[-1].num_bytes if parts else 0
-    return Layout(tuple(parts), num_bytes, kind, meta), tensors
+    return Layout(tuple(parts), num_bytes, meta), tensors
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,15 +88,13 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means no bytes,
-    or that `stray` has them, in RAM outside all levels."""
+    """One key of a stack. Everything but the constants changes under the stack's lock only."""
 
     key: str
     priority: int
     layout: Layout
     level: int = 0
-    extent: Extent | None = None
-    stray: torch.Tensor | None = None
+    extent: Extent = field(init=False)
     # Tensors over the extent while the key is on level 0 and is not being moved or written.
     resident: tuple[torch.Tensor, ...] | None = None
     pins: int = 0  # how many `borrow` blocks hold it
@@ -126,10 +110,10 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return self.layout.num_bytes
+        return max(1, self.layout.num_bytes)  # a tensor without elements has a place, too
 
     def show(self, buffer: torch.Tensor) -> None:
-        """Make the tensors over ``buffer``, the extent on level 0 (or nothing but shapes where there are no bytes)."""
+        """Make the tensors over ``buffer``, the extent on level 0."""
         with torch.inference_mode(False):
             self.resident = self.layout.tensors_over(buffer)
         self._storage = buffer.untyped_storage()._cdata
@@ -137,10 +121,8 @@ class Entry:
 
     def held(self) -> bool:
         """Whether somebody other than the stack holds bytes of the extent on level 0."""
-        if self.pins:
-            return True
-        if self.resident is None or not self.num_bytes:
-            return False
+        if self.pins or self.resident is None:
+            return bool(self.pins)
         return USE_COUNT(self._storage) > self._own_count
 
 

@@ -2,12 +2,8 @@
 
 Every operation is called in a turn (`pool.Turn`), plans under the lock, carries the moves out without it, and commits
 them one by one under it. Moves come out bottom-up and each is finished before the next starts, because it may write
-where the one before it read. While an entry moves it is not resident, and no victim. One whose own place is needed for
-its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are written
-again, and stay so, not lost, if a disk fails in between.
+where the one before it read. While an entry moves it is not resident, and no victim.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -28,14 +24,13 @@ MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """``entry`` goes from its extent (None: from RAM) to ``target_extent``; without an entry, the caller fills that."""
+    """``entry`` goes from its extent to another on level ``target``, or was ``evicted`` to it."""
 
-    entry: Entry | None
+    entry: Entry
+    source_extent: Extent
     target: int
     target_extent: Extent
-    source: int = 0
-    source_extent: Extent | None = None
-    evicted: bool = False
+    evicted: bool
 
 
 class Plan:
@@ -92,10 +87,9 @@ class Plan:
                 self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
             return None
 
-    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
-        """Add the move of ``entry``, whose old extent was displaced. ``from_ram``: its bytes are lifted out before the
-        first move, and taking the plan back does not restore its place."""
-        self.moves.append(Move(entry, target, extent, entry.level, None if from_ram else entry.extent, evicted))
+    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False) -> None:
+        """Add the move of ``entry``, whose old extent was displaced."""
+        self.moves.append(Move(entry, entry.extent, target, extent, evicted))
         self._moved.add(entry)
 
     def roll_back(self, mark: int = 0) -> None:
@@ -103,17 +97,15 @@ class Plan:
         while len(self.moves) > mark:
             move = self.moves.pop()
             self._levels[move.target].free(move.target_extent)
-            if move.source_extent is not None:
-                self._levels[move.source].restore(move.source_extent)
+            self._levels[move.entry.level].restore(move.source_extent)
             self._moved.discard(move.entry)
 
     def _may_go(self, entry: Entry) -> bool:
         spared = entry in self._moved or (self._spare_expected and entry.expected)
-        return not (entry.extent is None or spared or entry.held())
+        return not (spared or entry.held())
 
     def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
         """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
-        assert victim.extent is not None
         source, size = self._levels[victim.level], victim.num_bytes
         source.displace(victim.extent)
         above = reversed(range(victim.level)) if may_rise else ()
@@ -137,16 +129,13 @@ class Placement:
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
     def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
-        """Find a level for a new entry, by priority, and copy ``bytes_in`` (flat uint8) there. Raises
+        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there. Raises
         InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
-            if not entry.num_bytes:  # shapes only, always on level 0
-                self._policy.add(entry)
-                return entry.show(torch.empty(0, dtype=torch.uint8, device=self._levels[0].device))
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
-            self._begin(plan, level, extent)
-        with self._carried_out(plan):
+            self._hide(plan)
+        with self._carried_out(plan, level, extent):
             self._fill(level, extent, bytes_in, source)
         with self._lock:
             self._seat(entry, level, extent)
@@ -154,9 +143,7 @@ class Placement:
     def _ways_in(self, entry: Entry) -> Iterator[tuple[Plan, int, Extent | None]]:
         """Where a new entry goes: first its own level and those below, at the cost of less important entries only; then
         free bytes above; then anywhere, at anybody's cost."""
-        last, size = len(self._levels) - 1, entry.num_bytes
-        start = min(0 if entry.priority >= 7 else 1 if entry.priority >= 4 else max(0, last - 1), last)
-        downwards, upwards = range(start, last + 1), tuple(reversed(range(start)))
+        size, downwards, upwards = entry.num_bytes, range(entry.level, len(self._levels)), range(entry.level)[::-1]
         plan = Plan(self._levels, self._policy)
         for level in downwards:
             yield plan, level, plan.make_room(level, size, entry.priority - 1)
@@ -174,8 +161,8 @@ class Placement:
             plan = Plan(self._levels, self._policy, by_order=True)
             if (extent := plan.make_room(level, num_bytes)) is None:
                 raise does_not_fit(self._levels, f"on {self._levels[level].name} for {what}", num_bytes, plan.refusal)
-            self._begin(plan, level, extent)
-        with self._carried_out(plan):
+            self._hide(plan)
+        with self._carried_out(plan, level, extent):
             self._levels[level].materialise(extent)
         return extent
 
@@ -201,97 +188,32 @@ class Placement:
             if entry.level == 0 and entry.held():
                 held = "a tensor of it is still held; delete it first"
                 raise StaleTensor(f"{entry.key!r} cannot leave {self._levels[0].name}: {held}")
-            source, old = self._levels[entry.level], entry.extent
             extent = plan.make_room(target, entry.num_bytes, max_priority, than)
-            passes_ram = extent is None and old is not None
-            if old is not None:
-                source.displace(old)
-                extent = extent or plan.make_room(target, entry.num_bytes, max_priority, than)
             if extent is None:
-                if old is not None:
-                    source.restore(old)
                 where = f"on {self._levels[target].name} for {entry.key!r}"
                 raise does_not_fit(self._levels, where, entry.num_bytes, plan.refusal)
-            plan.move(entry, target, extent, from_ram=passes_ram)
-            self._begin(plan)
-        try:
-            if passes_ram:
-                self._lift(entry, plan)
-            with self._carried_out(plan):
-                pass
-        except BaseException:
-            if entry.stray is not None:
-                self.put_back(entry)
-            raise
-
-    def _lift(self, entry: Entry, plan: Plan | None = None) -> None:
-        """Take the bytes of ``entry``, whose extent was displaced, into RAM before ``plan`` writes there."""
-        level, old = self._levels[entry.level], entry.extent
-        assert old is not None
-        stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
-        try:
-            level.read(old, stray).finish()
-        except BaseException:
-            with self._lock:
-                if plan is not None:
-                    self._undo(plan)
-                level.restore(old)
-                self._show(entry)
-            raise
-        with self._lock:
-            level.release(old)
-            entry.stray, entry.extent = stray, None
+            self._levels[entry.level].displace(entry.extent)
+            plan.move(entry, target, extent)
+            self._hide(plan)
+        with self._carried_out(plan):
+            pass
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
-        """Replace the bytes of ``entry`` where it is, all or none, unless somebody holds them; whether it did."""
+        """Replace the bytes of ``entry`` where it is, unless somebody holds them, or a disk has them, which may fail
+        halfway; whether it did."""
         with self._lock:
-            if entry.held():
+            if entry.held() or self._levels[entry.level].device is None:
                 return False
-            if entry.extent is None:
-                entry.stray = bytes_in.to("cpu", copy=True) if entry.num_bytes else None
-                return True
             entry.resident = None
             for stream in entry.side_streams:  # whose kernels may still read
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             entry.side_streams.clear()
-        level = self._levels[entry.level]
-        extent = spare = old = entry.extent
         try:
-            if level.device is None and level.can_allocate(entry.num_bytes):  # only a disk can fail halfway
-                extent = spare = level.allocate(entry.num_bytes)
-            self._fill(entry.level, extent, bytes_in, source)
-            entry.extent, spare = extent, old
+            self._fill(entry.level, entry.extent, bytes_in, source)
         finally:
             with self._lock:
                 self._show(entry)
-            if extent is not old:
-                level.free(spare)
         return True
-
-    def vacate(self, entry: Entry) -> bool:
-        """Take the bytes of ``entry`` into RAM until `put_back`, unless somebody holds them; whether it did."""
-        with self._lock:
-            if entry.extent is None or entry.held():
-                return False
-            entry.resident = None
-            self._levels[entry.level].displace(entry.extent)
-        self._lift(entry)
-        return True
-
-    def put_back(self, entry: Entry) -> None:
-        """Give stray bytes their level back, as far as it still works."""
-        level, extent = self._levels[entry.level], None
-        try:
-            extent = level.place(entry.num_bytes)
-            assert entry.stray is not None
-            level.write(extent, entry.stray).finish()
-        except (InsufficientMemory, DiskError):
-            if extent is not None:
-                level.free(extent)
-            return
-        with self._lock:
-            entry.extent, entry.stray = extent, None
-            self._show(entry)
 
     def drop(self, entry: Entry) -> None:
         """Forget ``entry``; its bytes go at once, or when the last tensor that somebody holds of them does."""
@@ -304,62 +226,56 @@ class Placement:
         """Free what was dropped and is not held any more. Called under the lock."""
         for entry in [entry for entry in self.dropped if not entry.held()]:
             self.dropped.remove(entry)
-            if entry.extent is not None:
-                self._levels[entry.level].free(entry.extent)
-            entry.resident = entry.extent = entry.stray = None
+            self._levels[entry.level].free(entry.extent)
+            entry.resident = None
 
-    def _begin(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> None:
-        """Hide what the plan moves, and note the extent that the caller fills after it. Under the lock."""
+    def _hide(self, plan: Plan) -> None:
+        """What the plan moves is not resident. Under the lock, with the planning."""
         for move in plan.moves:
-            if move.entry is not None:
-                move.entry.resident = None
-        if extent is not None:
-            plan.moves.append(Move(None, level, extent))
+            move.entry.resident = None
 
     @contextmanager
-    def _carried_out(self, plan: Plan) -> Iterator[None]:
-        """Make the moves, then run the block; if either fails, moves that happened stay and the rest is undone."""
+    def _carried_out(self, plan: Plan, level: int = 0, extent: Extent | None = None) -> Iterator[None]:
+        """Make the moves, then run the block, which fills ``extent``; if either fails, moves that happened stay and the
+        rest is undone."""
         try:
-            while plan.moves and (entry := plan.moves[0].entry) is not None:
-                self._carry(plan.moves[0], entry)
+            while plan.moves:
+                self._carry(plan.moves[0])
                 with self._lock:
-                    self._commit(plan.moves.pop(0), entry)
+                    self._commit(plan.moves.pop(0))
             yield
         except BaseException:
             with self._lock:
-                self._undo(plan)
+                if extent is not None:
+                    self._levels[level].free(extent)
+                entries = [move.entry for move in plan.moves]
+                plan.roll_back()
+                for entry in entries:
+                    self._show(entry)
             raise
 
-    def _carry(self, move: Move, entry: Entry) -> None:
-        source, target = self._levels[entry.level], self._levels[move.target]
-        with self._counted(move.source, move.target, entry.num_bytes):
+    def _carry(self, move: Move) -> None:
+        entry, target = move.entry, self._levels[move.target]
+        source = self._levels[entry.level]
+        with self._counted(entry.level, move.target, entry.num_bytes):
             target.materialise(move.target_extent)
-            bytes_in = entry.stray if entry.extent is None else source.view(entry.extent)
+            bytes_in = source.view(move.source_extent)
             if bytes_in is None:
-                assert entry.extent is not None
                 if (straight := target.view(move.target_extent)) is not None:
-                    return source.read(entry.extent, straight).finish()
+                    return source.read(move.source_extent, straight).finish()
                 bytes_in = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")  # between two disks
-                source.read(entry.extent, bytes_in).finish()
+                source.read(move.source_extent, bytes_in).finish()
             target.write(move.target_extent, bytes_in).finish()
 
-    def _commit(self, move: Move, entry: Entry) -> None:
+    def _commit(self, move: Move) -> None:
         """The entry's bytes have arrived. Under the lock."""
+        entry = move.entry
         self._policy.discard(entry)
-        if entry.extent is not None:
-            self._levels[move.source].release(entry.extent)
-        entry.stray = None
+        self._levels[entry.level].release(move.source_extent)
         if move.target > 0:
             entry.expected = False
-        self._pool.count_move(move.source, move.target, evicted=move.evicted)
+        self._pool.count_move(entry.level, move.target, evicted=move.evicted)
         self._seat(entry, move.target, move.target_extent)
-
-    def _undo(self, plan: Plan) -> None:
-        """Undo what has not happened of a plan. Under the lock."""
-        entries = [move.entry for move in plan.moves if move.entry is not None]
-        plan.roll_back()
-        for entry in entries:
-            self._show(entry)
 
     def _seat(self, entry: Entry, level: int, extent: Extent) -> None:
         """``entry`` is on ``level`` from now on. Under the lock."""
@@ -369,7 +285,7 @@ class Placement:
 
     def _show(self, entry: Entry) -> None:
         """It has a place again; on level 0 it gets ready-made tensors. Under the lock."""
-        if entry.level == 0 and entry.extent is not None:
+        if entry.level == 0:
             buffer = self._levels[0].view(entry.extent)
             assert buffer is not None, "level 0 is addressable"
             entry.show(buffer)
@@ -377,11 +293,7 @@ class Placement:
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
         with self._counted(entry.level, 0, entry.num_bytes):
-            if entry.extent is None:
-                assert entry.stray is not None
-                out.copy_(entry.stray)
-            else:
-                self._levels[entry.level].read(entry.extent, out).finish()
+            self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
         with self._counted(source, level, bytes_in.nbytes):

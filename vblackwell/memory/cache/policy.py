@@ -5,8 +5,6 @@ their next use, the furthest first. (The last distance between two accesses of a
 backward give every key two alternating ones.)
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One level by itself, with keys: for code that wants a place for tensors rather than a hierarchy."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +35,7 @@ class VGPULevel:
         self.level, self.transfer_speed_gbps = level, transfer_speed_gbps
         self._place = build_level(config, level)
         self._device = self._place.device or torch.device("cpu")  # of what `get` returns
-        self._entries: dict[str, tuple[Any, Extent | None]] = {}  # what tells how to read the bytes, and where they are
+        self._entries: dict[str, tuple[Any, Extent]] = {}  # what tells how to read the bytes, and where they are
 
     capacity_bytes = property(lambda self: self._place.capacity_bytes)
     used_bytes = property(lambda self: self._place.used_bytes)
@@ -51,13 +49,12 @@ class VGPULevel:
 
     def _store(self, key: str, reading: Any, buffer: torch.Tensor) -> None:
         """Write ``buffer`` (flat uint8), then let it take the place of what was under ``key``."""
-        extent = self._place.allocate(buffer.nbytes) if buffer.nbytes else None
-        if extent is not None:
-            try:
-                self._place.write(extent, buffer).finish()
-            except BaseException:
-                self._place.free(extent)
-                raise
+        extent = self._place.allocate(max(1, buffer.nbytes))
+        try:
+            self._place.write(extent, buffer).finish()
+        except BaseException:
+            self._place.free(extent)
+            raise
         if key in self._entries:
             self.remove(key)
         self._entries[key] = (reading, extent)
@@ -68,23 +65,21 @@ class VGPULevel:
         buffer = self._read(extent, self._device)
         return layout.value(layout.tensors_over(buffer))
 
-    def _read(self, extent: Extent | None, device: torch.device | str) -> torch.Tensor:
-        buffer = torch.empty(0 if extent is None else extent.num_bytes, dtype=torch.uint8, device=device)
-        if extent is not None:
-            self._place.read(extent, buffer).finish()
+    def _read(self, extent: Extent, device: torch.device | str) -> torch.Tensor:
+        buffer = torch.empty(extent.num_bytes, dtype=torch.uint8, device=device)
+        self._place.read(extent, buffer).finish()
         return buffer
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes."""
         extent = self._find(key)[1]
         del self._entries[key]
-        if extent is not None:
-            self._place.free(extent)
+        self._place.free(extent)
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def _find(self, key: str) -> tuple[Any, Extent | None]:
+    def _find(self, key: str) -> tuple[Any, Extent]:
         if key not in self._entries:
             raise UnknownKey(f"{key!r} is not on this level{nearest(key, self._entries)}; put it there first")
         return self._entries[key]

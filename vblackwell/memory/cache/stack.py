@@ -5,8 +5,6 @@ then, and `update` or `remove` leave the old bytes to their holder. Accessing a 
 transfer; anything else takes its turn (`pool.Turn`), one cascade at a time.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
@@ -91,22 +89,14 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             self._check_open()
             if key in self._reservations:
                 raise KeyClash(f"key {key!r} is taken by a reservation: give the model another name (name='...')")
-            self._admit(Entry(key, priority, layout), tensors, self._entries.get(key))
+            last = len(self.levels) - 1
+            level = min(0 if priority >= 7 else 1 if priority >= 4 else max(0, last - 1), last)
+            self._admit(Entry(key, priority, layout, level), tensors, self._entries.get(key))
 
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
-        source = self._place_of(buffer)
-        try:
-            self._placement.admit(entry, buffer, source)
-        except InsufficientMemory:
-            if old is None or not self._placement.vacate(old):
-                raise
-            try:
-                self._placement.admit(entry, buffer, source)
-            except BaseException:
-                self._placement.put_back(old)
-                raise
+        self._placement.admit(entry, buffer, self._place_of(buffer))
         with self._lock:
             self._entries[entry.key] = entry
         if old is not None:
@@ -129,7 +119,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         return self._find_elsewhere(key, pins)
 
     def _hand_out(self, entry: Entry, tensors: tuple[torch.Tensor, ...]) -> Any:
-        if self._cuda_index is not None and entry.num_bytes:
+        if self._cuda_index is not None:
             stream = torch.cuda.current_stream(self._cuda_index)
             if stream.cuda_stream:  # not the default stream: the bytes may not be reused or changed under its kernels
                 tensors[0].record_stream(stream)
@@ -203,21 +193,19 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def update(self, key: str, tensor: Any) -> None:
         """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
-        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
-        new ones do not fit next to them."""
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, or on a
+        disk, and the new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
-            if (layout.parts, layout.kind) != (old.layout.parts, old.layout.kind):
+            if layout.parts != old.layout.parts:
                 said = "has another shape or dtype: register it again to replace it"
                 raise ConfigurationError(f"update of {key!r} {said}")
-            if not old.num_bytes:
-                return
             buffer = packed_bytes(layout, tensors)
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
             else:
-                self._admit(Entry(key, old.priority, layout), tensors, old)
+                self._admit(Entry(key, old.priority, layout, old.level), tensors, old)
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
@@ -233,7 +221,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._check_level(level)
         with self._turn.take():
             entry = self._lookup(key)
-            if level != entry.level and entry.num_bytes:
+            if level != entry.level:
                 self._placement.move(entry, level)
 
     def reserve(self, name: str, num_bytes: int, level: int) -> Reservation:
@@ -260,9 +248,6 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def level_of(self, key: str) -> int:
         return self._lookup(key).level

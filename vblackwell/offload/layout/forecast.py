@@ -3,8 +3,6 @@ Seconds of compute come from a trace of the resident model, by phase; groups get
 they multiply tokens with, and the last of those the head's and the loss's.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

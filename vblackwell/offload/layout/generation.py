@@ -2,8 +2,6 @@
 crosses the link once a token: so keys and values live there if they fit next to the weights that pass through.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

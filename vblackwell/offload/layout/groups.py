@@ -5,8 +5,6 @@ parameters directly. Within it every parameter starts at a multiple of 512 bytes
 tensors: matrix kernels choose the same path, and vectorised optimizers round alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -153,7 +151,7 @@ def supports(formats: Formats, dtypes: Iterable[torch.dtype]) -> bool:
     return not formats.packed or (len(found) == 1 and found <= able)
 
 
-def formats_summary(groups: Iterable[Group]) -> dict[str, str]:
+def formats_summary(groups: Iterable["Group"]) -> dict[str, str]:
     """What a model was told, for reports: frozen groups that cannot be kept so stay exact."""
     formats = next((group.formats for group in groups if group.formats.packed), EXACT)
     return {"states": formats.states, "masters": formats.masters}
@@ -173,7 +171,7 @@ class Slot:
     dtype: torch.dtype  # of the compute weight
     offset: int  # bytes from the group's start, for anything in `dtype`
     offset_fp32: int  # likewise in ranges of fp32
-    group: Group
+    group: "Group"
     plain_class: type  # what it is while its group is in use, `nn.Parameter` or the user's own child of it
 
     @property

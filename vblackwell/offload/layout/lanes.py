@@ -16,8 +16,6 @@
 A transfer that starts while the other direction works has the rate for both; while the CPU updates, links are slower.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
@@ -153,9 +151,9 @@ class Task:
     writes: bool = False  # to the disk
     index: int = 0  # of its group, where the CPU goes by that
     postponable: bool = False  # after what the CPU could do for other groups
-    then: list[Task] = field(default_factory=list)
+    then: list["Task"] = field(default_factory=list)
 
-    def after(self, *others: Task | None) -> Task:
+    def after(self, *others: "Task | None") -> "Task":
         """Let it wait for ``others``; itself."""
         for other in others:
             if other is not None:

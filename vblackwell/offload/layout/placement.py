@@ -14,8 +14,6 @@ has `OVERLAP` of a step: from the first gradient to the next forward. The CPU's 
 rolled back, as they are by default: they write next to what they read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ any, which keeps the disk's share of every group, and so the staging, small. Gro
 worker waits for their bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +81,7 @@ class StoragePlan:
         resident: Iterable[Group] = (),
         on_level0: Iterable[Group] = (),
         set_aside_bytes: int = 0,
-    ) -> StoragePlan:
+    ) -> "StoragePlan":
         kept = frozenset(group.index for group in resident)
         updated = frozenset(group.index for group in on_level0) - kept
         largest = {kind: max(group.size_of(kind) for group in groups) for kind in KINDS}
@@ -115,7 +113,7 @@ class StoragePlan:
             table.setdefault(kind, [0] * len(self.levels))[placed.level] += placed.num_bytes
         return table
 
-    def with_ranges(self, wanted: Iterable[Pair], later: Iterable[Pair] = ()) -> StoragePlan:
+    def with_ranges(self, wanted: Iterable[Pair], later: Iterable[Pair] = ()) -> "StoragePlan":
         """This plan with a range for each (group, kind) that has none, the most wanted first; InsufficientMemory if the
         levels have no room. ``later``: what will be placed next; host memory to work on it, if it spills, is taken now.
         """

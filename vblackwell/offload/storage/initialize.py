@@ -4,8 +4,6 @@ A parameter must stay the object that it is, because users tie and list paramete
 another device: so its content is exchanged with that of a stand-in without memory (`torch.utils.swap_tensors`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -88,10 +86,7 @@ _CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class ModelSource:
     """The first values of one model's parameters and buffers, in place if possible: no machine need hold it twice.
-
-    ``initialize`` is called once for each parameter and buffer on the meta device, with the first of its names and a
-    CPU tensor of its shape, strides and type, to be filled during the call: floats come as NaN, so that what is
-    forgotten is loud, integers as zeros.
+    ``initialize`` (see `enable_vgpu_stack_optimization`) gets floats as NaN, so that what it forgets is loud.
 
     Raises ConfigurationError: something is on the meta device without ``initialize``, or the reverse; or a parameter
     there has hooks or weak references, which would be lost.

@@ -8,8 +8,6 @@ Of 8-bit moments ``exp_avg_sq`` is kept as its root. Writing looks first for a s
 value *is* a code's, so a run goes on from its checkpoint as if it had not stopped (squares below 2^-126 lose bits).
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vblackwell.errors import Unsupported
+from vblackwell.kernels.optimizer import adamw
 from vblackwell.kernels.optimizer.adamw8 import SCALE_BLOCK, SMALLEST, decode_moments
 from vblackwell.offload.layout.groups import CODES, MOMENTS, PACKED_MOMENTS, SCALES, Group, Slot, refuse_untrainable
 from vblackwell.offload.storage.storage import Storage
@@ -51,31 +50,14 @@ def round_from_fp32(source: Tensor, out: Tensor) -> None:
         out.copy_(source)
         return
     source, out = in_memory_order(source), in_memory_order(out)
-    bits = source.view(torch.int32) + 0x8000
-    out.view(torch.int16).copy_(bits.view(torch.int16)[1::2])  # the high halves, on a little-endian machine
-    wrong = source.isnan()
-    if bool(wrong.any()):  # a NaN with a full low half wraps to a zero: the GPU's own is one
-        out.masked_fill_(wrong, float("nan"))
+    bits = source.view(torch.int32)
+    out.view(torch.int16).copy_((bits + 0x8000).view(torch.int16)[1::2])  # the high halves, on a little-endian machine
+    adamw.keep_nan(bits, out)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """A dense tensor as one dimension, whatever the order of its strides."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 truth of a split master, in new memory. Both are flat, bf16 and int16."""
-    bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder)
-    return bits.view(torch.float32)
-
-
-def split(truth: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """The reverse of `join`: writes both halves of the flat fp32 ``truth``."""
-    for start in range(0, truth.numel(), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
-        part, high, low = (flat[start : start + SPLIT_CHUNK] for flat in (truth, weight, remainder))
-        round_from_fp32(part, high)
-        bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        low.copy_(part.view(torch.int32) - bits)  # within 16 bits, by how the weight was rounded
 
 
 def open_weights(storage: Storage, group: Group, *, load: bool = True) -> Opened:
@@ -95,8 +77,9 @@ def read_truth(slot: Slot, opened: Opened) -> Tensor:
     if slot.dtype.is_floating_point and "master" in opened:
         return slot.view_fp32(opened["master"])
     if slot.dtype == torch.bfloat16 and "remainder" in opened:
-        truth = join(slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16))
-        return truth.as_strided(slot.shape, slot.stride)
+        weight, remainder = slot.flat(opened["weight"]), slot.flat(opened["remainder"], torch.int16)
+        bits = torch.empty(weight.shape, dtype=torch.int32, device=weight.device)
+        return adamw.join(weight, remainder, bits).as_strided(slot.shape, slot.stride)
     weight = slot.view(opened["weight"])
     return weight.float() if slot.group.formats.stochastic else weight
 
@@ -118,11 +101,14 @@ def write_truth(slot: Slot, source: Tensor, opened: Opened) -> None:
     wide = source
     if source.dtype != torch.float32 or source.stride() != slot.stride or source.device != weight.device:
         wide = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device=weight.device).copy_(source)
-    wide = in_memory_order(wide)
-    if remainder is not None:
-        split(wide, slot.flat(weight), remainder)
-    else:
-        round_from_fp32(wide, slot.flat(weight))
+    wide, weight = in_memory_order(wide), slot.flat(weight)
+    if remainder is None:
+        round_from_fp32(wide, weight)
+        return
+    for start in range(0, len(wide), SPLIT_CHUNK):  # so that a large parameter needs no temporaries of its size
+        part = slice(start, start + SPLIT_CHUNK)
+        bits = wide[part].view(torch.int32)
+        adamw.split(bits, weight[part], remainder[part], torch.empty_like(bits))
 
 
 def write_parameters(storage: Storage, slots: Sequence[Slot], source: Tensor | None = None) -> None:

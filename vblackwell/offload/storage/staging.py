@@ -7,8 +7,6 @@ can always go on. A failed read raises where its bytes are asked for; a failed w
 every wait for the group's own, and whenever its range is read (`Ledger`).
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +24,6 @@ from vblackwell.offload.layout.groups import AccessTrace, Group
 from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
 from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 from vblackwell.units import align_up
-
-MAX_SKIPPED = 4 * MAX_SETS  # updates of other groups, after which what was read ahead is given up
 
 
 def failure_of(transfer: Transfer) -> BaseException | None:
@@ -74,7 +70,6 @@ class Staged:
     taken: Reservation | None = None  # of the level in RAM, for this update alone; None: `memory` is a set
     stamps: dict[str, Stamp] = field(default_factory=dict)  # of the ranges that were read, or are being read
     reads: list[Transfer] = field(default_factory=list)
-    skipped: int = 0  # updates of other groups since it was read ahead
 
 
 class Stage:
@@ -87,7 +82,7 @@ class Stage:
         self._set_bytes: int | None = None  # None: sets have not been needed yet
         self._free: list[Tensor] = []
         self._ahead: dict[int, Staged] = {}  # in the order in which they will be needed
-        self._writing: dict[Staged, Transfer | None] = {}  # oldest first
+        self._writing: list[Transfer] = []  # oldest first; replaced, not changed
         self._taken: Group | None = None  # since `take`, until its write is known to the ledger
         self._written: dict[int, Ranges] = {}  # by group, what its last update wrote
         self._order = AccessTrace()
@@ -156,19 +151,15 @@ class Stage:
                 storage.ledger.end(reservation, error)
             with self._lock:
                 self._failure = self._failure or error
-                del self._writing[staged]
                 self._release(staged)
             self.read_ahead()
 
-        with self._lock:
-            self._written[staged.group.index] = writes
-            self._writing[staged] = None
+        self._written[staged.group.index] = writes
         transfer = self._continuations.chain(copied, start, finish)
         for reservation in writes.values():
             storage.ledger.begin(reservation, transfer)
         with self._lock:
-            if staged in self._writing:
-                self._writing[staged] = transfer
+            self._writing = [*(each for each in self._writing if not each.done()), transfer]
             self._taken = None
         self.read_ahead()
         return transfer
@@ -180,30 +171,21 @@ class Stage:
 
     def drain(self) -> None:
         """Return when all writes are over. Those that failed raise elsewhere (module's text)."""
-        with self._lock:
-            writing = [transfer for transfer in self._writing.values() if transfer is not None]
-        for transfer in writing:
+        for transfer in self._writing:
             failure_of(transfer)
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
-        """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
+        """What was read ahead for ``group``, if it is still true."""
         with self._lock:
             if self._states_on_disk(group):
                 self._groups[group.index] = group
                 self._order.use(group.index, once=True)
             self._taken = group
             found = self._ahead.pop(group.index, None)
-            for other in self._ahead.values():
-                other.skipped += 1
-            useless = [other for other in self._ahead.values() if other.skipped > MAX_SKIPPED]
-            for other in useless:
-                del self._ahead[other.group.index]
-            if found is not None and not self._is_true(found, reads):
-                useless.append(found)
-                found = None
-        for other in useless:
-            self._give_up(other)
-        return found
+            if found is None or self._is_true(found, reads):
+                return found
+        self._give_up(found)
+        return None
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -241,12 +223,11 @@ class Stage:
                 self._caller_waits = not self._free  # what falls free now is the caller's
                 if self._free:
                     return self._free.pop()
-                farthest = self._ahead.pop(next(reversed(self._ahead))) if self._ahead else None
-                oldest = next(iter(self._writing.values()), None)
+                farthest = self._ahead.popitem()[1] if self._ahead else None
+                oldest = next((each for each in self._writing if not each.done()), None)
             if farthest is not None:
                 self._give_up(farthest)
-            else:
-                assert oldest is not None, "a set is free, ahead, or on its way to the disk"
+            elif oldest is not None:
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:

@@ -1,12 +1,10 @@
 """Where a group's bytes are when they are not in use: ranges below the first level, as `StoragePlan` decides."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -18,7 +16,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
-from vblackwell.units import align_up, format_bytes
+from vblackwell.units import align_up
 
 Ranges = dict[str, Reservation]  # of one group, by kind
 Stamp = tuple[Reservation, int]
@@ -65,9 +63,6 @@ class Ledger:
         if write is not None:
             with suppress(VBError, OSError):  # then it is lost
                 write.wait()
-            with self._lock:
-                if self._writes.get(reservation) is write:
-                    del self._writes[reservation]
 
     def wait_to_read(self, reservation: Reservation) -> None:
         """`wait`, for a caller that reads; raises what the last write failed with."""
@@ -138,31 +133,24 @@ class Storage:
 
     def _carry_out(self, planned: StoragePlan) -> None:
         """Reserve what ``planned`` has and this storage has not."""
-        staged, set_sizes = set(self._staging), [each.num_bytes for each in self.sets]
-        ranges, made = dict(planned.ranges), list[tuple[int, str]]()
-        try:
+        sizes = [planned.staging.set_bytes] * planned.staging.num_sets
+        set_sizes, ranges = [each.num_bytes for each in self.sets], dict(planned.ranges)
+        with ExitStack() as undone:
             # Host memory for what is not in RAM, before anything else is taken of it.
-            sizes = [planned.staging.set_bytes] * planned.staging.num_sets
             if not planned.sets_fixed and sizes != set_sizes:
+                undone.callback(self._replace_sets, set_sizes)
                 self._replace_sets(sizes)
             for kind, num_bytes in planned.staging.by_kind.items():
-                self._reserve_stage(planned, kind, num_bytes)
+                self._reserve_stage(planned, kind, num_bytes, undone)
             for key, placed in planned.ranges.items():
                 if key not in self._ranges:
                     found = self._ranges[key] = self._reserve(placed.name, placed.num_bytes, placed.level)
-                    made.append(key)
+                    undone.callback(lambda key=key: self.stack.unreserve(self._ranges.pop(key)))
                     ranges[key] = replace(placed, level=found.level)
                     if found.level in planned.usable and planned.levels[found.level].kind != "ram":
                         # Unforeseen where RAM had no room in one piece.
-                        self._reserve_stage(planned, key[1], align_up(planned.largest[key[1]], PAGE))
-        except BaseException:
-            for key in made:
-                self.stack.unreserve(self._ranges.pop(key))
-            for kind in self._staging.keys() - staged:
-                self.stack.unreserve(self._staging.pop(kind))
-            if set_sizes != [each.num_bytes for each in self.sets]:
-                self._replace_sets(set_sizes)
-            raise
+                        self._reserve_stage(planned, key[1], align_up(planned.largest[key[1]], PAGE), undone)
+            undone.pop_all()
         by_kind = {kind: each.num_bytes for kind, each in self._staging.items()}
         self.plan = replace(planned, ranges=ranges, staging=replace(planned.staging, by_kind=by_kind))
 
@@ -175,20 +163,11 @@ class Storage:
                 return self.stack.reserve(f"{self._name}/{what}", num_bytes, number)
         return self.stack.reserve(f"{self._name}/{what}", num_bytes, last)
 
-    def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int) -> None:
+    def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int, undone: ExitStack) -> None:
         """Host memory through which ranges of ``kind`` are worked on, where a level in RAM can count it."""
-        if kind in self._staging or not planned.has_host_level:
-            return
-        try:
+        if kind not in self._staging and planned.has_host_level:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
-        except InsufficientMemory as error:
-            raise InsufficientMemory(
-                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for "
-                f"{kind}, and {format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the "
-                "'cpu' level)",
-                needed_bytes=error.needed_bytes,
-                available_bytes=error.available_bytes,
-            ) from error
+            undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
 
     def _replace_sets(self, sizes: Sequence[int]) -> None:
         while self.sets:
