@@ -10,8 +10,6 @@ or is predicted from one. Without, each has a row, filled up with tokens that no
 B batch, S sequence.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from array import array
@@ -19,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, content_hash, pack_rows, permute
@@ -33,9 +32,6 @@ from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, open_tokenizer
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")

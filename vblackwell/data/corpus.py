@@ -4,8 +4,6 @@ library's shuffle that stays the same. A window is ``seq_length`` inputs and, sh
 S sequence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from array import array
@@ -15,11 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import tokenizers
 import torch
 import xxhash
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.data.documents import Piece, TextFiles, find_text, reading
@@ -30,9 +30,6 @@ from vblackwell.folders.folder import read_tokenizer
 from vblackwell.machine.cache import cached_folder, drop_entry
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 from vblackwell.units import MiB
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 Batch = tuple[Tensor, ...]
@@ -137,8 +134,6 @@ def cached(kind: str, key: str, build: Callable[[Path], None], report: Progress,
 
 
 def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report: Progress) -> Tokenizer:
-    import tokenizers
-
     def build(folder: Path) -> None:
         report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
         text = train_tokenizer(source, vocab_size).to_str(pretty=True)
@@ -151,8 +146,6 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 def _pack(
     source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], report: Progress, folder: Path
 ) -> None:
-    from tokenizers import Tokenizer
-
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
     ends, count, text_bytes = array("q"), 0, 0

@@ -5,8 +5,6 @@ random words) and during which no signal is answered; a process can be killed. A
 comes back from Rust while the interpreter ends aborts the process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -17,14 +15,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vblackwell.data.documents import TextFiles
 from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.units import MiB
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -37,8 +34,6 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens (fewer where text has no more pairs), the same for the same text.
     ConfigurationError for a size below 257, VBError where the process that trains has ended without one.
     """
-    from tokenizers import Tokenizer
-
     if vocab_size < MIN_VOCAB_SIZE:
         advice = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
         raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {advice}")
@@ -97,8 +92,6 @@ def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer: Any = Tokenizer(models.BPE())  # whose stubs have no setters
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

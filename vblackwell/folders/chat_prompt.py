@@ -5,8 +5,6 @@ model that was fine-tuned on conversations often names another end. A template i
 (``{{ 'x' * 10**10 }}`` is one): jinja's sandbox keeps it from files and code, `bounded` bounds its memory and time.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import threading
@@ -14,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"
 MAX_CHARACTERS = 16 << 20

@@ -11,8 +11,6 @@ Bytes are hashed on their way to the file: reading them back would only meet the
 the folder: the kernel may have dropped the pages, and a second call would succeed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -57,7 +55,7 @@ class CommitFolder:
         self.path = self._final.with_name(f"{self._final.name}{SUFFIX}")
         self._entries: dict[str, dict[str, Any]] = {}
 
-    def __enter__(self) -> CommitFolder:
+    def __enter__(self) -> "CommitFolder":
         final, parent = self._final, self._final.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +88,7 @@ class CommitFolder:
             os.close(self._lock)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[HashedFile]:
+    def open(self, name: str) -> Iterator["HashedFile"]:
         """A file to write front to back, hashed on the way and synced at the end."""
         path = self.path / name
         try:

@@ -6,8 +6,6 @@ that have shapes and no bytes. Experts are read straight to their places in the 
 computed from loaded tensors, one parameter at a time.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterable, Iterator

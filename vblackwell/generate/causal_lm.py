@@ -1,8 +1,6 @@
 """Causal models of transformers, from a folder or hub id into a stack, and out again as a folder; nothing is held
 twice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial

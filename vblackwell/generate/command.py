@@ -1,8 +1,6 @@
 """``vb generate``: opens what the path means and writes the text to standard output as it comes; of many prompts a line
 of JSON each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import ExitStack

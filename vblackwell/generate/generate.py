@@ -7,16 +7,15 @@ draws with the same seed from its own logits, as it would alone but for last bit
 vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,9 +27,6 @@ from vblackwell.nn.convert.assignment import evaluating
 from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # Not cuDNN's attention, which plans anew, for about a second, for every length of a prompt: more than it gains up to
 # some ten thousand positions.
@@ -74,7 +70,7 @@ def generate_batch(
     *,
     ends: Collection[int] = (),
     special_tokens: bool = True,
-    pace: Pace | None = None,
+    pace: "Pace | None" = None,
     on_token: Callable[[str], None] | None = None,
 ) -> list[str]:
     """What the model writes after each prompt (empty: a document begins), until its end-of-text token, one of ``ends``,

@@ -3,8 +3,6 @@ level 0 is not kept free for keys, values and workspace holds layers that stay. 
 model on the meta device, its files matched with that (`open_folder`), and each tensor read to where it goes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

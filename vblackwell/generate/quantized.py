@@ -2,8 +2,6 @@
 in layers that compute from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

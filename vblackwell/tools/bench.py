@@ -6,8 +6,6 @@ resident engine. Inference is one pass over the batch up to the logits after its
 with a cache; FP4 linears are packed there. Legend: B batch, S sequence, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -267,8 +265,9 @@ def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     values |= {"weight_bytes": found.weight_bytes, "output_change": None}
     if "logits" in first:
         apart = difference(first["logits"], logits_SV)
-        values["output_change"] = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative}
-        values["output_change"]["sqnr_db"] = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
+        sqnr_db = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
+        change = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative, "sqnr_db": sqnr_db}
+        values["output_change"] = change
     first.setdefault("logits", logits_SV)
     return {"attention": attention, "inference": values}
 

@@ -1,7 +1,5 @@
 """``vb doctor``: what this machine has, how fast it is, and what is missing for what."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

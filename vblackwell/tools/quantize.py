@@ -5,8 +5,6 @@ copied, in the type that transformers runs the format in; a parameter that it ma
 one.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import defaultdict

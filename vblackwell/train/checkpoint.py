@@ -9,8 +9,6 @@ With adapters, peft's adapter_model.safetensors and adapter_config.json are in t
 states are written one parameter at a time as they are read: there is no second copy of the model in memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator

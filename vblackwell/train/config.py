@@ -3,8 +3,6 @@ Flags win over the YAML file, that over the resumed run's settings, those over t
 defaults; text and typed values pass through `convert`, so the same mistake gets the same sentence.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -2,8 +2,6 @@
 here, before anything is written.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from contextlib import ExitStack, suppress

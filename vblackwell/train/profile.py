@@ -2,8 +2,6 @@
 their time goes into and threads by the number that the system gave them, as long as they live.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import threading

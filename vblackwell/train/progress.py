@@ -1,7 +1,5 @@
 """What a run says while it runs (a live line on a terminal, a few plain lines elsewhere), and requests to stop it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -143,7 +141,7 @@ class StopRequest:
         assert self.signal is not None
         return 128 + self.signal
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -2,8 +2,6 @@
 refused is refused before the run folder exists.
 """
 
-from __future__ import annotations
-
 import resource
 import statistics
 import sys

@@ -6,8 +6,6 @@ with half the sequences in a forward, as many a step; but once the optimizer has
 error.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import math
@@ -33,6 +31,55 @@ from vblackwell.train.progress import Progress, StopRequest
 
 class TrainingDiverged(VBError):
     """Too many steps in a row, or all of a run, were not finite; the weights are those before the first of them."""
+
+
+MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rates of a run: up to ``peak`` in ``warmup_steps`` (the first is above zero), down to ``floor``."""
+
+    peak: float
+    floor: float
+    warmup_steps: int
+    total_steps: int
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        falling_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / falling_steps)
+        return self.floor + (self.peak - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def default_warmup_steps(total_steps: int) -> int:
+    """A twentieth of the run, at most 1000."""
+    return min(1000, total_steps // 20)
+
+
+@dataclass
+class LossScaler:
+    """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
+    a power of two, so that scaling is exact. (torch's `GradScaler` reads `p.grad`, which is None while offloaded.)
+    """
+
+    scale: float = 2.0**16
+    growth_interval: int = 200
+    finite_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        self.finite_steps = 0 if overflowed else self.finite_steps + 1
+        if overflowed:
+            self.scale = max(MIN_SCALE, self.scale / 2)
+        elif self.finite_steps >= self.growth_interval:
+            self.scale, self.finite_steps = min(MAX_SCALE, self.scale * 2), 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether overflow can no longer be blamed on the scale."""
+        return self.scale <= MIN_SCALE
 
 
 @dataclass
@@ -70,7 +117,7 @@ class TrainerState:
     unrecorded: dict[str, Any] | None = None
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> TrainerState:
+    def from_json(cls, found: dict[str, Any]) -> "TrainerState":
         """The reverse of `dataclasses.asdict`. Raises CorruptData: a key is missing."""
         try:
             return cls(**{name: found[name] for name in cls.__dataclass_fields__})
@@ -367,52 +414,3 @@ def send_back(value: torch.Tensor) -> Callable[[], float]:
         return float(host)
 
     return read
-
-
-MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rates of a run: up to ``peak`` in ``warmup_steps`` (the first is above zero), down to ``floor``."""
-
-    peak: float
-    floor: float
-    warmup_steps: int
-    total_steps: int
-
-    def learning_rate(self, step: int) -> float:
-        """The rate of step ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        falling_steps = max(1, self.total_steps - 1 - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / falling_steps)
-        return self.floor + (self.peak - self.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def default_warmup_steps(total_steps: int) -> int:
-    """A twentieth of the run, at most 1000."""
-    return min(1000, total_steps // 20)
-
-
-@dataclass
-class LossScaler:
-    """The scale of the next fp16 step: doubled after ``growth_interval`` finite steps in a row, halved at an overflow;
-    a power of two, so that scaling is exact. (torch's `GradScaler` reads `p.grad`, which is None while offloaded.)
-    """
-
-    scale: float = 2.0**16
-    growth_interval: int = 200
-    finite_steps: int = 0
-
-    def update(self, *, overflowed: bool) -> None:
-        self.finite_steps = 0 if overflowed else self.finite_steps + 1
-        if overflowed:
-            self.scale = max(MIN_SCALE, self.scale / 2)
-        elif self.finite_steps >= self.growth_interval:
-            self.scale, self.finite_steps = min(MAX_SCALE, self.scale * 2), 0
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether overflow can no longer be blamed on the scale."""
-        return self.scale <= MIN_SCALE
