@@ -19,7 +19,7 @@ from vblackwell.data.corpus import PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, DiskError, VBError
-from vblackwell.machine.cache import cache_root, cached_folder
+from vblackwell.machine.cache import cache_root
 from vblackwell.train.progress import Stopped, StopRequest
 
 LINES = [
@@ -138,15 +138,15 @@ def test_processes_that_build_the_same_entry_agree(folder, cache, program):
 
 def test_a_kill_while_building_leaves_no_entry(cache):
     program = (
-        "import os, signal; from vblackwell.machine.cache import cached_folder\n"
+        "import os, signal; from vblackwell.data.corpus import cached\n"
         "def build(folder):\n"
-        "    (folder / 'half').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "cached_folder('things', 'key', build)"
+        "    folder.add('half', b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "cached('things', 'key', build, print, 'again')"
     )
     killed = subprocess.run([sys.executable, "-c", program])
-    assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key.*.tmp"))) == 1
-    made = cached_folder("things", "key", lambda folder: (folder / "whole").write_text("whole"))
-    assert [path.name for path in made.iterdir()] == ["whole"] and list((cache / "things").iterdir()) == [made]
+    assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key-manifest.*.tmp"))) == 1
+    made = data.cached("things", "key", lambda folder: folder.add("whole", b"whole"), print, "again")
+    assert {path.name for path in made.iterdir()} == {"whole", "manifest.json"} and list((cache / "things").iterdir()) == [made]
 
 
 def test_tokenizer_is_the_same_for_the_same_text(folder):
@@ -239,7 +239,7 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DiskError, match="XDG_CACHE_HOME"):
-        cached_folder("things", "key", lambda folder: None)
+        data.cached("things", "key", lambda folder: None, print, "again")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_root() == Path.home() / ".cache" / "vblackwell"
 

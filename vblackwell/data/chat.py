@@ -30,6 +30,7 @@ from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, open_tokenizer
+from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 
@@ -211,14 +212,14 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     parts = (FORMAT, content, kind, template.source, sorted(template.special.items()), tokenizer.to_str())
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
-    def build(folder: Path) -> None:
+    def build(folder: CommitFolder) -> None:
         report(f"encoding {source.name}", None)
         lengths = array("q")
-        with (folder / "tokens.bin").open("wb") as file:
+        with folder.open("tokens.bin") as file:
             for numbers in _encoded(source, kind, tokenizer, template):
                 file.write(numbers.tobytes())
                 lengths.append(len(numbers))
-        (folder / "lengths.bin").write_bytes(lengths.tobytes())
+        folder.add("lengths.bin", lengths.tobytes())
 
     folder = cached("chat", fingerprint, build, report, "encoding again")
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")
