@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.waiting import wait_until
 from vblackwell.data import corpus as data
 from vblackwell.data import tokenizer
 from vblackwell.data.corpus import PackedDataset, prepare_data
@@ -168,19 +170,16 @@ def test_a_tokenizer_s_process_that_fails_is_named(folder, cache, monkeypatch):
 
 
 def test_a_tokenizer_s_process_ends_with_its_parent():
-    """Once it has all texts, whatever it computes: the end of its input is the end of its parent."""
-    program = (
-        "import time\nfrom vblackwell.data import tokenizer\n"
-        "print(*tokenizer._texts_from_stdin(), flush=True)\nwhile True: time.sleep(1)"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Here a shell, which is killed."""
+    training = [sys.executable, "-m", "vblackwell.data.tokenizer", "300"]
+    shell = f"exec 3<&0; {shlex.join(training)} $$ <&3 & echo $!; wait"  # without a terminal's input it would read none
+    with subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write('"one"\n"two"\nnull\n')
-        process.stdin.flush()
-        assert process.stdout.readline() == "one two\n" and process.poll() is None
+        trains = Path("/proc", process.stdout.readline().strip())
+        wait_until(lambda: len(list((trains / "task").iterdir())) > 1)  # it watches, and waits for texts
+        process.kill()
+        wait_until(lambda: not (trains / "exe").exists())  # nor has a zombie one
         process.stdin.close()
-        assert process.wait() == 1
 
 
 def test_given_tokenizer_is_used(folder, tmp_path):

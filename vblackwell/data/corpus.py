@@ -147,7 +147,12 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 
 
 def _pack(
-    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], report: Progress, folder: CommitFolder
+    source: TextFiles,
+    tokenizer: Tokenizer,
+    end: int | None,
+    kind: np.dtype[Any],
+    report: Progress,
+    folder: CommitFolder,
 ) -> None:
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
