@@ -118,16 +118,16 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     trainer = Trainer(config, parts, progress, stop, record, partial(write_checkpoint, *checkpoints), step_context)
     if state is not None:
         trainer.restore(state)
-    began, first_step = time.perf_counter(), trainer.step
+    began, first_step = time.perf_counter(), trainer.now.step
     try:
         trainer.run()
     except DiskError as error:
         raise DiskError(f"{error}. To go on: --resume --out {folder.path}") from error
-    seconds, steps = time.perf_counter() - began, trainer.step - first_step
+    seconds, steps = time.perf_counter() - began, trainer.now.step - first_step
     progress.close()
     go_on = f"--resume --out {folder.path}"
     if stop.signal is not None:
-        progress.say(f"stopped by {stop.signal.name} after step {trainer.step}: go on with {go_on}")
+        progress.say(f"stopped by {stop.signal.name} after step {trainer.now.step}: go on with {go_on}")
         return stop.exit_code
     merged = ""
     if adapted(parts.model) is not None:
