@@ -148,7 +148,9 @@ def test_a_kill_while_building_leaves_no_entry(cache):
     killed = subprocess.run([sys.executable, "-c", program])
     assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key-manifest.*.tmp"))) == 1
     made = data.cached("things", "key", lambda folder: folder.add("whole", b"whole"), print, "again")
-    assert {path.name for path in made.iterdir()} == {"whole", "manifest.json"} and list((cache / "things").iterdir()) == [made]
+    assert {path.name for path in made.iterdir()} == {"whole", "manifest.json"} and list(
+        (cache / "things").iterdir()
+    ) == [made]
 
 
 def test_tokenizer_is_the_same_for_the_same_text(folder):

@@ -187,12 +187,6 @@ def newest_complete(parent: Path) -> list[Path]:
     return [path for path in numbered(parent) if (path / MANIFEST).is_file()]
 
 
-def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
-    """`first_intact` of the folders ``step-N``, the newest first. One without a manifest counts as damaged: folders get
-    their names with it, so it was lost later."""
-    return first_intact(numbered(parent))
-
-
 def first_intact(folders: Iterable[Path]) -> tuple[Path | None, list[CorruptData]]:
     """The first folder whose bytes are intact (``None``: there is none), and what is wrong with those before it."""
     problems = []

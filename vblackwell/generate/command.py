@@ -49,11 +49,8 @@ class Places:
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
 
-    def stay_on(self, folder: Path, device: torch.device | str) -> bool:
-        """Whether no stack is needed: none is asked for, or FP4 alone, of a model that a ``Decoder`` computes and that
-        fits the GPU before it is packed."""
-        if not self.streams:
-            return True
+    def _fits(self, folder: Path, device: torch.device | str) -> bool:
+        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU unpacked."""
         if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
             return False
         size = sum(path.stat().st_size for path in tensor_files(folder))
@@ -64,7 +61,7 @@ class Places:
     ) -> nn.Module:
         """The model in ``folder`` on ``device``, or in a stack of these sizes, which lasts until ``cleanup``; there for
         several ``rows`` (None: one text), of whose filling transformers' models alone know."""
-        if rows is None and self.stay_on(folder, device):
+        if rows is None and (not self.streams or self._fits(folder, device)):
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
             packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
             return open_resident(folder, device, packing=packing, assignment=assignment)

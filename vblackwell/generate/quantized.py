@@ -13,8 +13,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.nn.convert.linears import head_and, install_packed, linear_of, replace_modules
-from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.nn.convert.linears import install_packed, linear_of, replace_modules
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.packed import PackedTensor
 
@@ -27,15 +26,6 @@ class Packing:
     format: str = "nvfp4"
     layers: str = "all"
     keep: str | None = None
-
-    @property
-    def kept(self) -> str:
-        """What the names of linears match that stay as they are."""
-        return head_and(self.keep)
-
-    def pack(self, weight_NK: Tensor, name: str) -> PackedTensor:
-        """``weight_NK`` packed on its device; raises as `quantize`."""
-        return pack(weight_NK, self.format, name)
 
 
 def open_folder(model: nn.Module, folder: Path) -> FolderWeights:

@@ -24,9 +24,8 @@ from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
 from vblackwell.generate.load import load_model, model_on_meta
-from vblackwell.generate.quantized import Packing
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
-from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, nothing_selected
+from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import refine
@@ -169,7 +168,7 @@ def quantize_command(
         shape = "x".join(map(str, layer.shape))
         print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
 
-    how: dict[str, Any] = {"pattern": pattern, "keep": Packing(keep=keep).kept, "device": device}
+    how: dict[str, Any] = {"pattern": pattern, "keep": head_and(keep), "device": device}
     chosen = None if assignment is None else Assignment.load(assignment)
     if budget is not None or max_bits is not None:
         if chosen is not None:

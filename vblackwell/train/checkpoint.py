@@ -28,7 +28,6 @@ from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
-from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.config import TrainConfig, refuse_changes
@@ -60,7 +59,8 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
     """
     model, made = prepared.parts.model, adapted(prepared.parts.model)
-    found, problems = commit.newest_verified(parent)
+    # One without a manifest counts as damaged: folders get their names with it, so it was lost later.
+    found, problems = commit.first_intact(commit.numbered(parent))
     for problem in problems:
         say(f"passed over a damaged checkpoint: {problem}")
     if found is None:
@@ -98,14 +98,8 @@ def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
     with commit.CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
         tokenizer = _add_tokenizer(folder, prepared)
         folder.add_json(GENERATION, generation_settings(prepared))
-        if isinstance(model, Decoder):
-            entries, values = whole_tensors(model)
-            specs = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
-            tensors = values()
-        else:
-            published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
-            specs, tensors = published.specs, published.tensors()
-        save_model(folder, prepared.model_config, specs, tensors, tokenizer, generation=False)
+        made = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
+        save_model(folder, prepared.model_config, made.specs, made.tensors(), tokenizer, generation=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
 
 
