@@ -44,7 +44,7 @@ METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 def write_checkpoint(parent: Path, prepared: Prepared, say: Callable[[str], None], state: TrainerState) -> None:
     """Commit the run as it is now under ``parent``; then remove the oldest. Raises DiskError: earlier checkpoints
     are untouched."""
-    needed = _checkpoint_bytes(prepared.parts.model) + METADATA_BYTES
+    needed = _checkpoint_bytes(prepared.model) + METADATA_BYTES
     with commit.CommitFolder(parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
         _write_checkpoint(folder, prepared)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
@@ -58,7 +58,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     """Load the newest intact checkpoint under ``parent`` into the model; None, and a message, if there is none yet.
     Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
     """
-    model, made = prepared.parts.model, adapted(prepared.parts.model)
+    model, made = prepared.model, adapted(prepared.model)
     # One without a manifest counts as damaged: folders get their names with it, so it was lost later.
     found, problems = commit.first_intact(commit.numbered(parent))
     for problem in problems:
@@ -80,7 +80,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     state = TrainerState.from_json(stored["state"])
     with ExitStack() as opened:
         prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
-        import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
+        import_state(model, prepared.optimizer, _open_states(found, prefix, opened), only=only)
     say(f"resumed from {found} after step {state.step}")
     before, arithmetic = stored.get("arithmetic", {}), _arithmetic(prepared).items()
     changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
@@ -94,7 +94,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
 
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
     """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
-    model = prepared.parts.model
+    model = prepared.model
     with commit.CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
         tokenizer = _add_tokenizer(folder, prepared)
         folder.add_json(GENERATION, generation_settings(prepared))
@@ -178,7 +178,7 @@ def _add_tokenizer(folder: commit.CommitFolder, prepared: Prepared) -> Any:
 
 def _write_checkpoint(folder: commit.CommitFolder, prepared: Prepared) -> None:
     """Weights, or adapters, and AdamW's states, in one pass over the model."""
-    model, optimizer = prepared.parts.model, prepared.parts.optimizer
+    model, optimizer = prepared.model, prepared.optimizer
     named, only = export_order(model), None if adapted(model) is None else is_adapter
     tokenizer = _add_tokenizer(folder, prepared)
     states: dict[str, list[TensorSpec]] = {}
@@ -221,12 +221,12 @@ def generation_settings(prepared: Prepared) -> dict[str, Any]:
 
 
 def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
-    engine, made = offload_of(prepared.parts.model), adapted(prepared.parts.model)
+    engine, made = offload_of(prepared.model), adapted(prepared.model)
     return {
         "format": FORMAT,
         "state": dataclasses.asdict(state),
         "max_steps": prepared.config.max_steps,
-        "schedule": dataclasses.asdict(prepared.parts.schedule),
+        "schedule": dataclasses.asdict(prepared.schedule),
         "config": dataclasses.asdict(prepared.config),
         "fingerprint": prepared.corpus.fingerprint,
         "base": None if made is None else made.base,
@@ -237,7 +237,7 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
 
 def _arithmetic(prepared: Prepared) -> dict[str, Any]:
     """What a resumed run may change, and what orders or rounds sums otherwise, by name for people."""
-    config, device = prepared.config, prepared.parts.device
+    config, device = prepared.config, prepared.device
     return {
         "CPU threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -244,7 +244,7 @@ def _checked(name: str, value: Any) -> Any:
     elif type(value) is not wanted:
         found = float(value) if wanted is float and type(value) is int else None
     if wanted is int and found is not None and found < _COUNTS[name]:
-        found = None
+        value, found = found, None
     if found is None:
         raise ConfigurationError(f"{flag} {value!r} is not {kind}")
     if wanted is float:
