@@ -19,7 +19,7 @@ from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.nn.convert.linears import head_and, install_packed, select_linears
+from vblackwell.nn.convert.linears import head_and, install_packed, linear_of, select_linears
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.nn.linear.packed_linear import pack
@@ -93,7 +93,8 @@ def load_model(
                 made[target] = nn.Parameter(value, target.requires_grad) if parameter else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
-            weights.install_linears(device)
+            for name in weights.linears:
+                install_packed(model, name, weights.packed(name, linear_of(model, name).weight.dtype, device))
     return model.to(device).eval()
 
 

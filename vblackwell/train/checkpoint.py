@@ -69,6 +69,11 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
         say("no checkpoint yet: starting over")
         return None
     stored = read_json(found / TRAINER)
+    if stored.get("format") != FORMAT:
+        raise CorruptData(
+            f"{found / TRAINER} is of format {stored.get('format')} of another version, this one reads {FORMAT}: give "
+            "the folder as --model to go on from its weights, with another --out"
+        )
     if stored.get("fingerprint") != prepared.corpus.fingerprint:
         raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
     refuse_other_run(prepared.config, found, stored["config"])
@@ -107,7 +112,7 @@ def finished_step(final: Path) -> int | None:
     """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
     try:
         commit.verify_folder(final)
-        return int(read_json(final / TRAINER)["state"]["step"])
+        return read_json(final / TRAINER).get("state", {}).get("step")
     except VBError:
         return None
 

@@ -380,12 +380,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise refused(" is no file; give a YAML file")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refused(f": {error.strerror}; give an existing YAML file") from error
-    except UnicodeDecodeError as error:
-        raise refused(f": byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except Exception as error:  # its own, and what Python raises at a date or a number that is none
-        raise refused(f" is not YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # yaml's, and what Python raises at a file, or a date or a number that is none
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise refused(f": {reason}; give an existing YAML file in UTF-8") from error
     if not isinstance(loaded, (dict, type(None))):
         raise refused(f" holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
     known = [field.name for field in dataclasses.fields(TrainConfig)]
