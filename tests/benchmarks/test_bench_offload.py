@@ -244,5 +244,5 @@ def test_a_trace_names_the_streams(tmp_path):
 
     path = tmp_path / "trace.json"
     names = traced_names(path, device, work)
-    for role in ("compute", "host to GPU", "GPU to host"):
+    for role in ("kernels", "host to GPU", "GPU to host"):
         assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names

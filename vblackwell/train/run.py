@@ -30,7 +30,7 @@ from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.model import find_model
 from vblackwell.train.prepare import Prepared, open_data, prepare
 from vblackwell.train.profile import tracing
-from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
+from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.trainer import Trainer
 from vblackwell.units import columns, format_bytes, format_seconds
@@ -39,7 +39,7 @@ from vblackwell.units import columns, format_bytes, format_seconds
 def train(config: TrainConfig) -> int:
     """Run ``vb train``; the process's exit code. Raises VBError: whatever was refused or failed, as one sentence."""
     refuse_distributed()
-    progress = RichProgress() if sys.stdout.isatty() else Progress()
+    progress = Progress(live=sys.stdout.isatty())
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
         if config.inspect_data:

@@ -175,7 +175,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the last step or a stop request. Raises TrainingDiverged, DiskError."""
-        self._progress.start(self.now.step, self.total_steps)
+        self._progress.start(self.total_steps)
         saved_step = self.now.step
         if self.now.unrecorded is not None:
             self._finish(self.now.unrecorded)
