@@ -105,11 +105,8 @@ def may_capture(model: nn.Module) -> bool:
 ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
 
 
-@cache
-def capturing(index: int) -> torch.cuda.Stream:
-    """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool
-    for each it sees."""
-    return torch.cuda.Stream(index)
+# The stream of a GPU on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees.
+capturing = cache(torch.cuda.Stream)
 
 
 @dataclass(eq=False)

@@ -26,7 +26,6 @@ class Progress:
 
     def __init__(self, live: bool = False) -> None:
         self._live, self._erase = live, ""
-        self._total_steps = 0
         self._step_seconds: float | None = None
         self._phase, self._phase_began, self._phase_said = "", 0.0, False
         self._last_line = -float("inf")
@@ -36,16 +35,12 @@ class Progress:
         print(self._erase + text, flush=True)
         self._erase = ""
 
-    def start(self, total_steps: int) -> None:
-        """The loop begins."""
-        self._total_steps = total_steps
-
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepRecord, total_steps: int) -> None:
         before = self._step_seconds
         self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
-        left, now = format_seconds(self._step_seconds * (self._total_steps - record.step)), time.monotonic()
-        line = f"step {record.step}/{self._total_steps}  {describe(record)}  left {left}"
-        notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
+        left, now = format_seconds(self._step_seconds * (total_steps - record.step)), time.monotonic()
+        line = f"step {record.step}/{total_steps}  {describe(record)}  left {left}"
+        notable = record.val_loss is not None or record.skipped or record.step == total_steps
         if not notable and now - self._last_line < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
         self._last_line = now

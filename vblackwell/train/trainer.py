@@ -175,7 +175,6 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the last step or a stop request. Raises TrainingDiverged, DiskError."""
-        self._progress.start(self.total_steps)
         saved_step = self.now.step
         if self.now.unrecorded is not None:
             self._finish(self.now.unrecorded)
@@ -212,7 +211,7 @@ class Trainer:
             except DiskError as second:
                 outcome = f"No checkpoint of step {self.now.step} could be written either: {second}"
             raise DiskError(f"{error}. {outcome}") from error
-        self._progress.step(record)
+        self._progress.step(record, self.total_steps)
         self.now.unrecorded = record if due and record.val_loss is None and self._stop.wanted else None
         if self.now.skipped_in_a_row >= self.config.max_skipped_steps:
             raise TrainingDiverged(
@@ -358,9 +357,7 @@ def restore_rng(captured: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(decoded("cuda"), device)
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_side_stream = functools.cache(torch.cuda.Stream)  # of a device
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
