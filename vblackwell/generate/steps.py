@@ -105,7 +105,7 @@ def may_capture(model: nn.Module) -> bool:
 ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
 
 
-# The stream of a GPU on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees.
+# A GPU's stream on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees.
 capturing = cache(torch.cuda.Stream)
 
 

@@ -215,8 +215,8 @@ class Trainer:
         self.now.unrecorded = record if due and record.val_loss is None and self._stop.wanted else None
         if self.now.skipped_in_a_row >= self.config.max_skipped_steps:
             raise TrainingDiverged(
-                f"{self.now.skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that were "
-                "not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
+                f"{self.now.skipped_in_a_row} steps in a row up to step {record.step} had a loss or gradients that "
+                "were not finite; the weights were left as they were before: lower --learning-rate, or look at the data"
             )
 
     def _due(self, every: int) -> bool:
@@ -295,8 +295,8 @@ class Trainer:
         self._take_micro_batches_of(half_of(before, before * self.accumulation_steps))
         again = f"{self.now.micro_batch}, {self.accumulation_steps} forwards a step"
         self._progress.say(
-            f"step {self.now.step + 1}: out of memory with {before} sequences in a forward; begun again with {again}, the "
-            f"same {self.config.tokens_per_step:,} tokens"
+            f"step {self.now.step + 1}: out of memory with {before} sequences in a forward; begun again with {again}, "
+            f"the same {self.config.tokens_per_step:,} tokens"
         )
 
     def _update(self, loss: float) -> bool:
