@@ -381,8 +381,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except Exception as error:  # yaml's, and what Python raises at a file, or a date or a number that is none
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise refused(f": {reason}; give an existing YAML file in UTF-8") from error
+        reason = error.strerror if isinstance(error, OSError) else f"not YAML in UTF-8: {' '.join(str(error).split())}"
+        raise refused(f": {reason}; give an existing YAML file") from error
     if not isinstance(loaded, (dict, type(None))):
         raise refused(f" holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
     known = [field.name for field in dataclasses.fields(TrainConfig)]
