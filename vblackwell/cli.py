@@ -7,6 +7,8 @@ one line on standard error and exit code 2; ``--debug`` shows where it came from
 import argparse
 import atexit
 import gc
+import importlib
+import inspect
 import os
 import re
 import select
@@ -17,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 from vblackwell.errors import ConfigurationError, VBError, nearest
-from vblackwell.units import parse_bytes
 
 DEBUG = "--debug"
 # torch's profiler and allocators write lines of their own between ours; read when torch is imported.
@@ -183,6 +184,21 @@ def _note(text: str) -> None:
     print(f"vb: {text}", file=sys.stderr)
 
 
+def _calling(where: str) -> Callable[[dict[str, Any]], int]:
+    """What calls ``where``, a module and a function, with what was given and the device that is meant."""
+
+    def run(given: dict[str, Any]) -> int:
+        from vblackwell.machine.device import choose_device
+
+        module, name = where.split(":")
+        command = getattr(importlib.import_module(module), name)
+        if "device" in inspect.signature(command).parameters:
+            given["device"] = choose_device(given.get("device", "auto"), _note)
+        return command(**given)
+
+    return run
+
+
 MODEL = "Run folder of vb train, Hugging Face folder, or hub id."
 DEVICE = "auto, cpu or cuda."
 
@@ -237,26 +253,9 @@ def _generate_flags(parser: Any) -> None:
     _add_switch(parser, "--chat", "A prompt is a user's message: the folder's chat template, and the answer alone.")
 
 
-def _generate(given: dict[str, Any]) -> int:
-    from vblackwell.generate.command import Places, generate_command
-    from vblackwell.machine.device import cap_process, choose_device
-
-    device = given["device"] = choose_device(given.pop("device", "auto"), _note)
-    places = Places(**{field.name: given.pop(field.name) for field in fields(Places) if field.name in given})
-    if device.type == "cuda" and places.fast_memory is not None:
-        cap_process(device, parse_bytes(places.fast_memory, "--fast-memory"))
-    return generate_command(**given, places=places)
-
-
 def _doctor_flags(parser: Any) -> None:
     _add_switch(parser, "--json", "Print the findings as JSON.")
     parser.add_argument("--disk-path", type=str, default=".", help="Folder whose disk is measured.")
-
-
-def _doctor(given: dict[str, Any]) -> int:
-    from vblackwell.tools.doctor import doctor
-
-    return doctor(as_json=given.get("json", False), disk_path=given.get("disk_path", "."))
 
 
 def _quantize_flags(parser: Any) -> None:
@@ -274,16 +273,6 @@ def _quantize_flags(parser: Any) -> None:
     add("--budget", type=float, help=budget)
     add("--max-bits", type=float, help="The same for at most this many bits a weight, between 4.5 and 16.")
     add("--calibration", type=str, help="Text to measure on; default: the standard library's sources.")
-
-
-def _quantize(given: dict[str, Any]) -> int:
-    from vblackwell.generate.load import resolve_model
-    from vblackwell.machine.device import choose_device
-    from vblackwell.tools.quantize import quantize_command
-
-    given["model"] = str(resolve_model(given["model"])[0])
-    given["device"] = str(choose_device(given.pop("device", "auto"), _note))
-    return quantize_command(**given)
 
 
 def _estimate_flags(parser: Any) -> None:
@@ -350,23 +339,17 @@ def _bench_flags(parser: Any) -> None:
     add("--json", type=str, metavar="FILE", help="Write the numbers there as well; - prints only them.")
 
 
-def _bench(given: dict[str, Any]) -> int:
-    from vblackwell.machine.device import choose_device
-    from vblackwell.tools.bench import bench_command
-
-    given["device"] = choose_device(given.pop("device", "auto"), _note)
-    return bench_command(json_file=given.pop("json", None), **given)
-
-
 DOCTOR = "Look at this machine: what it has, how fast it is, what is missing for what."
 BENCH = "Measure what bf16, FP4, fused attention and checkpointing bring a model on this machine."
+GENERATE = _calling("vblackwell.generate.command:generate_command")
+QUANTIZE = _calling("vblackwell.tools.quantize:quantize_command")
 COMMANDS = {
     "train": Command("Train a model that may be larger than its fast memory.", _train_flags, _train),
-    "generate": Command("Continue a prompt with a trained model.", _generate_flags, _generate),
-    "doctor": Command(DOCTOR, _doctor_flags, _doctor),
+    "generate": Command("Continue a prompt with a trained model.", _generate_flags, GENERATE),
+    "doctor": Command(DOCTOR, _doctor_flags, _calling("vblackwell.tools.doctor:doctor")),
     "estimate": Command(
         "Predict the GPU memory that training a model takes, before a run.", _estimate_flags, _estimate
     ),
-    "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, _quantize),
-    "bench": Command(BENCH, _bench_flags, _bench),
+    "quantize": Command("Pack the linears of a Hugging Face folder into FP4 or int8.", _quantize_flags, QUANTIZE),
+    "bench": Command(BENCH, _bench_flags, _calling("vblackwell.tools.bench:bench_command")),
 }

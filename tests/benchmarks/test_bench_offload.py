@@ -193,7 +193,7 @@ def test_lanes_are_named_by_what_they_do():
 
     trace = made_trace()
     roles = stream_roles(trace["traceEvents"])
-    assert roles == {(0, 7): "compute", (0, 13): "host to GPU", (0, 14): "GPU to host", (0, 15): "updates"}
+    assert roles == {(0, 7): "kernels", (0, 13): "host to GPU", (0, 14): "GPU to host", (0, 15): "updates"}
     trace["traceEvents"] += [
         {"ph": "X", "cat": "cpu_op", "name": "MmBackward0", "pid": 9, "tid": 11, "ts": 0, "dur": 9},
         {"ph": "M", "name": "thread_name", "pid": 9, "tid": 11, "ts": 0, "args": {"name": "thread 11 (pt_autograd_0)"}},
@@ -244,5 +244,5 @@ def test_a_trace_names_the_streams(tmp_path):
 
     path = tmp_path / "trace.json"
     names = traced_names(path, device, work)
-    for role in ("compute", "host to GPU", "GPU to host"):
+    for role in ("kernels", "host to GPU", "GPU to host"):
         assert sum(name.startswith(f"{role} (stream") for name in names) == 1, names

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import LEVELS, Workplace
-from vblackwell.folders.commit import verify_folder
+from vblackwell.folders.commit import hash_file, verify_folder
 
 
 def files_of(place: Workplace) -> dict[Path, int]:
@@ -151,6 +151,22 @@ def test_a_checkpoint_without_its_manifest_is_written_again(place, finished):
     assert "damaged checkpoint" in output and "after step 10" in output
     assert (here / "final/model.safetensors").read_bytes() == final
     verify_folder(here / "checkpoints/step-00000020")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"), [({"format": 1}, "trainer.json is of format 1"), ({"state": {"step": 20}}, "has no")]
+)
+def test_a_checkpoint_of_another_version_is_refused(changed, said, place, finished):
+    _, run, _ = finished
+    here = place.folder / "run"
+    shutil.copytree(run, here)
+    shutil.rmtree(here / "final")
+    path, manifest = (here / "checkpoints/step-00000020" / name for name in ("trainer.json", "manifest.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    entries = json.loads(manifest.read_text())
+    entries["files"]["trainer.json"] = hash_file(path)
+    manifest.write_text(json.dumps(entries))
+    refused(place, ["train", "--out", "run", "--resume"], said, "another version")
 
 
 def test_a_model_that_is_not_what_we_wrote_is_not_trained(place, finished):

@@ -70,19 +70,18 @@ def test_second_sigint_leaves_at_once(place):
 
 
 HELD = """
-import os, signal
+import os, signal, subprocess
 from vblackwell.cli import main
 from vblackwell.data import tokenizer
 
-start = tokenizer._start_training
+class Held(subprocess.Popen):
+    def __init__(self, command, **how):
+        super().__init__(command, **how)
+        if tokenizer.__name__ in command:
+            os.kill(self.pid, signal.SIGSTOP)
+            print("held", self.pid, flush=True)
 
-def start_and_hold(vocab_size):
-    process = start(vocab_size)
-    os.kill(process.pid, signal.SIGSTOP)
-    print("held", process.pid, flush=True)
-    return process
-
-tokenizer._start_training = start_and_hold
+subprocess.Popen = Held
 raise SystemExit(main(sys.argv[1:]))
 """
 

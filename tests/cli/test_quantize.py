@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
+from tests.generate.one_text import generate
 from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
 from vblackwell.folders.compressed_tensors import format_of_config, from_entries, not_packable_reasons, to_entries
 from vblackwell.folders.folder import load_specs, load_state, save_model
 from vblackwell.folders.tensor_file import spec_of
-from vblackwell.generate.command import Places, generate_command
-from vblackwell.generate.generate import generate
+from vblackwell.generate.command import generate_command
 from vblackwell.generate.load import load_model
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import DecoderConfig
@@ -390,16 +390,16 @@ def test_generate_takes_the_same_file(source, tmp_path, capsys):
     Assignment({up: "nvfp4", gate: "two-part"}, shapes).save(path)
     written = []  # in a folder up and gate share a tensor scale, which may change a last bit and decides no token here
     quantize_folder(source, tmp_path / "out", assignment=Assignment.load(path))
-    for folder, places in ((source, Places(assignment=str(path))), (tmp_path / "out", Places())):
-        assert generate_command(str(folder), "a", 12, temperature=0, places=places) == 0
+    for folder, places in ((source, {"assignment": str(path)}), (tmp_path / "out", {})):
+        assert generate_command(str(folder), "a", 12, temperature=0, **places) == 0
         written.append(capsys.readouterr().out)
     assert written[0] == written[1] and len(written[0]) > 12
     for wrong in ({"use_fp4": True}, {"fast_memory": "1MiB"}):
         with pytest.raises(ConfigurationError, match="--assignment packs a model that is all on the device"):
-            generate_command(str(source), "a", 3, places=Places(assignment=str(path), **wrong))
+            generate_command(str(source), "a", 3, assignment=str(path), **wrong)
     Assignment({up: "nvfp4"}, {up: (64, 64)}).save(path)
     with pytest.raises(ConfigurationError, match="another model"):
-        generate_command(str(source), "a", 3, places=Places(assignment=str(path)))
+        generate_command(str(source), "a", 3, assignment=str(path))
 
 
 def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.waiting import wait_until
 from vblackwell.data import corpus as data
 from vblackwell.data import tokenizer
 from vblackwell.data.corpus import PackedDataset, prepare_data
 from vblackwell.data.documents import find_text
 from vblackwell.data.tokenizer import train_tokenizer
 from vblackwell.errors import ConfigurationError, DiskError, VBError
-from vblackwell.machine.cache import cache_root, cached_folder
+from vblackwell.machine.cache import cache_root
 from vblackwell.train.progress import Stopped, StopRequest
 
 LINES = [
@@ -138,15 +140,17 @@ def test_processes_that_build_the_same_entry_agree(folder, cache, program):
 
 def test_a_kill_while_building_leaves_no_entry(cache):
     program = (
-        "import os, signal; from vblackwell.machine.cache import cached_folder\n"
+        "import os, signal; from vblackwell.data.corpus import cached\n"
         "def build(folder):\n"
-        "    (folder / 'half').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "cached_folder('things', 'key', build)"
+        "    folder.add('half', b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "cached('things', 'key', build, print, 'again')"
     )
     killed = subprocess.run([sys.executable, "-c", program])
-    assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key.*.tmp"))) == 1
-    made = cached_folder("things", "key", lambda folder: (folder / "whole").write_text("whole"))
-    assert [path.name for path in made.iterdir()] == ["whole"] and list((cache / "things").iterdir()) == [made]
+    assert killed.returncode == -signal.SIGKILL and len(list((cache / "things").glob("key-manifest.*.tmp"))) == 1
+    made = data.cached("things", "key", lambda folder: folder.add("whole", b"whole"), print, "again")
+    assert {path.name for path in made.iterdir()} == {"whole", "manifest.json"} and list(
+        (cache / "things").iterdir()
+    ) == [made]
 
 
 def test_tokenizer_is_the_same_for_the_same_text(folder):
@@ -168,19 +172,16 @@ def test_a_tokenizer_s_process_that_fails_is_named(folder, cache, monkeypatch):
 
 
 def test_a_tokenizer_s_process_ends_with_its_parent():
-    """Once it has all texts, whatever it computes: the end of its input is the end of its parent."""
-    program = (
-        "import time\nfrom vblackwell.data import tokenizer\n"
-        "print(*tokenizer._texts_from_stdin(), flush=True)\nwhile True: time.sleep(1)"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Here a shell, which is killed."""
+    training = [sys.executable, "-m", "vblackwell.data.tokenizer", "300"]
+    shell = f"exec 3<&0; {shlex.join(training)} $$ <&3 & echo $!; wait"  # without a terminal's input it would read none
+    with subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write('"one"\n"two"\nnull\n')
-        process.stdin.flush()
-        assert process.stdout.readline() == "one two\n" and process.poll() is None
+        trains = Path("/proc", process.stdout.readline().strip())
+        wait_until(lambda: len(list((trains / "task").iterdir())) > 1)  # it watches, and waits for texts
+        process.kill()
+        wait_until(lambda: not (trains / "exe").exists())  # nor has a zombie one
         process.stdin.close()
-        assert process.wait() == 1
 
 
 def test_given_tokenizer_is_used(folder, tmp_path):
@@ -239,7 +240,7 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DiskError, match="XDG_CACHE_HOME"):
-        cached_folder("things", "key", lambda folder: None)
+        data.cached("things", "key", lambda folder: None, print, "again")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_root() == Path.home() / ".cache" / "vblackwell"
 

@@ -20,8 +20,9 @@ from vblackwell.folders import commit
 from vblackwell.folders.commit import (
     CommitFolder,
     clean_leftovers,
+    first_intact,
     newest_complete,
-    newest_verified,
+    numbered,
     prune,
     verify_folder,
 )
@@ -88,7 +89,7 @@ def test_kill_at_every_step_of_the_commit(tmp_path, call):
             verify_folder(folder)
             assert folder.name == "step-1" or (folder / "tokenizer.json").read_text() == "the same for all"
         write(parent, 9)  # and the next run goes on
-        assert newest_verified(parent) == (parent / "step-9", [])
+        assert first_intact(numbered(parent)) == (parent / "step-9", [])
 
 
 def test_manifest_has_sizes_and_hashes_of_all_files(tmp_path):
@@ -126,7 +127,7 @@ def test_a_flipped_bit_is_found_and_the_older_folder_taken(tmp_path, position):
     (newest / "a.bin").write_bytes(data)
     with pytest.raises(CorruptData, match=r"step-2/a\.bin differs"):
         verify_folder(newest)
-    found, problems = newest_verified(tmp_path)
+    found, problems = first_intact(numbered(tmp_path))
     assert found == tmp_path / "step-1" and len(problems) == 1 and "a.bin" in str(problems[0])
 
 
@@ -145,7 +146,7 @@ def test_damage_is_named(tmp_path, damage, word):
     damage(path)
     with pytest.raises(CorruptData, match=word):
         verify_folder(path)
-    assert newest_verified(tmp_path)[0] is None
+    assert first_intact(numbered(tmp_path))[0] is None
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
@@ -175,7 +176,7 @@ def test_newest_is_by_number_and_needs_a_manifest(tmp_path):
     assert [path.name for path in newest_complete(tmp_path)] == ["step-100", "step-20", "step-9"]
     prune(tmp_path, 2)
     assert [path.name for path in newest_complete(tmp_path)] == ["step-100", "step-20"]
-    assert newest_complete(tmp_path / "gone") == [] and newest_verified(tmp_path / "gone") == (None, [])
+    assert newest_complete(tmp_path / "gone") == [] and first_intact(numbered(tmp_path / "gone")) == (None, [])
 
 
 def test_an_exception_abandons(tmp_path):
@@ -252,7 +253,7 @@ def test_a_folder_that_lost_its_manifest_is_passed_over_and_written_again(tmp_pa
     for number in (1, 2):
         write(tmp_path, number)
     (tmp_path / "step-2" / "manifest.json").unlink()
-    found, problems = newest_verified(tmp_path)
+    found, problems = first_intact(numbered(tmp_path))
     assert found == tmp_path / "step-1" and "step-2/manifest.json is missing" in str(problems[0])
     with CommitFolder(tmp_path, "step-2", own_parent=True) as folder:
         folder.add("b.bin", b"again")

@@ -6,7 +6,8 @@ import os
 import threading
 from pathlib import Path
 
-from vblackwell.machine import cache, lock
+from vblackwell.folders import commit
+from vblackwell.machine import lock
 
 
 def test_a_folder_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
@@ -42,8 +43,8 @@ def test_a_folder_taken_for_a_leftover_before_it_is_locked_is_made_again(tmp_pat
 
 
 def test_an_entry_that_is_dropped_may_be_swept_by_another_process(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    entry = cache.cached_folder("kind", "key", lambda folder: (folder / "file").touch())
+    entry = tmp_path / "key"
+    entry.mkdir()
     rename = os.rename
 
     def rename_and_sweep(source: Path, target: Path) -> None:
@@ -51,5 +52,5 @@ def test_an_entry_that_is_dropped_may_be_swept_by_another_process(tmp_path: Path
         assert lock.remove_if_abandoned(target)
 
     monkeypatch.setattr(os, "rename", rename_and_sweep)
-    cache.drop_entry(entry)
-    assert not list(entry.parent.iterdir())
+    commit.discard(entry)
+    assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 def measured(folder):
     """The whole ladder, once."""
     path = folder.parent / "bench.json"
-    assert bench_command(str(folder), json_file=str(path), learning_rate=1e-2, **SMALL) == 0
+    assert bench_command(str(folder), json=str(path), learning_rate=1e-2, **SMALL) == 0
     return json.loads(path.read_text())
 
 
@@ -66,7 +66,7 @@ def test_the_table(folder, capsys):
     assert bench_command(str(folder), rungs="bf16", phases="inference", **SMALL) == 0
     said = capsys.readouterr().out
     assert "ms a token" in said and "bf16" in said and "most time in" in said and "fp32" not in said
-    assert bench_command(str(folder), rungs="fp32", phases="training", json_file="-", **SMALL) == 0
+    assert bench_command(str(folder), rungs="fp32", phases="training", json="-", **SMALL) == 0
     assert json.loads(capsys.readouterr().out)["rungs"][0]["inference"] is None
 
 
@@ -74,7 +74,7 @@ def test_the_attention_of_a_model_of_transformers(tmp_path, capsys):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape = GPTNeoXConfig(vocab_size=300, max_position_embeddings=64, bos_token_id=1, eos_token_id=1, **sizes)
     GPTNeoXForCausalLM(shape).save_pretrained(tmp_path)
-    assert bench_command(str(tmp_path), rungs="fp32,flash", phases="inference", json_file="-", **SMALL) == 0
+    assert bench_command(str(tmp_path), rungs="fp32,flash", phases="inference", json="-", **SMALL) == 0
     rungs = json.loads(capsys.readouterr().out)["rungs"]
     assert [row["refused"] for row in rungs] == [{}, {}]
     assert rungs[1]["attention"] == "auto: flash" and rungs[1]["inference"]["output_change"]["relative"] < 0.5
@@ -114,7 +114,7 @@ def test_tokens_fall_off_as_words_do():
         ({"batch_size": 0}, "batch size 0"),
         ({"seq_length": 60}, "limit is 64.*at most 48"),
         ({"learning_rate": 0.0}, "learning-rate"),
-        ({"json_file": "gone/bench.json"}, "gone/bench.json"),
+        ({"json": "gone/bench.json"}, "gone/bench.json"),
         ({"model": "tiny", "vocab_size": 1}, "vocab-size 1"),
     ],
     ids=str,
@@ -129,7 +129,7 @@ def test_the_ladder_on_a_gpu(tmp_path):
     shape = config(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_heads=8, max_position=600)
     path = save(Decoder(shape, seed=3), tmp_path)
     file = tmp_path / "bench.json"
-    assert bench_command(str(path), batch_size=2, seq_length=512, steps=4, device="cuda", json_file=str(file)) == 0
+    assert bench_command(str(path), batch_size=2, seq_length=512, steps=4, device="cuda", json=str(file)) == 0
     rungs = {row["name"]: row for row in json.loads(file.read_text())["rungs"]}
     assert all(not row["refused"] for row in rungs.values()), {name: row["refused"] for name, row in rungs.items()}
     for row in rungs.values():

@@ -165,9 +165,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(monkeypatch, tmp_p
     """The new one is committed by then."""
     monkeypatch.setattr(checkpoint, "_write_checkpoint", lambda folder, prepared: folder.add("weights", b"1"))
     monkeypatch.setattr(checkpoint, "_trainer_json", lambda prepared, state: {})
-    parts = SimpleNamespace(model=nn.Linear(2, 2))
     said = []
-    run = SimpleNamespace(parts=parts, config=TrainConfig(keep_checkpoints=1))
+    run = SimpleNamespace(model=nn.Linear(2, 2), config=TrainConfig(keep_checkpoints=1))
     checkpoint.write_checkpoint(tmp_path, run, said.append, TrainerState(step=1))
 
     def fail(path):

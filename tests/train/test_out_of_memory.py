@@ -141,7 +141,7 @@ def test_at_any_place_the_step_is_begun_again_smaller(build, placement, capsys):
         assert said == [
             f"step {begun + 1}: out of memory with 6 sequences in a forward; begun again with 3, 2 forwards a step, the same 48 tokens"
         ]
-        assert (trainer.micro_batch, trainer.accumulation_steps) == (3, 2)
+        assert (trainer.now.micro_batch, trainer.accumulation_steps) == (3, 2)
         reference, (expected, _) = build(placement, 3)
         state, params, optimizer = states[begun - 1]
         reference.parts.model.load_state_dict(params)
@@ -158,7 +158,7 @@ def test_it_halves_until_one_sequence_is_too_many(build):
     trainer, (records, _) = build("resident")
     refuse_at(trainer, {5, 12}, torch.OutOfMemoryError("CUDA out of memory"))
     trainer.run()
-    assert len(records) == STEPS and (trainer.micro_batch, trainer.accumulation_steps) == (1, 6)
+    assert len(records) == STEPS and (trainer.now.micro_batch, trainer.accumulation_steps) == (1, 6)
     last, _ = build("resident", 1)
     refuse_at(last, {5}, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
@@ -170,7 +170,7 @@ def test_what_has_nothing_to_do_with_the_device_is_raised(build):
     refuse_at(trainer, {9}, InsufficientMemory("the host is full", needed_bytes=1, available_bytes=0))
     with pytest.raises(InsufficientMemory, match="host is full"):
         trainer.run()
-    assert trainer.micro_batch == SEQUENCES
+    assert trainer.now.micro_batch == SEQUENCES
 
 
 def test_a_resumed_run_goes_on_with_the_smaller_micro_batch(build):
@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_with_the_smaller_micro_batch(build):
     trainer.run()
     again, _ = build("resident")
     again.restore(TrainerState.from_json(vars(trainer.state())))
-    assert (again.micro_batch, again.parts.optimizer.accumulation_steps) == (3, 2)
+    assert (again.now.micro_batch, again.parts.optimizer.accumulation_steps) == (3, 2)
 
 
 def test_micro_batches_divide_the_sequences_of_a_step():

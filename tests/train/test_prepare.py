@@ -115,8 +115,8 @@ def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, p
     )
     with ExitStack() as cleanup:
         prepared = prepare(config, CPU, Progress(), StopRequest(), cleanup)
-        found = dict(export_state(prepared.parts.model, None))
-        drawn = Decoder(prepared.parts.model.config, seed=5, device="cpu")
+        found = dict(export_state(prepared.model, None))
+        drawn = Decoder(prepared.model.config, seed=5, device="cpu")
         expected = dict(drawn.named_parameters())
         assert list(found) == list(expected)
         assert all(torch.equal(found[name]["weight"], param.detach()) for name, param in expected.items())

@@ -12,15 +12,12 @@ def record(step, **extra):
 
 
 def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
-    from vblackwell.train.progress import RichProgress
-
     monkeypatch.setenv("COLUMNS", "100")
-    for progress in (Progress(), RichProgress()):
+    for progress in (Progress(), Progress(live=True)):
         progress.phase("counting", None)
         progress.say("hello [not markup]")
-        progress.start(0, 3)
         for step in (1, 2, 3):
-            progress.step(record(step, seconds=2.0, skipped=step == 2, **({"val_loss": 4.5} if step == 1 else {})))
+            progress.step(record(step, seconds=2.0, skipped=step == 2, **({"val_loss": 4.5} if step == 1 else {})), 3)
         progress.close()
         progress.close()
         said = capsys.readouterr().out
@@ -34,4 +31,18 @@ def test_both_kinds_of_progress_show_the_numbers(monkeypatch, capsys):
             "SKIPPED",
             "left",
         ):
-            assert part in said, (type(progress), part)
+            assert part in said, (progress._live, part)
+
+
+def test_a_terminal_s_line_is_redrawn_until_one_stays(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("vblackwell.train.progress.LIVE_SECONDS", 0.0)
+    progress = Progress(live=True)
+    progress.step(record(1, val_loss=4.5), 3)
+    progress.step(record(2), 3)
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2/3  loss 1.00"
+    progress.say("a line that stays")
+    assert capsys.readouterr().out == "\r\x1b[2Ka line that stays\n"
+    progress.step(record(2), 3)
+    progress.close()
+    assert capsys.readouterr().out.endswith("\r\x1b[2K")

@@ -201,7 +201,7 @@ def test_gradients_that_overflow_halve_the_scale_and_are_no_divergence(make):
     skipped = [line.skipped for line in records]
     assert skipped[:3] == [True] * 3 and not skipped[-1]  # more in a row than max_skipped_steps
     assert trainer.parts.scaler.scale == 2.0 ** (24 - sum(skipped))
-    assert states[-1].scaler["scale"] == 2.0 ** (24 - sum(skipped[:6]))
+    assert states[-1].scaler.scale == 2.0 ** (24 - sum(skipped[:6]))
 
 
 def test_scaling_by_a_power_of_two_changes_no_bit(make):
@@ -225,8 +225,8 @@ def test_an_interrupted_step_is_undone_and_repeated(make):
 
     trainer.parts.model.on_forward = on_forward
     trainer.run()
-    assert trainer.step == 2 and [line.step for line in records] == [1, 2]
-    assert [state.step for state in states] == [2] and states[0].data_position == trainer.position == 12
+    assert trainer.now.step == 2 and [line.step for line in records] == [1, 2]
+    assert [state.step for state in states] == [2] and states[0].data_position == trainer.now.data_position == 12
     stop.wanted = False
     trainer.parts.model.on_forward = lambda count: None
     trainer.restore(states[0])
@@ -244,7 +244,7 @@ def test_a_stop_during_validation_costs_no_validation_loss(make):
     measure, seen = trainer._loss, []
 
     def loss(*batch):
-        if not trainer.parts.model.training and trainer.step == 4:
+        if not trainer.parts.model.training and trainer.now.step == 4:
             seen.append(1)
             stop.wanted = len(seen) == 2
         return measure(*batch)

@@ -10,8 +10,6 @@ or is predicted from one. Without, each has a row, filled up with tokens that no
 B batch, S sequence.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from array import array
@@ -19,23 +17,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.data.corpus import HELD_OUT_SHARE, Corpus, Progress, cached, content_hash, pack_rows, permute
 from vblackwell.data.documents import LINES, TextFiles, json_lines
 from vblackwell.data.tokenizer import end_of_text_id, vocab_size_of
 from vblackwell.errors import ConfigurationError, nearest
-from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, open_tokenizer
+from vblackwell.folders.chat_prompt import CHAT_TEMPLATE, ChatTemplate, stored_template
+from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "alpaca"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -175,15 +172,9 @@ def _marked(message: Message, begin: str, end: str) -> Message:
 def find_template(tokenizer: Tokenizer, path: Path) -> ChatTemplate:
     """The chat template of the tokenizer in ``path``, a folder or a tokenizer.json; `DEFAULT` if it has none."""
     if path.is_dir() and any((path / name).is_file() for name in ("tokenizer_config.json", CHAT_TEMPLATE)):
-        opened = open_tokenizer(path)
-        try:
-            found = opened.get_chat_template() if opened.chat_template else None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(f"the chat template of {path} cannot be read ({reason}): repair it") from error
+        found = stored_template(path)
         if found is not None:
-            special = {name: text for name, text in opened.special_tokens_map.items() if isinstance(text, str)}
-            return ChatTemplate(found, f"the chat template of {path}", special)
+            return found
     end, begin = end_of_text_id(tokenizer, path), tokenizer.encode("").ids[:1]
     numbers = {"bos_token": begin[0] if begin and begin[0] != end else None, "eos_token": end}
     special = {name: "" if at is None else tokenizer.id_to_token(at) or "" for name, at in numbers.items()}
@@ -212,17 +203,18 @@ def prepare_chat(source: TextFiles, kind: str, tokenizer_path: Path | None, repo
     tokenizer = read_tokenizer(tokenizer_path)
     template = find_template(tokenizer, tokenizer_path)
     content = content_hash(source, report)
-    parts = (FORMAT, content, kind, template.source, sorted(template.special.items()), tokenizer.to_str())
+    special = sorted(item for item in template.special.items() if isinstance(item[1], str))
+    parts = (FORMAT, content, kind, template.source, special, tokenizer.to_str())
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
-    def build(folder: Path) -> None:
+    def build(folder: CommitFolder) -> None:
         report(f"encoding {source.name}", None)
         lengths = array("q")
-        with (folder / "tokens.bin").open("wb") as file:
+        with folder.open("tokens.bin") as file:
             for numbers in _encoded(source, kind, tokenizer, template):
                 file.write(numbers.tobytes())
                 lengths.append(len(numbers))
-        (folder / "lengths.bin").write_bytes(lengths.tobytes())
+        folder.add("lengths.bin", lengths.tobytes())
 
     folder = cached("chat", fingerprint, build, report, "encoding again")
     tokens = np.memmap(folder / "tokens.bin", dtype=np.uint32, mode="r")

@@ -4,9 +4,6 @@ library's shuffle that stays the same. A window is ``seq_length`` inputs and, sh
 S sequence.
 """
 
-from __future__ import annotations
-
-import json
 import os
 from array import array
 from bisect import bisect_left, insort
@@ -15,24 +12,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import tokenizers
 import torch
 import xxhash
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.data.documents import Piece, TextFiles, find_text, reading
 from vblackwell.data.tokenizer import end_of_text_id, train_tokenizer, vocab_size_of
-from vblackwell.errors import ConfigurationError, CorruptData
-from vblackwell.folders.commit import MANIFEST, hash_file, verify_folder
+from vblackwell.errors import ConfigurationError, CorruptData, DiskError
+from vblackwell.folders.commit import CommitFolder, discard, verify_folder
 from vblackwell.folders.folder import read_tokenizer
-from vblackwell.machine.cache import cached_folder, drop_entry
+from vblackwell.machine.cache import cache_root
+from vblackwell.machine.lock import SUFFIX, disk_error, remove_if_abandoned
 from vblackwell.nn.decoder.decoder import IGNORED_TARGET
 from vblackwell.units import MiB
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 Batch = tuple[Tensor, ...]
@@ -117,46 +114,50 @@ def content_hash(source: TextFiles, report: Progress) -> str:
     return digest.hexdigest()
 
 
-def cached(kind: str, key: str, build: Callable[[Path], None], report: Progress, again: str) -> Path:
-    """The cache's folder for ``key``, whose files ``build`` writes; where they have changed since, ``again``."""
-
-    def build_and_hash(folder: Path) -> None:
-        build(folder)
-        files = {path.name: hash_file(path) for path in folder.iterdir()}
-        (folder / MANIFEST).write_text(json.dumps({"files": files}), encoding="utf-8")
-
-    key = f"{key}-manifest"  # not the name of an entry that an older version wrote, without one
-    folder = cached_folder(kind, key, build_and_hash)
+def cached(kind: str, key: str, build: Callable[[CommitFolder], None], report: Progress, again: str) -> Path:
+    """The cache's folder for ``key``, whose files ``build`` writes; where they have changed since, ``again``. Nobody
+    waits for another process that builds the same, and may hang. Raises DiskError."""
+    parent = cache_root() / kind
+    entry = parent / f"{key}-manifest"  # not the name of an entry that an older version wrote, without one
+    if entry.is_dir():
+        try:
+            verify_folder(entry, again)  # a changed digit may be another tokenizer, which can be read
+            return entry
+        except CorruptData as error:
+            report(str(error), None)
+            discard(entry)
     try:
-        verify_folder(folder, again)  # a changed digit may be another tokenizer, which can be read
-    except CorruptData as error:
-        report(str(error), None)
-        drop_entry(folder)
-        cached_folder(kind, key, build_and_hash)
-    return folder
+        for leftover in parent.glob(f"*{SUFFIX}"):
+            remove_if_abandoned(leftover)
+        with CommitFolder(parent, entry.name, shared=True) as folder:
+            build(folder)
+    except OSError as error:
+        failed = disk_error("writing the cache", parent, error)
+        raise DiskError(f"{failed}; or set XDG_CACHE_HOME to a folder with room") from error
+    return entry
 
 
 def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report: Progress) -> Tokenizer:
-    import tokenizers
-
-    def build(folder: Path) -> None:
+    def build(folder: CommitFolder) -> None:
         report(f"training a tokenizer of {vocab_size} tokens on {source.name}", None)
-        text = train_tokenizer(source, vocab_size).to_str(pretty=True)
-        (folder / "tokenizer.json").write_text(text, encoding="utf-8")  # its own save raises a bare Exception
+        folder.add("tokenizer.json", train_tokenizer(source, vocab_size).to_str(pretty=True).encode())
 
     key = xxhash.xxh3_128_hexdigest(f"{FORMAT} {content} {vocab_size} {tokenizers.__version__}".encode())
     return read_tokenizer(cached("tokenizers", key, build, report, "training the tokenizer again"))
 
 
 def _pack(
-    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype[Any], report: Progress, folder: Path
+    source: TextFiles,
+    tokenizer: Tokenizer,
+    end: int | None,
+    kind: np.dtype[Any],
+    report: Progress,
+    folder: CommitFolder,
 ) -> None:
-    from tokenizers import Tokenizer
-
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
     ends, count, text_bytes = array("q"), 0, 0
-    read_order = folder / "read_order.bin"
+    read_order = folder.path / "read_order.bin"
     with read_order.open("wb") as file:
         for batch, batch_bytes in _batches(source):
             numbers, ends_here = _numbers(plain, batch, end)
@@ -171,9 +172,10 @@ def _pack(
         remedy = "give files with other text, or another --tokenizer"
         raise ConfigurationError(f"{source.name} becomes no tokens by this tokenizer: {remedy}")
     tokens = np.memmap(read_order, dtype=kind, mode="r")
-    with (folder / "tokens.bin").open("wb") as file:
+    with folder.open("tokens.bin") as file:
         for start, stop in stretches(np.asarray(ends, dtype=np.int64)):
-            file.write(tokens[start:stop])  # pyright: ignore[reportArgumentType]
+            if start < stop:
+                file.write(tokens[start:stop].data)
     read_order.unlink()
 
 

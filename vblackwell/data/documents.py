@@ -4,8 +4,6 @@ Order is that of the sorted relative paths, the same on every machine. Whatever 
 and place, but for files with foreign encodings of the default corpus, the Python standard library.
 """
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Iterator

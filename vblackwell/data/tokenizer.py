@@ -5,31 +5,26 @@ random words) and during which no signal is answered; a process can be killed. A
 comes back from Rust while the interpreter ends aborts the process.
 """
 
-from __future__ import annotations
-
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vblackwell.data.documents import TextFiles
 from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.units import MiB
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
-HEARD_S = 0.5
+HEARD_S = 0.5  # after which a signal is heard that came just before a wait
 SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary, but costs time and memory
 
 
@@ -37,68 +32,33 @@ def train_tokenizer(source: TextFiles, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens (fewer where text has no more pairs), the same for the same text.
     ConfigurationError for a size below 257, VBError where the process that trains has ended without one.
     """
-    from tokenizers import Tokenizer
-
     if vocab_size < MIN_VOCAB_SIZE:
         advice = f"give at least {MIN_VOCAB_SIZE}, for 256 bytes and the end of text"
         raise ConfigurationError(f"vocabulary size {vocab_size} is too small: {advice}")
-    process = _start_training(vocab_size)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    try:
-        with suppress(BrokenPipeError):  # it has ended, and its exit code and last words say why
-            for text in _sample(source):
-                _send(process.stdin, json.dumps(text, ensure_ascii=False).encode() + b"\n")
-            _send(process.stdin, b"null\n")
-        trained, complaint = _read_all(process.stdout, process.stderr)
-        code = process.wait()
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            with suppress(BrokenPipeError):  # text that is not sent any more
-                pipe.close()
-    if code:
+    text: bytes | None = json.dumps(list(_sample(source)), ensure_ascii=False).encode()
+    command, pipe = [sys.executable, "-P", "-m", __name__, str(vocab_size), str(os.getpid())], subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # In a separate session: a signal to the group is for this process, which ends the other.
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    trained, complaint = process.communicate(text, HEARD_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    text = None  # what is left of it is still sent
+        finally:
+            process.kill()
+    if process.returncode:
         last = (complaint.decode(errors="replace").splitlines() or ["no message"])[-1]
-        said = f"exit code {code}: {last}; give --tokenizer, or less text or more RAM"
+        said = f"exit code {process.returncode}: {last}; give --tokenizer, or less text or more RAM"
         raise VBError(f"the process that trains the tokenizer ended with {said}")
     return Tokenizer.from_str(trained.decode())
 
 
-def _send(pipe: IO[bytes], data: bytes) -> None:
-    """Write all of ``data``. A signal that comes just before a wait for the pipe is heard `HEARD_S` later."""
-    rest = memoryview(data)
-    while rest:
-        if select.select([], [pipe], [], HEARD_S)[1]:
-            rest = rest[os.write(pipe.fileno(), rest[: select.PIPE_BUF]) :]  # so much never blocks then
-
-
-def _read_all(*pipes: IO[bytes]) -> list[bytes]:
-    """What comes through ``pipes`` until they end, which hears signals as `_send` does."""
-    found = {pipe: bytearray() for pipe in pipes}
-    left = list(pipes)
-    while left:
-        for pipe in select.select(left, [], [], HEARD_S)[0]:
-            more = os.read(pipe.fileno(), MiB)
-            found[pipe] += more
-            if not more:
-                left.remove(pipe)
-    return [bytes(each) for each in found.values()]
-
-
-def _start_training(vocab_size: int) -> subprocess.Popen[bytes]:
-    """This module as a process that imports what this one can; a signal is for this one, which ends the other."""
-    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))  # the new process inherits it
-    try:
-        command, pipe = [sys.executable, "-P", "-m", __name__, str(vocab_size)], subprocess.PIPE
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
-
-
-def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
+def _train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer: Any = Tokenizer(models.BPE())  # whose stubs have no setters
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,11 +68,11 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _texts_from_stdin() -> Iterator[str]:
-    """A line of JSON each, up to a null; then this process ends when its parent has gone and its input is closed."""
-    while (text := json.loads(sys.stdin.buffer.readline())) is not None:
-        yield text
-    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
+def _end_with(parent: int) -> None:
+    """End this process when its ``parent`` has gone."""
+    while os.getppid() == parent:
+        time.sleep(HEARD_S)
+    os._exit(1)
 
 
 def _sample(source: TextFiles) -> Iterator[str]:
@@ -148,4 +108,5 @@ def vocab_size_of(tokenizer: Tokenizer) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(_train(_texts_from_stdin(), int(sys.argv[1])).to_str().encode())
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    sys.stdout.buffer.write(_train(json.load(sys.stdin.buffer), int(sys.argv[1])).to_str().encode())

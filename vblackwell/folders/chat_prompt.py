@@ -5,8 +5,6 @@ model that was fine-tuned on conversations often names another end. A template i
 (``{{ 'x' * 10**10 }}`` is one): jinja's sandbox keeps it from files and code, `bounded` bounds its memory and time.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import threading
@@ -14,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 CHAT_TEMPLATE = "chat_template.jinja"
 MAX_CHARACTERS = 16 << 20
@@ -71,31 +68,30 @@ class ChatTemplate:
 
 
 def open_chat(folder: Path, adapter: Path | None = None) -> ChatTemplate:
-    """The chat template of ``folder``; of ``adapter``'s where that brings the one it was trained with. Raises
-    ConfigurationError where there is none, or transformers cannot open the tokenizer."""
-    opened = open_tokenizer(folder)
-    try:
-        if adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
-            brought = (adapter / CHAT_TEMPLATE).read_text(encoding="utf-8")
-            return ChatTemplate(brought, f"the chat template of {adapter}", opened.special_tokens_map)
-        template = opened.get_chat_template() if opened.chat_template else None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"--chat: the chat template of {folder} cannot be read ({reason})") from error
-    if template is None:
+    """`stored_template` for ``--chat``; raises ConfigurationError where there is none."""
+    found = stored_template(folder, adapter)
+    if found is None:
         raise ConfigurationError(
             f"--chat: {folder} has no chat template: leave the flag out, or give a model that was trained on "
             "conversations"
         )
-    return ChatTemplate(template, f"the chat template of {folder}", opened.special_tokens_map)
+    return found
 
 
-def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of ``folder`` as transformers opens it; raises ConfigurationError. No code of the folder is run."""
+def stored_template(folder: Path, adapter: Path | None = None) -> ChatTemplate | None:
+    """The chat template of ``folder``, or of ``adapter`` where that brings the one it was trained with; None for none.
+    Raises ConfigurationError where transformers cannot open tokenizer or template; no code of the folder is run."""
     from transformers import AutoTokenizer
 
+    source, what = folder, "the tokenizer of"
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        opened: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        what = "the chat template of"
+        if adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
+            source = adapter
+            text = (adapter / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        else:
+            text = opened.get_chat_template() if opened.chat_template else None
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigurationError(
@@ -103,7 +99,8 @@ def open_tokenizer(folder: Path) -> Any:
                 "here: give a tokenizer that transformers knows"
             ) from error
         reason = " ".join(str(error).split())
-        raise ConfigurationError(f"the tokenizer of {folder} cannot be opened ({reason})") from error
+        raise ConfigurationError(f"{what} {source} cannot be opened ({reason}): repair it") from error
+    return None if text is None else ChatTemplate(text, f"{what} {source}", opened.special_tokens_map)
 
 
 @contextmanager

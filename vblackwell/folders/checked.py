@@ -1,17 +1,13 @@
 """What is wrong with a model's tokenizer or the prompts for it, said before anything large is opened."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
 
 from vblackwell.errors import ConfigurationError
 from vblackwell.folders.folder import read_config
 from vblackwell.units import format_bytes
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MAX_PROMPTS_BYTES = 256 << 20
 LIMITS = ("max_position_embeddings", "n_positions")

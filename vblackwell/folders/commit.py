@@ -11,13 +11,12 @@ Bytes are hashed on their way to the file: reading them back would only meet the
 the folder: the kernel may have dropped the pages, and a second call would succeed.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -47,17 +46,21 @@ class CommitFolder:
     ``own_parent`` says that no other program writes into ``parent`` (one without a manifest is then a damaged one), and
     else refused by ConfigurationError: it is somebody's own. While the block runs the work folder is locked, so that no
     other process takes it for a leftover. Raises DiskError where the disk failed or has less than ``needed_bytes``; the
-    work folder is gone then, older ones are as before.
+    work folder is gone then, older ones are as before. ``shared``: several processes may write the same files at once,
+    each into a separate work folder, and the first commit counts.
     """
 
-    def __init__(self, parent: Path, name: str, needed_bytes: int = 0, *, own_parent: bool = False) -> None:
+    def __init__(
+        self, parent: Path, name: str, needed_bytes: int = 0, *, own_parent: bool = False, shared: bool = False
+    ) -> None:
         final = parent / name  # a link's folder goes where it points to, say to a larger disk
         self._final = final.resolve() if final.is_symlink() else final
-        self._own_parent, self._needed_bytes = own_parent, needed_bytes
-        self.path = self._final.with_name(f"{self._final.name}{SUFFIX}")
+        self._own_parent, self._needed_bytes, self._shared = own_parent, needed_bytes, shared
+        unique = f".{secrets.token_hex(4)}" if shared else ""
+        self.path = self._final.with_name(f"{self._final.name}{unique}{SUFFIX}")
         self._entries: dict[str, dict[str, Any]] = {}
 
-    def __enter__(self) -> CommitFolder:
+    def __enter__(self) -> "CommitFolder":
         final, parent = self._final, self._final.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -81,16 +84,14 @@ class CommitFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         committed = False
         try:
-            if kind is None:
-                self._commit()
-                committed = True
+            committed = kind is None and self._commit()
         finally:
             if not committed:
                 shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[HashedFile]:
+    def open(self, name: str) -> Iterator["HashedFile"]:
         """A file to write front to back, hashed on the way and synced at the end."""
         path = self.path / name
         try:
@@ -112,21 +113,25 @@ class CommitFolder:
     def add_json(self, name: str, value: Any) -> None:
         self.add(name, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
-    def _commit(self) -> None:
+    def _commit(self) -> bool:
+        """Whether the files now have the name; not where another process was faster."""
         self.add_json(MANIFEST, {"format": FORMAT, "files": dict(sorted(self._entries.items()))})
         sync_folder(self.path)
         final, replaced = self._final, self._final.with_name(f"{self._final.name}{REPLACED}{SUFFIX}")
         try:
-            if final.exists():
+            if final.exists() and not self._shared:
                 os.rename(final, replaced)
             os.rename(self.path, final)
         except OSError as error:
+            if self._shared and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
             if replaced.exists() and not final.exists():
                 os.rename(replaced, final)
             raise disk_error("renaming", self.path, error) from error
         sync_folder(final.parent)
         if replaced.exists():
             remove_if_abandoned(replaced)
+        return True
 
 
 def clean_leftovers(parent: Path, name: str | None = None) -> None:
@@ -182,12 +187,6 @@ def newest_complete(parent: Path) -> list[Path]:
     return [path for path in numbered(parent) if (path / MANIFEST).is_file()]
 
 
-def newest_verified(parent: Path) -> tuple[Path | None, list[CorruptData]]:
-    """`first_intact` of the folders ``step-N``, the newest first. One without a manifest counts as damaged: folders get
-    their names with it, so it was lost later."""
-    return first_intact(numbered(parent))
-
-
 def first_intact(folders: Iterable[Path]) -> tuple[Path | None, list[CorruptData]]:
     """The first folder whose bytes are intact (``None``: there is none), and what is wrong with those before it."""
     problems = []
@@ -203,13 +202,19 @@ def first_intact(folders: Iterable[Path]) -> tuple[Path | None, list[CorruptData
 def prune(parent: Path, keep: int) -> None:
     assert keep >= 1
     for path in newest_complete(parent)[keep:]:
-        gone = path.with_name(path.name + SUFFIX)
-        try:
-            # First: a crash in the middle of deleting must not leave half a checkpoint under its name.
-            os.rename(path, gone)
-        except OSError as error:
-            raise disk_error("removing", path, error) from error
-        remove_if_abandoned(gone)
+        discard(path)
+
+
+def discard(path: Path) -> None:
+    """Removes a committed folder, which another process may do too; readers that have its files open keep them."""
+    gone = path.with_name(path.name + SUFFIX)
+    try:
+        os.rename(path, gone)  # first: a crash in the middle of deleting must not leave half of it under its name
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise disk_error("removing", path, error) from error
+    remove_if_abandoned(gone)
 
 
 class HashedFile:

@@ -16,8 +16,6 @@ other layers stay as they are. It decodes nvfp4 and mxfp4 to bf16, so the other 
 linear in two parts has nvfp4's entries and ``weight_fine``, which readers that do not know it pass over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any

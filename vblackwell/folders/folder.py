@@ -5,26 +5,22 @@ refused, because opening them runs their code; of a hub's repository, only confi
 fetched.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from vblackwell.errors import ConfigurationError, CorruptData
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorFile, TensorSpec
 from vblackwell.units import GiB
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -81,8 +77,6 @@ def copy_tokenizer(folder: CommitFolder, source: Path) -> None:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in ``path``, a ``tokenizer.json`` or a folder that holds one; raises ConfigurationError."""
-    from tokenizers import Tokenizer
-
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         hint = "give a tokenizer.json or a folder that holds one; AutoTokenizer's save_pretrained writes it"

@@ -7,8 +7,6 @@ library's ``save_file`` wants all tensors in memory and renames without ``fsync`
 table on opening, and the data comes by ``pread``: a mapping would count as this process' memory too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Generator, Iterable, Mapping
@@ -150,7 +148,7 @@ _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class StoredTensor(TensorSpec):
     """A tensor in a file; ``begin`` is the offset of its first byte there."""
 
-    file: TensorFile
+    file: "TensorFile"
     begin: int
 
     @torch.no_grad()

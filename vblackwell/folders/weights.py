@@ -6,8 +6,6 @@ that have shapes and no bytes. Experts are read straight to their places in the 
 computed from loaded tensors, one parameter at a time.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -71,25 +69,23 @@ def build_on_meta(
             options["dtype"] = dtype or config.dtype
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+        if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
+            file = folder / GENERATION
+            read_json(file)  # says by name what is wrong with it
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except CorruptData:
+        raise
     except Exception as error:  # each architecture raises what it likes at values that it cannot use
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
-            f"{file}: transformers builds no causal model of it ({reason}); give the config.json that the weights were "
+            f"{file}: transformers builds no causal model of it ({reason}); give the file that the weights were "
             "published with"
         ) from error
-    settings = folder / GENERATION
-    if settings.is_file() and hasattr(model, "generation_config"):  # from_config does not look at it
-        read_json(settings)  # says by name what is wrong with it
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(
-                f"{settings}: transformers does not take it ({reason}); mend or remove it"
-            ) from error
     unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if unknown:
-        raise Unsupported(f"{file}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value")
+        raise Unsupported(
+            f"{folder / 'config.json'}: the code of {kind!r} leaves the buffer {unknown[0]!r} without a value"
+        )
     return model.train()
 
 

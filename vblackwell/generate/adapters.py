@@ -6,8 +6,6 @@ numbers of every tensor, by name and rounded to bf16, so that it does not matter
 whether it is in fp32 or bf16; a tied head and buffers that are computed are left out.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 import weakref

@@ -1,8 +1,6 @@
 """Causal models of transformers, from a folder or hub id into a stack, and out again as a folder; nothing is held
 twice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -150,9 +148,12 @@ class PublishedTensors:
     default the masters' (fp32), else the parameters'."""
 
     def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
         self._model, self._dtype = model, dtype
+        self._revert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict  # a `Decoder`'s names are the published
+        if hasattr(model, "base_model_prefix"):
+            from transformers.core_model_loading import revert_weight_conversion
+
+            self._revert = partial(revert_weight_conversion, model)
         params, self._values = whole_tensors(model)
         self._buffers = [
             (f"{prefix}.{key}" if prefix else key, buffer)
@@ -160,7 +161,6 @@ class PublishedTensors:
             for key, buffer in module._buffers.items()
             if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
         ]
-        self._revert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = partial(revert_weight_conversion, model)
         shapes = [
             (name, torch.empty(tensor.shape, dtype=self._type_of(tensor), device="meta"))
             for name, tensor in [*params, *self._buffers]

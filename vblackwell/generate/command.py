@@ -1,8 +1,6 @@
 """``vb generate``: opens what the path means and writes the text to standard output as it comes; of many prompts a line
 of JSON each."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import ExitStack
@@ -21,11 +19,13 @@ from vblackwell.generate.generate import Pace, check_chunk, generate_batch
 from vblackwell.generate.load import open_resident, open_streamed, resolve_model
 from vblackwell.generate.quantized import Packing
 from vblackwell.generate.sampling import Sampling
+from vblackwell.machine.device import cap_process
 from vblackwell.memory.cache.config import GPU_SHARE
 from vblackwell.memory.cache.stack import create_vgpu_stack
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import not_supported_reasons
 from vblackwell.offload.api import offload_of
+from vblackwell.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class Places:
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
 
-    def stay_on(self, folder: Path, device: torch.device | str) -> bool:
-        """Whether no stack is needed: none is asked for, or FP4 alone, of a model that a ``Decoder`` computes and that
-        fits the GPU before it is packed."""
-        if not self.streams:
-            return True
+    def _fits(self, folder: Path, device: torch.device | str) -> bool:
+        """Whether FP4 alone is asked for, of a model that a ``Decoder`` computes and that fits the GPU unpacked."""
         if replace(self, use_fp4=False).streams or torch.device(device).type != "cuda":
             return False
         size = sum(path.stat().st_size for path in tensor_files(folder))
@@ -66,7 +63,7 @@ class Places:
     ) -> nn.Module:
         """The model in ``folder`` on ``device``, or in a stack of these sizes, which lasts until ``cleanup``; there for
         several ``rows`` (None: one text), of whose filling transformers' models alone know."""
-        if rows is None and self.stay_on(folder, device):
+        if rows is None and (not self.streams or self._fits(folder, device)):
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
             packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
             return open_resident(folder, device, packing=packing, assignment=assignment)
@@ -100,22 +97,24 @@ def generate_command(
     batch_size: int = 8,
     prefill_chunk: int | None = None,
     chat: bool = False,
-    places: Places | None = None,
+    **places: Any,
 ) -> int:
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
     time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`;
-    ``chat``: a prompt is a user's message, and the answer alone is printed; the others as in ``generate``. Raises
-    VBError.
+    ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
+    ``generate_batch``. Raises VBError.
     """
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
     if batch_size < 1:
         raise ConfigurationError(f"--batch-size {batch_size}: give at least 1")
     check_chunk(prefill_chunk)
-    places = places or Places()
-    if not places.use_fp4 and (places.fp4_layers != "all" or places.keep is not None):
+    where = Places(**places)
+    if torch.device(device).type == "cuda" and where.fast_memory is not None:
+        cap_process(torch.device(device), parse_bytes(where.fast_memory, "--fast-memory"))
+    if not where.use_fp4 and (where.fp4_layers != "all" or where.keep is not None):
         raise ConfigurationError("--fp4-layers and --keep say what --use-fp4 is for: add it, or drop them")
-    if places.assignment is not None and (places.streams or prompts is not None):
+    if where.assignment is not None and (where.streams or prompts is not None):
         raise ConfigurationError(
             "--assignment packs a model that is all on the device, for one --prompt: drop it, or --prompts, "
             "--use-fp4, --adapter and the memory flags"
@@ -132,7 +131,7 @@ def generate_command(
     ends = {number for number in (stated if isinstance(stated, list) else [stated]) if isinstance(number, int)}
     texts = [text for _, text in given]
     if chat:
-        talk = open_chat(folder, None if places.adapter is None else Path(places.adapter))
+        talk = open_chat(folder, None if where.adapter is None else Path(where.adapter))
         texts, end = [talk.prompt(text) for text in texts], talk.turn_end(tokenizer)
         ends |= set() if end is None else {end}
     lengths = [len(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
@@ -147,7 +146,7 @@ def generate_command(
     with ExitStack() as cleanup:
         alone = prompts is None
         rows = None if alone else min(batch_size, len(texts))
-        opened = places.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
+        opened = where.open(folder, device, rows, max(lengths) + max_new_tokens, cleanup)
         options: dict[str, Any] = {"ends": ends, "special_tokens": not chat, "pace": pace}
         options["on_token"] = show if alone else None
         for start in range(0, len(texts), batch_size):

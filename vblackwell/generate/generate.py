@@ -7,16 +7,15 @@ draws with the same seed from its own logits, as it would alone but for last bit
 vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,38 +28,10 @@ from vblackwell.nn.decoder.block import KVCache
 from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 # Not cuDNN's attention, which plans anew, for about a second, for every length of a prompt: more than it gains up to
 # some ten thousand positions.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
-
-
-def generate(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_new_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    on_token: Callable[[str], None] | None = None,
-    min_p: float = 0.0,
-    prefill_chunk: int | None = None,
-    **others: Any,
-) -> str:
-    """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt``; ``temperature`` and
-    so on as in ``Sampling``, the ``others`` as in `generate_batch`. The same ``seed``, prompt and logits give the same
-    text. ``on_token`` is called with each new stretch of whole characters.
-    """
-    sampling = Sampling(temperature, top_k, top_p, min_p)
-    (text,) = generate_batch(
-        model, tokenizer, [prompt], max_new_tokens, sampling, seed, prefill_chunk, on_token=on_token, **others
-    )
-    return text
 
 
 def generate_batch(
@@ -74,7 +45,7 @@ def generate_batch(
     *,
     ends: Collection[int] = (),
     special_tokens: bool = True,
-    pace: Pace | None = None,
+    pace: "Pace | None" = None,
     on_token: Callable[[str], None] | None = None,
 ) -> list[str]:
     """What the model writes after each prompt (empty: a document begins), until its end-of-text token, one of ``ends``,
@@ -230,7 +201,13 @@ def stepper(
         nonlocal captured, asked, mask_BS, seen
         rows, length = input_ids_BS.shape
         if length == 1 and seen and not asked:
-            asked, captured = True, _captured_step(model, known, rows, max_length - seen)
+            asked, left = True, max_length - seen
+            if not isinstance(model, Decoder):
+                from vblackwell.generate.streamed_step import streamed_step  # with transformers, imported by now
+
+                captured = streamed_step(model, known, rows, left)
+            elif left >= steps.MIN_STEPS and steps.may_capture(model):
+                captured = steps.DecodeGraph(model, known, rows).step
         if captured is not None:
             assert length == 1, "the host's count of positions ends where the graph begins"
             return captured(input_ids_BS)
@@ -264,16 +241,6 @@ def stepper(
         return output.logits[:, -1]
 
     return step
-
-
-def _captured_step(model: nn.Module, cache: Any, rows: int, left: int) -> Callable[[Tensor], Tensor] | None:
-    """A token's step in CUDA graphs, after what ``cache`` holds, for ``left`` tokens at most; None: call the model."""
-    if isinstance(model, Decoder):
-        enough = left >= steps.MIN_STEPS and steps.may_capture(model)
-        return steps.DecodeGraph(model, cache, rows).step if enough else None
-    from vblackwell.generate.streamed_step import streamed_step  # with transformers, which is imported by now
-
-    return streamed_step(model, cache, rows, left)
 
 
 class _Text:
@@ -315,39 +282,31 @@ class _Text:
 
 
 class Pace:
-    """How fast texts come: counts tokens as they are on the host, and says so in a line. Made before the model is
+    """How fast texts come: notes when each token is on the host, and says so in a line. Made before the model is
     opened; ``clock`` is of seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._made = clock, clock()
-        self._asked, self._last = self._made, 0.0  # for the text that is written, and its last token; 0: none yet
-        self._opened = self._first = None  # seconds until the first text was asked for, and its first token then came
-        self._tokens = self._later = 0  # of all texts, and without the first of each
-        self._seconds = 0.0  # that the later took
+        self._texts: list[list[tuple[float, int]]] = []  # when each was asked for, then each token's time and rows
 
     def begin(self) -> None:
         """A text, or several at once, is asked for."""
-        self._asked, self._last = self._clock(), 0.0
-        if self._opened is None:
-            self._opened = self._asked - self._made
+        self._texts.append([(self._clock(), 0)])
 
     def tick(self, rows: int = 1) -> None:
         """The next token of so many rows is here."""
-        now = self._clock()
-        if self._last:
-            self._seconds, self._later = self._seconds + now - self._last, self._later + rows
-        elif self._first is None:
-            self._first = now - self._asked
-        self._last, self._tokens = now, self._tokens + rows
+        self._texts[-1].append((self._clock(), rows))
 
     def line(self, level0_bytes: int | None = None) -> str:
         """What is said at the end; with the peak of a stack's level 0, if there is one."""
-        tokens = f"{self._tokens} token{'s' * (self._tokens != 1)}"
-        parts = [f"opened in {format_seconds(self._opened or 0.0)}", tokens]
-        if self._first is not None:
-            parts.append(f"the first after {format_seconds(self._first)}")
-        if self._seconds:
-            parts.append(f"then {self._later / self._seconds:.1f} a second")
+        tokens = sum(rows for text in self._texts for _, rows in text)
+        begun = self._texts[0] if self._texts else [(self._made, 0)]
+        parts = [f"opened in {format_seconds(begun[0][0] - self._made)}", f"{tokens} token{'s' * (tokens != 1)}"]
+        if len(begun) > 1:
+            parts.append(f"the first after {format_seconds(begun[1][0] - begun[0][0])}")
+        later = sum(rows for text in self._texts for _, rows in text[2:])
+        if seconds := sum(text[-1][0] - text[1][0] for text in self._texts if len(text) > 1):
+            parts.append(f"then {later / seconds:.1f} a second")
         if level0_bytes is not None:
             parts.append(f"level 0 held at most {format_bytes(level0_bytes)}")
         return ", ".join(parts)

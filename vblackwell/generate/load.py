@@ -3,8 +3,6 @@ level 0 is not kept free for keys, values and workspace holds layers that stay. 
 model on the meta device, its files matched with that (`open_folder`), and each tensor read to where it goes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ from vblackwell.generate.steps import lay_out_for_decoding
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.nn.convert.assignment import Assignment, apply_assignment
 from vblackwell.nn.convert.causal_lm import accelerate_causal_lm
-from vblackwell.nn.convert.linears import install_packed, select_linears
+from vblackwell.nn.convert.linears import head_and, install_packed, linear_of, select_linears
 from vblackwell.nn.decoder.config import DecoderConfig, not_supported_reasons
 from vblackwell.nn.decoder.decoder import Decoder
+from vblackwell.nn.linear.packed_linear import pack
 from vblackwell.nn.linear.two_part import VBOptimizedLinear
 from vblackwell.offload.layout.generation import workspace_bytes
 
@@ -80,7 +79,7 @@ def load_model(
     """
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
-        chosen = {} if packing is None else select_linears(model, packing.layers, packing.kept)
+        chosen = {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep))
         made: dict[Tensor, Tensor] = {}  # one that has several names stays one
         for name, target in weights.targets().items():
             owner, _, leaf = name.rpartition(".")
@@ -88,13 +87,14 @@ def load_model(
                 in_fp32 = target.is_floating_point() and stays_fp32(model, name, target.dtype)
                 value = weights.read(name, torch.float32 if in_fp32 else target.dtype, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
-                    install_packed(model, owner, packing.pack(value, name))
+                    install_packed(model, owner, pack(value, packing.format, name))
                     continue
                 parameter = isinstance(target, nn.Parameter)
                 made[target] = nn.Parameter(value, target.requires_grad) if parameter else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
-            weights.install_linears(device)
+            for name in weights.linears:
+                install_packed(model, name, weights.packed(name, linear_of(model, name).weight.dtype, device))
     return model.to(device).eval()
 
 

@@ -2,8 +2,6 @@
 in layers that compute from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,7 @@ from vblackwell.errors import ConfigurationError
 from vblackwell.folders import compressed_tensors
 from vblackwell.folders.folder import read_config
 from vblackwell.folders.weights import FolderWeights
-from vblackwell.nn.convert.linears import head_and, install_packed, linear_of, replace_modules
-from vblackwell.nn.linear.packed_linear import pack
+from vblackwell.nn.convert.linears import linear_of, replace_modules
 from vblackwell.nn.linear.stored_fp4 import StoredFP4Linear, stored_part
 from vblackwell.numerics.packed import PackedTensor
 
@@ -29,15 +26,6 @@ class Packing:
     format: str = "nvfp4"
     layers: str = "all"
     keep: str | None = None
-
-    @property
-    def kept(self) -> str:
-        """What the names of linears match that stay as they are."""
-        return head_and(self.keep)
-
-    def pack(self, weight_NK: Tensor, name: str) -> PackedTensor:
-        """``weight_NK`` packed on its device; raises as `quantize`."""
-        return pack(weight_NK, self.format, name)
 
 
 def open_folder(model: nn.Module, folder: Path) -> FolderWeights:
@@ -85,12 +73,6 @@ class PackedWeights(FolderWeights):
         """The packed weight of a linear, which stands for one in ``dtype``; raises CorruptData, DiskError."""
         entries = {kind: self._files[f"{linear}.{kind}"].load().to(device) for kind in self._kinds(linear)}
         return compressed_tensors.from_entries(entries, self.form, dtype, linear)
-
-    def install_linears(self, device: torch.device | str) -> None:
-        """Puts layers that compute from the packed weights, on ``device``, in the place of the packed linears."""
-        for name in self.linears:
-            dtype = linear_of(self._model, name).weight.dtype
-            install_packed(self._model, name, self.packed(name, dtype, device))
 
     def store_linears(self, device: torch.device) -> None:
         """Puts a `StoredFP4Linear` in the place of each packed linear, laid out for the kernels of ``device``."""

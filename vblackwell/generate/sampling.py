@@ -3,8 +3,6 @@ stays on the logits' device; seed, number of the draw and logits alone decide it
 any batch, and on every device whose logits agree. Legend: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

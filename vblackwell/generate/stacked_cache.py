@@ -6,8 +6,6 @@ the link as one copy, and new positions are appended with another. The layout is
 same strides and writes the same bits. B rows, K key-value heads, S new positions, T positions, H head width.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -87,7 +85,7 @@ class StackedCache(Cache):
 class _Layer(DynamicLayer):
     """The cache of a layer, where it is read; or, with an ``order``, in RAM, from where it passes through level 0."""
 
-    def __init__(self, shape: CacheShape, held_TPBKH: Tensor, passing: _Passing, order: int | None) -> None:
+    def __init__(self, shape: CacheShape, held_TPBKH: Tensor, passing: "_Passing", order: int | None) -> None:
         super().__init__()
         self.held_TPBKH, self.order = held_TPBKH, order
         self._shape, self._passing, self.length = shape, passing, 0

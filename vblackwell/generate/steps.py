@@ -5,15 +5,13 @@ the device that each replay raises is the position (`SteadyCache`). Models of tr
 ``past_key_values`` are read as its ``generate`` reads them. Legend: B rows, S positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +26,6 @@ from vblackwell.offload.api import offload_of
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.generation import cache_shape, divide_level0, token_bytes, workspace_bytes
 from vblackwell.offload.layout.groups import Group
-
-if TYPE_CHECKING:
-    from vblackwell.generate.stacked_cache import StackedCache
 
 _NAMES = ("cache_params", "state", "mems", "past_key_values")  # of what is kept, in outputs
 # Take past_key_values, and either give none back, because their modules keep what they read, or want more than that.
@@ -110,11 +105,8 @@ def may_capture(model: nn.Module) -> bool:
 ONE_CAPTURES = threading.Lock()  # what another thread launched on the same stream meanwhile would be captured with it
 
 
-@cache
-def capturing(index: int) -> torch.cuda.Stream:
-    """The stream of GPU ``index`` on which steps are tried and captured: one, because torch's allocator keeps a pool
-    for each it sees."""
-    return torch.cuda.Stream(index)
+# A GPU's stream on which steps are tried and captured: one, because torch's allocator keeps a pool for each it sees.
+capturing = cache(torch.cuda.Stream)
 
 
 @dataclass(eq=False)
@@ -227,7 +219,7 @@ def read_in_chunks(read: Callable[[int, int], Tensor], length: int, size: int, c
 
 
 @contextmanager
-def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[StackedCache | None, int | None]]:
+def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[Any, int | None]]:
     """Inside, level 0 is divided for a text of ``rows`` of at most ``positions``: the cache to write with, and
     positions that one pass may read; None each: transformers' own, and all. InsufficientMemory: so many rows do not
     fit.

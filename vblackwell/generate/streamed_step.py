@@ -7,8 +7,6 @@ queued (the copy waits for that on the device). What is captured once holds for 
 vocabulary.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable

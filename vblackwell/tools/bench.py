@@ -6,17 +6,15 @@ resident engine. Inference is one pass over the batch up to the logits after its
 with a cache; FP4 linears are packed there. Legend: B batch, S sequence, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +61,10 @@ def bench_command(
     vocab_size: int = GPT2_VOCAB_SIZE,
     learning_rate: float = 3e-4,
     device: torch.device | str = "cpu",
-    json_file: str | None = None,
+    json: str | None = None,
     seed: int = 0,
 ) -> int:
-    """Measure, print the table, and write ``json_file`` if it is given ('-' prints the JSON instead); 0.
+    """Measure, print the table, and write ``json`` if it is given ('-' prints the JSON instead); 0.
 
     ``model``: a preset, a Hugging Face folder, or a run of ``vb train``; ``seq_length``: None for 512, or what the
     model's limit leaves; ``rungs``, ``phases``: 'all', or names of ``LADDER`` and ``PHASES`` with commas. Raises
@@ -78,11 +76,9 @@ def bench_command(
     if not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"--learning-rate {learning_rate}: give a number above 0")
     check_batch(batch_size, 1 if seq_length is None else seq_length)
-    path = None if json_file is None or json_file == "-" else Path(json_file)
+    path = None if json is None or json == "-" else Path(json)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigurationError(
-            f"--json {json_file}: give the name of a file in a folder that exists, or - to print it"
-        )
+        raise ConfigurationError(f"--json {json}: give the name of a file in a folder that exists, or - to print it")
     subject = _open(model, vocab_size, seq_length, seed)
     length, device = _length(subject, seq_length), torch.device(device)
     known: Any = subject.config if isinstance(subject, Decoder) else subject.config.get_text_config()
@@ -100,12 +96,12 @@ def bench_command(
         "threads": None if device.type == "cuda" else torch.get_num_threads(),
         "rungs": list(climb(case, chosen, wanted)),
     }
-    print(json.dumps(report, indent=2) if json_file == "-" else "\n".join(_lines(report)))
+    print(dumps(report, indent=2) if json == "-" else "\n".join(_lines(report)))
     if path is not None:
         try:
-            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            path.write_text(dumps(report, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigurationError(f"--json {json_file}: {error.strerror}") from error
+            raise ConfigurationError(f"--json {json}: {error.strerror}") from error
     return 0
 
 
@@ -267,8 +263,9 @@ def _infer(case: Case, rung: str, first: dict[str, Any]) -> dict[str, Any]:
     values |= {"weight_bytes": found.weight_bytes, "output_change": None}
     if "logits" in first:
         apart = difference(first["logits"], logits_SV)
-        values["output_change"] = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative}
-        values["output_change"]["sqnr_db"] = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
+        sqnr_db = apart.sqnr_db if math.isfinite(apart.sqnr_db) else None
+        change = {"max": apart.absolute, "rms": apart.rms, "relative": apart.relative, "sqnr_db": sqnr_db}
+        values["output_change"] = change
     first.setdefault("logits", logits_SV)
     return {"attention": attention, "inference": values}
 

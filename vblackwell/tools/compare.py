@@ -2,8 +2,6 @@
 activations: a layer's figure holds what went wrong before it, and the first that falls is the one to look at.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +29,7 @@ class Comparison:
     absolute: float
     relative: float
     sqnr_db: float
-    layers: dict[str, Comparison] = field(default_factory=dict)
+    layers: dict[str, "Comparison"] = field(default_factory=dict)
     rms: float = 0.0
     a: Measured | None = None
     b: Measured | None = None

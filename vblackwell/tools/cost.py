@@ -2,8 +2,6 @@
 what the time went into, by the profiler: kernels on CUDA, and what none fills; operators' own time on the CPU.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import statistics

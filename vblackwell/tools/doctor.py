@@ -1,15 +1,13 @@
 """``vb doctor``: what this machine has, how fast it is, and what is missing for what."""
 
-from __future__ import annotations
-
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")
 WINDOWS_MOUNT = "/mnt/"
 
 
-def doctor(as_json: bool, disk_path: str) -> int:
+def doctor(json: bool = False, disk_path: str = ".") -> int:
     """Run ``vb doctor``, in about ten seconds; progress goes to standard error. Raises ConfigurationError:
     ``disk_path`` does not exist."""
     memory, disk, gpus = facts.memory_facts(), facts.disk_facts(Path(disk_path)), facts.list_gpus()
@@ -58,7 +56,7 @@ def doctor(as_json: bool, disk_path: str) -> int:
         "rates": rates,
         "advice": advice(memory, disk, gpus, reason, wsl=facts.is_wsl()),
     }
-    print(json.dumps(found, indent=2) if as_json else "\n".join(lines_of(found)))
+    print(dumps(found, indent=2) if json else "\n".join(lines_of(found)))
     return 0
 
 

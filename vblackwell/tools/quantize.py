@@ -5,8 +5,6 @@ copied, in the type that transformers runs the format in; a parameter that it ma
 one.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import defaultdict
@@ -25,10 +23,9 @@ from vblackwell.folders.commit import MANIFEST, CommitFolder
 from vblackwell.folders.folder import load_specs, read_config, stored_dtype
 from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.folders.weights import FolderWeights, stays_fp32
-from vblackwell.generate.load import load_model, model_on_meta
-from vblackwell.generate.quantized import Packing
+from vblackwell.generate.load import load_model, model_on_meta, resolve_model
 from vblackwell.nn.convert.assignment import DEFAULT_BUDGET, Assignment, assign_precision
-from vblackwell.nn.convert.linears import HEAD, find_linears, needed_to_initialize, nothing_selected
+from vblackwell.nn.convert.linears import HEAD, find_linears, head_and, needed_to_initialize, nothing_selected
 from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import refine
@@ -157,7 +154,7 @@ def quantize_command(
     block_size: int | None = None,
     pattern: str = "all",
     keep: str | None = None,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     assignment: str | None = None,
     budget: float | None = None,
     max_bits: float | None = None,
@@ -171,7 +168,8 @@ def quantize_command(
         shape = "x".join(map(str, layer.shape))
         print(f"[{number:>{len(str(count))}}/{count}] {layer.name:<48} {shape:>13} {layer.sqnr_db:6.2f} dB", flush=True)
 
-    how: dict[str, Any] = {"pattern": pattern, "keep": Packing(keep=keep).kept, "device": device}
+    source, _ = resolve_model(model)
+    how: dict[str, Any] = {"pattern": pattern, "keep": head_and(keep), "device": device}
     chosen = None if assignment is None else Assignment.load(assignment)
     if budget is not None or max_bits is not None:
         if chosen is not None:
@@ -180,9 +178,9 @@ def quantize_command(
             raise ConfigurationError(
                 f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}"
             )
-        _check_target(Path(model), Path(out))  # as packing will
+        _check_target(source, Path(out))  # as packing will
         text = None if calibration is None else Path(calibration)
-        chosen = calibrate(Path(model), text, budget, max_bits=max_bits, **how)
+        chosen = calibrate(source, text, budget, max_bits=max_bits, **how)
         rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
         coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
         if not coarse and not both:
@@ -198,11 +196,11 @@ def quantize_command(
     elif calibration is not None:
         raise ConfigurationError("--calibration is the text for --budget or --max-bits: give one of them")
     report = quantize_folder(
-        model, out, format, scale_search, block_size=block_size, assignment=chosen, on_layer=say, **how
+        source, out, format, scale_search, block_size=block_size, assignment=chosen, on_layer=say, **how
     )
     for name, reason in report.kept.items():
         print(f"kept {name}: {reason}")
-    experts = [spec.size_bytes for name, spec in load_specs(Path(model)).items() if ".experts." in name]
+    experts = [spec.size_bytes for name, spec in load_specs(source).items() if ".experts." in name]
     if experts and not any(".experts." in layer.name for layer in report.layers):
         print(f"kept {len(experts)} tensors of experts, {format_bytes(sum(experts))}: they are no linears of the model")
     worst = min(report.layers, key=lambda layer: layer.sqnr_db)

@@ -1,7 +1,5 @@
 """``vb estimate`` without a model: the machine that is meant, and the table of what it trains, adapts and runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 settings that follow from it. What the user said explicitly bounds the plan and is not chosen again.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -9,8 +9,6 @@ With adapters, peft's adapter_model.safetensors and adapter_config.json are in t
 states are written one parameter at a time as they are read: there is no second copy of the model in memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,7 +28,6 @@ from vblackwell.folders.tensor_file import SafetensorsShards, TensorSpec
 from vblackwell.generate.adapters import ADAPTER_FILE, adapted, export_order, whole_tensors, write_adapter
 from vblackwell.generate.causal_lm import PublishedTensors
 from vblackwell.nn.convert.lora import file_name, is_adapter
-from vblackwell.nn.decoder.decoder import Decoder
 from vblackwell.offload.api import offload_of
 from vblackwell.offload.state import MOMENTS, ParameterState, export_state, import_state
 from vblackwell.train.config import TrainConfig, refuse_changes
@@ -47,7 +44,7 @@ METADATA_BYTES = 16 << 20  # tokenizer, tables and JSON, at most
 def write_checkpoint(parent: Path, prepared: Prepared, say: Callable[[str], None], state: TrainerState) -> None:
     """Commit the run as it is now under ``parent``; then remove the oldest. Raises DiskError: earlier checkpoints
     are untouched."""
-    needed = _checkpoint_bytes(prepared.parts.model) + METADATA_BYTES
+    needed = _checkpoint_bytes(prepared.model) + METADATA_BYTES
     with commit.CommitFolder(parent, f"step-{state.step:08d}", needed, own_parent=True) as folder:
         _write_checkpoint(folder, prepared)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
@@ -61,8 +58,9 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     """Load the newest intact checkpoint under ``parent`` into the model; None, and a message, if there is none yet.
     Raises ConfigurationError: it was written under other settings; CorruptData: all are damaged, or of another run.
     """
-    model, made = prepared.parts.model, adapted(prepared.parts.model)
-    found, problems = commit.newest_verified(parent)
+    model, made = prepared.model, adapted(prepared.model)
+    # One without a manifest counts as damaged: folders get their names with it, so it was lost later.
+    found, problems = commit.first_intact(commit.numbered(parent))
     for problem in problems:
         say(f"passed over a damaged checkpoint: {problem}")
     if found is None:
@@ -71,6 +69,11 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
         say("no checkpoint yet: starting over")
         return None
     stored = read_json(found / TRAINER)
+    if stored.get("format") != FORMAT:
+        raise CorruptData(
+            f"{found / TRAINER} is of format {stored.get('format')} of another version, this one reads {FORMAT}: give "
+            "the folder as --model to go on from its weights, with another --out"
+        )
     if stored.get("fingerprint") != prepared.corpus.fingerprint:
         raise CorruptData(f"{found} was written with other data or tokenizer: give the same --data and --tokenizer")
     refuse_other_run(prepared.config, found, stored["config"])
@@ -82,7 +85,7 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
     state = TrainerState.from_json(stored["state"])
     with ExitStack() as opened:
         prefix, only = ("model", None) if made is None else (ADAPTER_FILE, is_adapter)
-        import_state(model, prepared.parts.optimizer, _open_states(found, prefix, opened), only=only)
+        import_state(model, prepared.optimizer, _open_states(found, prefix, opened), only=only)
     say(f"resumed from {found} after step {state.step}")
     before, arithmetic = stored.get("arithmetic", {}), _arithmetic(prepared).items()
     changed = [f"{name}: {now}, before {before[name]}" for name, now in arithmetic if before.get(name, now) != now]
@@ -96,18 +99,12 @@ def load_newest(parent: Path, prepared: Prepared, say: Callable[[str], None]) ->
 
 def export_final(parent: Path, prepared: Prepared, state: TrainerState) -> None:
     """The trained model as a Hugging Face folder ``parent``/final. Raises DiskError."""
-    model = prepared.parts.model
+    model = prepared.model
     with commit.CommitFolder(parent, FINAL, _weight_bytes(model) + METADATA_BYTES) as folder:
         tokenizer = _add_tokenizer(folder, prepared)
         folder.add_json(GENERATION, generation_settings(prepared))
-        if isinstance(model, Decoder):
-            entries, values = whole_tensors(model)
-            specs = [TensorSpec(name, tuple(shape.shape), torch.float32) for name, shape in entries]
-            tensors = values()
-        else:
-            published = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
-            specs, tensors = published.specs, published.tensors()
-        save_model(folder, prepared.model_config, specs, tensors, tokenizer, generation=False)
+        made = PublishedTensors(model)  # names and shapes as others expect them, adapters merged
+        save_model(folder, prepared.model_config, made.specs, made.tensors(), tokenizer, generation=False)
         folder.add_json(TRAINER, _trainer_json(prepared, state))
 
 
@@ -115,7 +112,7 @@ def finished_step(final: Path) -> int | None:
     """The step that the model in ``final`` was exported after; None if there is none, or it is damaged."""
     try:
         commit.verify_folder(final)
-        return int(read_json(final / TRAINER)["state"]["step"])
+        return read_json(final / TRAINER).get("state", {}).get("step")
     except VBError:
         return None
 
@@ -186,7 +183,7 @@ def _add_tokenizer(folder: commit.CommitFolder, prepared: Prepared) -> Any:
 
 def _write_checkpoint(folder: commit.CommitFolder, prepared: Prepared) -> None:
     """Weights, or adapters, and AdamW's states, in one pass over the model."""
-    model, optimizer = prepared.parts.model, prepared.parts.optimizer
+    model, optimizer = prepared.model, prepared.optimizer
     named, only = export_order(model), None if adapted(model) is None else is_adapter
     tokenizer = _add_tokenizer(folder, prepared)
     states: dict[str, list[TensorSpec]] = {}
@@ -229,12 +226,12 @@ def generation_settings(prepared: Prepared) -> dict[str, Any]:
 
 
 def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
-    engine, made = offload_of(prepared.parts.model), adapted(prepared.parts.model)
+    engine, made = offload_of(prepared.model), adapted(prepared.model)
     return {
         "format": FORMAT,
         "state": dataclasses.asdict(state),
         "max_steps": prepared.config.max_steps,
-        "schedule": dataclasses.asdict(prepared.parts.schedule),
+        "schedule": dataclasses.asdict(prepared.schedule),
         "config": dataclasses.asdict(prepared.config),
         "fingerprint": prepared.corpus.fingerprint,
         "base": None if made is None else made.base,
@@ -245,7 +242,7 @@ def _trainer_json(prepared: Prepared, state: TrainerState) -> dict[str, Any]:
 
 def _arithmetic(prepared: Prepared) -> dict[str, Any]:
     """What a resumed run may change, and what orders or rounds sums otherwise, by name for people."""
-    config, device = prepared.config, prepared.parts.device
+    config, device = prepared.config, prepared.device
     return {
         "CPU threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,19 +1,16 @@
 """The settings of one training run: one frozen value, checked when it is made. A field's docstring is its help text.
 Flags win over the YAML file, that over the resumed run's settings, those over the preset's recipe, that over the
-defaults; text and typed values pass through `convert`, so the same mistake gets the same sentence.
+defaults; text and typed values pass through `_checked`, so the same mistake gets the same sentence.
 """
-
-from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
-import math
 import types
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from vblackwell.errors import ConfigurationError, nearest
 from vblackwell.nn.convert.lora import Lora
@@ -163,15 +160,12 @@ class TrainConfig:
     """Write a trace of a few steps (trace.json; open it in Perfetto or chrome://tracing)."""
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(TrainConfig).items():
-            value, choices = getattr(self, name), get_args(hint) if get_origin(hint) is Literal else ()
-            if (value is not None or choices or name == "update") and (wrong := _why_wrong(name, value, choices)):
-                raise ConfigurationError(f"{flag_of(name)} {value!r} {wrong}")
-        for name in ("fast_memory", "host_memory", "disk_memory"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, parse_bytes(value, flag_of(name)))
-        object.__setattr__(self, "update", OLDER_PLACES.get(self.update, self.update))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name)))
+        share = 0.0 if self.update in PLACES else _read(float, self.update)
+        if share is None or not 0 <= share <= 1:
+            said = "is no place for updates: give auto, device, host, or a share between 0 and 1"
+            raise ConfigurationError(f"--update {self.update!r} {said}")
         if self.lora is not None:
             Lora.parse(self.lora)  # which refuses what is none
         if self.max_steps is not None and self.epochs is not None:
@@ -222,27 +216,66 @@ _COUNTS = {
 _RANGES: dict[str, tuple[float, float, str]] = {
     "epochs": (1e-6, 1e6, "1"), "learning_rate": (0.0, 1e30, "3e-4"), "min_learning_rate_ratio": (0.0, 1.0, "0.1"),
     "weight_decay": (0.0, 1e6, "0.1"), "beta1": (0.0, 1.0 - 1e-9, "0.9"), "beta2": (0.0, 1.0 - 1e-9, "0.95"),
-    "epsilon": (1e-30, 1.0, "1e-8"), "max_grad_norm": (0.0, math.inf, "1"),
+    "epsilon": (1e-30, 1.0, "1e-8"), "max_grad_norm": (0.0, 1e300, "1"),
 }  # fmt: skip
 
+_KINDS = {
+    bool: "true or false: write one of them", float: "a number: give one", str: "text: put it in quotes",
+    dict: "a mapping: write e.g. '{num_layers: 4}'",
+}  # fmt: skip
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-def _why_wrong(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if name in _COUNTS and (not is_number or not isinstance(value, int) or value < _COUNTS[name]):
-        return f"is not a whole number >= {_COUNTS[name]}: give one"
-    if name in _RANGES:
+
+def _checked(name: str, value: Any) -> Any:
+    """``value``, typed or as text, as the field has it; text is read as the command line means it."""
+    hint = TrainConfig.__dataclass_fields__[name].type
+    options, flag = get_args(hint) if isinstance(hint, types.UnionType) else (hint,), flag_of(name)
+    if options == (str, int, types.NoneType):
+        return None if value is None else parse_bytes(value, flag)
+    if value is None and types.NoneType in options:
+        return None
+    wanted, found = get_origin(options[0]) or options[0], value
+    kind = _KINDS.get(wanted) or f"a whole number >= {_COUNTS.get(name)}: give one"
+    if wanted is Literal:
+        kind = f"one of {', '.join(get_args(hint))}: choose one"
+        found = value if value in get_args(hint) else None
+    elif isinstance(value, str):
+        found = _read(wanted, OLDER_PLACES.get(value, value) if name == "update" else value)
+    elif type(value) is not wanted:
+        found = float(value) if wanted is float and type(value) is int else None
+    if wanted is int and found is not None and found < _COUNTS[name]:
+        value, found = found, None
+    if found is None:
+        raise ConfigurationError(f"{flag} {value!r} is not {kind}")
+    if wanted is float:
         low, high, example = _RANGES[name]
-        if not is_number or not math.isfinite(value):
-            return f"is not a finite number: try {flag_of(name)} {example}"
-        if not low <= value <= high:
-            return f"is outside {low:g} to {high:g}: try {flag_of(name)} {example}"
-    if choices and value not in choices:
-        return f"is none of {', '.join(choices)}: choose one"
-    if name == "update" and value not in (*PLACES, *OLDER_PLACES):
-        share = _read(float, str(value))
-        if share is None or not 0 <= share <= 1:
-            return "is no place for updates: give auto, device, host, or a share between 0 and 1"
-    return None
+        if not low <= found <= high:
+            raise ConfigurationError(
+                f"{flag} {found!r} is outside {low:g} to {high:g}, or not finite: try {flag} {example}"
+            )
+    return found
+
+
+def _read(wanted: type, text: str) -> Any:
+    """``text`` as a ``wanted``; None where it is none."""
+    if wanted is bool:
+        return {word: word in _TRUE for word in _TRUE + _FALSE}.get(text.lower())
+    if wanted is not dict:
+        try:
+            return wanted(text)
+        except ValueError:
+            return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except Exception:  # its own, and what Python raises at a date or a number that is none
+        return None
+    return found if isinstance(found, dict) and all(map(_is_plain, (*found, *found.values()))) else None
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, dict, set))
 
 
 def flag_of(field: str) -> str:
@@ -294,7 +327,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "7b": {"batch_size": 8, "seq_length": 2048, "learning_rate": 1.5e-4, "epochs": 1.0, "checkpoint_every": 500},
 }  # fmt: skip
 EXCLUSIVE = ("max_steps", "epochs")
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def resolve(flags: dict[str, Any]) -> TrainConfig:
@@ -304,7 +336,7 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     file_values = _named(flags.get("config"))
     flags = {name: value for name, value in flags.items() if name != "config"}
     explicit, stored = file_values | flags, dict[str, Any]()
-    if explicit.get("out") and convert("resume", explicit.get("resume", False)):
+    if explicit.get("out") and _checked("resume", explicit.get("resume", False)):
         found = read_stored_config(Path(str(explicit["out"]))) or {}  # nothing if the run never got that far
         stored = {name: value for name, value in found.items() if name in TrainConfig.__dataclass_fields__}
     preset = str(explicit.get("preset", stored.get("preset", TrainConfig.preset)))
@@ -321,7 +353,7 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
         if any(layer.get(name) is not None for name in EXCLUSIVE):
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer
-    return TrainConfig(**{name: convert(name, value) for name, value in values.items()})
+    return TrainConfig(**values)
 
 
 def _named(config: str | None) -> dict[str, Any]:
@@ -348,12 +380,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise refused(" is no file; give a YAML file")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refused(f": {error.strerror}; give an existing YAML file") from error
-    except UnicodeDecodeError as error:
-        raise refused(f": byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except Exception as error:  # its own, and what Python raises at a date or a number that is none
-        raise refused(f" is not YAML: {' '.join(str(error).split())}") from error
+    except Exception as error:  # yaml's, and what Python raises at a file, or a date or a number that is none
+        reason = error.strerror if isinstance(error, OSError) else f"not YAML in UTF-8: {' '.join(str(error).split())}"
+        raise refused(f": {reason}; give an existing YAML file") from error
     if not isinstance(loaded, (dict, type(None))):
         raise refused(f" holds {type(loaded).__name__}, not keys and values, e.g. 'max_steps: 200'")
     known = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -367,50 +396,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise refused(f": key {key!r} is no setting: remove or rename it{nearest(name, known)}")
         values[name] = value
     return values
-
-
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, (list, tuple, dict, set))
-
-
-_KINDS = {
-    bool: "true or false: write one of them", int: "a whole number: give one", float: "a number: give one",
-    str: "text: put it in quotes", dict: "a mapping: write e.g. '{num_layers: 4}'",
-}  # fmt: skip
-
-
-def convert(field: str, value: Any) -> Any:
-    """``value`` as the type of ``field``; text is read as the command line means it. Sizes and choices stay as they
-    are: they are checked where the config is made."""
-    hint = get_type_hints(TrainConfig)[field]
-    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    wanted, *more = [get_origin(option) or option for option in options if option is not type(None)]
-    if more or wanted not in _KINDS or (value is None and wanted is not bool):
-        return value
-    if isinstance(value, str):
-        found = _read(wanted, value)
-    elif wanted in (int, float):  # YAML's; whether it is one at all is checked where the config is made
-        return float(value) if wanted is float and type(value) is int else value
-    else:
-        found = value if isinstance(value, wanted) else None
-    if found is None:
-        raise ConfigurationError(f"{flag_of(field)} {value!r} is not {_KINDS[wanted]}")
-    return found
-
-
-def _read(wanted: type, text: str) -> Any:
-    """``text`` as a ``wanted``; None where it is none."""
-    if wanted is bool:
-        return {word: word in _TRUE for word in _TRUE + _FALSE}.get(text.lower())
-    if wanted is not dict:
-        try:
-            return wanted(text)
-        except ValueError:
-            return None
-    import yaml
-
-    try:
-        found = yaml.safe_load(text)
-    except Exception:  # its own, and what Python raises at a date or a number that is none
-        return None
-    return found if isinstance(found, dict) and all(map(_is_plain, (*found, *found.values()))) else None

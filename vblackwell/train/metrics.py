@@ -2,8 +2,6 @@
 run and do not carry it. A resumed run cuts the file back to its checkpoint, so a step never appears twice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

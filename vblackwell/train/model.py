@@ -3,8 +3,6 @@ computed by our `Decoder` or by transformers. It is built on the meta device, an
 data is read; weights are drawn or read into the stack one layer group after the other: there is no second copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace

@@ -2,8 +2,6 @@
 here, before anything is written.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from contextlib import ExitStack, suppress
@@ -40,8 +38,8 @@ from vblackwell.units import format_bytes
 PROBE_TOKENS = 8  # of a document
 
 
-@dataclass
-class Prepared:
+@dataclass(kw_only=True)
+class Prepared(Parts):
     """A run that is ready to start: ``config`` with steps and warm-up decided, whose tokenizer's files go with the
     model (None for the corpus' tokenizer), the attention backend that runs, in words.
     """
@@ -49,7 +47,6 @@ class Prepared:
     config: TrainConfig
     model_config: dict[str, Any]
     corpus: Corpus
-    parts: Parts
     tokenizer_folder: Path | None
     plan: Plan | None
     attention: str
@@ -134,7 +131,7 @@ def prepare(
     if packs and not isinstance(model, Decoder):
         check_packing(model, found.config["vocab_size"], device)
     peak = config.learning_rate
-    parts = Parts(
+    return Prepared(
         model=model,
         optimizer=_make_optimizer(model, config),
         stack=stack,
@@ -144,9 +141,13 @@ def prepare(
         scaler=LossScaler() if compute_dtype is torch.float16 else None,
         device=device,
         loss=training_loss(model),
+        config=config,
+        model_config=found.config,
+        corpus=corpus,
+        tokenizer_folder=found.folder if config.tokenizer is None else None,
+        plan=plan,
+        attention=attention,
     )
-    tokenizer_folder = found.folder if config.tokenizer is None else None
-    return Prepared(config, found.config, corpus, parts, tokenizer_folder, plan, attention)
 
 
 def decide_steps(config: TrainConfig, windows_per_epoch: int) -> TrainConfig:

@@ -2,8 +2,6 @@
 their time goes into and threads by the number that the system gave them, as long as they live.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import threading
@@ -69,27 +67,15 @@ COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on t
 
 
 def stream_roles(events: Iterable[Mapping[str, Any]]) -> dict[Lane, str]:
-    """What most of the time of each GPU stream of a trace goes into: copies of a direction, updates, other kernels, or
-    nothing; of each device the stream with most kernel time computes.
-    """
+    """What most of the time of each GPU stream of a trace goes into: copies of a direction, updates, or kernels."""
     uses: dict[Lane, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # microseconds
     for event in events:
-        kind, length, name = event.get("cat"), float(event.get("dur", 0)), str(event.get("name", ""))
-        if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        role = "updates" if "adam" in name.lower() else "kernels"
-        if kind == "gpu_memcpy":
-            role = next((role for direction, role in COPY_ROLES.items() if direction in name), "copies")
-        elif kind == "gpu_memset":
-            role, length = "idle", 0.0
-        uses[event["pid"], event["tid"]][role] += length
-    roles = {lane: max(use, key=lambda role: use[role]) for lane, use in uses.items()}
-    kernels = {lane: use["kernels"] + use["updates"] for lane, use in uses.items()}
-    for device in {lane[0] for lane in uses}:
-        busiest = max((lane for lane in uses if lane[0] == device), key=kernels.__getitem__)
-        if kernels[busiest]:
-            roles[busiest] = "compute"
-    return roles
+        name = str(event.get("name", ""))
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            role = "updates" if "adam" in name.lower() else "kernels"
+            role = next((role for direction, role in COPY_ROLES.items() if direction in name), role)
+            uses[event["pid"], event["tid"]][role] += float(event.get("dur", 0))
+    return {lane: max(use, key=lambda role: use[role]) for lane, use in uses.items()}
 
 
 def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:

@@ -1,10 +1,8 @@
 """What a run says while it runs (a live line on a terminal, a few plain lines elsewhere), and requests to stop it."""
 
-from __future__ import annotations
-
 import os
+import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,38 +12,48 @@ from typing import Any
 from vblackwell.train.metrics import StepRecord
 from vblackwell.units import format_bytes, format_seconds
 
-PLAIN_SECONDS = 5.0
+PLAIN_SECONDS = 5.0  # between lines that stay
+LIVE_SECONDS = 0.25  # between those that are redrawn in place
 PHASE_SECONDS = 1.0  # what is shorter needs no line
 SMOOTHING = 0.9  # of the step time that the time left is computed from
+ERASE = "\r\x1b[2K"  # of a terminal's line
 
 
 class Progress:
-    """Receives messages and step records; says them as lines on standard output, for pipes, logs and CI."""
+    """Receives messages and step records; says them as lines on standard output. ``live``, for a terminal: between the
+    steps that stay (first, last, validated, skipped) the newest one's line is redrawn in place.
+    """
 
-    def __init__(self) -> None:
-        self._total_steps = 0
+    def __init__(self, live: bool = False) -> None:
+        self._live, self._erase = live, ""
         self._step_seconds: float | None = None
         self._phase, self._phase_began, self._phase_said = "", 0.0, False
         self._last_line = -float("inf")
 
     def say(self, text: str) -> None:
         """One line that stays."""
-        print(text, flush=True)
+        print(self._erase + text, flush=True)
+        self._erase = ""
 
-    def start(self, first_step: int, total_steps: int) -> None:
-        """The loop begins after ``first_step`` finished steps."""
-        self._total_steps = total_steps
-
-    def step(self, record: StepRecord) -> None:
-        left, now = self._time_left(record), time.monotonic()
-        notable = record.val_loss is not None or record.skipped or record.step == self._total_steps
-        if notable or now - self._last_line >= PLAIN_SECONDS:
-            self._last_line = now
-            self.say(f"step {record.step}/{self._total_steps}  {describe(record)}  left {left}")
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        before = self._step_seconds
+        self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
+        left, now = format_seconds(self._step_seconds * (total_steps - record.step)), time.monotonic()
+        line = f"step {record.step}/{total_steps}  {describe(record)}  left {left}"
+        notable = record.val_loss is not None or record.skipped or record.step == total_steps
+        if not notable and now - self._last_line < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
+            return
+        self._last_line = now
+        if notable or not self._live:
+            self.say(line)
+        else:
+            print(self._erase + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+            self._erase = ERASE
 
     def close(self) -> None:
         """The loop is over. Idempotent."""
-        sys.stdout.flush()
+        print(end=self._erase, flush=True)
+        self._erase = ""
 
     def phase(self, text: str, share: float | None) -> None:
         """Something before the loop is going on; ``share`` of it (0 to 1) is done. Said once, if it takes long."""
@@ -56,56 +64,13 @@ class Progress:
             self._phase_said = True
             self.say(text)
 
-    def _time_left(self, record: StepRecord) -> str:
-        before = self._step_seconds
-        self._step_seconds = record.seconds if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.seconds
-        return format_seconds(self._step_seconds * (self._total_steps - record.step))
 
-
-class RichProgress(Progress):
-    """A bar, and under it the newest numbers, redrawn in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        self._bar: Any = Bar(TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[left]}"))
-        self._live: Any = Live(self._bar, refresh_per_second=4)
-        self._task: Any = None
-        self._val_loss: float | None = None
-
-    def say(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def start(self, first_step: int, total_steps: int) -> None:
-        super().start(first_step, total_steps)
-        self._task = self._bar.add_task("train", total=total_steps, completed=first_step, left="")
-        self._live.start()
-
-    def step(self, record: StepRecord) -> None:
-        from rich.console import Group
-        from rich.text import Text
-
-        if record.val_loss is not None:
-            self._val_loss = record.val_loss
-        self._bar.update(self._task, completed=record.step, left=f"{self._time_left(record)} left")
-        self._live.update(Group(self._bar, Text(describe(record, self._val_loss))))
-        if record.skipped:
-            self.say(f"step {record.step}: {describe(record)}")
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-def describe(record: StepRecord, val_loss: float | None = None) -> str:
+def describe(record: StepRecord) -> str:
     """The numbers of a step on one line."""
-    shown = record.val_loss if record.val_loss is not None else val_loss
     speed = sum(record.link_bytes.values()) / max(record.seconds, 1e-9) / 1e9
     parts = [
         "loss not finite" if record.loss is None else f"loss {record.loss:.4f}",
-        "" if shown is None else f"val {shown:.4f}",
+        "" if record.val_loss is None else f"val {record.val_loss:.4f}",
         f"{record.tokens_per_second:,.0f} tokens/s",
         "memory " + " ".join(f"{label} {format_bytes(size)}" for label, size in record.level_bytes.items()),
         f"links {speed:.2f} GB/s",
@@ -143,7 +108,7 @@ class StopRequest:
         assert self.signal is not None
         return 128 + self.signal
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._note)
         return self

@@ -2,8 +2,6 @@
 refused is refused before the run folder exists.
 """
 
-from __future__ import annotations
-
 import resource
 import statistics
 import sys
@@ -21,7 +19,8 @@ from vblackwell.data.chat import ChatDataset
 from vblackwell.data.corpus import inspect_lines
 from vblackwell.errors import ConfigurationError, DiskError, InsufficientMemory
 from vblackwell.generate.adapters import adapted, save_adapter
-from vblackwell.generate.generate import generate, position_limit
+from vblackwell.generate.generate import generate_batch, position_limit
+from vblackwell.generate.sampling import Sampling
 from vblackwell.machine.device import choose_device, make_deterministic, peak_gpu_bytes, refuse_distributed
 from vblackwell.offload.api import offload_of
 from vblackwell.planner.placement import Plan
@@ -31,7 +30,7 @@ from vblackwell.train.metrics import MetricsLog, StepRecord, level_labels
 from vblackwell.train.model import find_model
 from vblackwell.train.prepare import Prepared, open_data, prepare
 from vblackwell.train.profile import tracing
-from vblackwell.train.progress import Progress, RichProgress, Stopped, StopRequest
+from vblackwell.train.progress import Progress, Stopped, StopRequest
 from vblackwell.train.runfolder import ADAPTER, REPORT, TRACE, RunFolder, default_out, read_stored_config
 from vblackwell.train.trainer import Trainer
 from vblackwell.units import columns, format_bytes, format_seconds
@@ -40,7 +39,7 @@ from vblackwell.units import columns, format_bytes, format_seconds
 def train(config: TrainConfig) -> int:
     """Run ``vb train``; the process's exit code. Raises VBError: whatever was refused or failed, as one sentence."""
     refuse_distributed()
-    progress = RichProgress() if sys.stdout.isatty() else Progress()
+    progress = Progress(live=sys.stdout.isatty())
     with ExitStack() as cleanup:
         cleanup.callback(progress.close)
         if config.inspect_data:
@@ -77,7 +76,7 @@ def _train(config: TrainConfig, progress: Progress, stop: StopRequest, cleanup: 
     if config.resume and finished_step(folder.final) == prepared.config.max_steps:
         progress.say(f"{folder.path} has finished its {prepared.config.max_steps} steps already: nothing to do")
         return 0
-    refuse_full_disk(folder.path, prepared.parts.model, prepared.config)
+    refuse_full_disk(folder.path, prepared.model, prepared.config)
     folder.create()
     if stored is None:
         planned = ("batch_size", "accumulation_steps", "gradient_checkpointing")
@@ -91,7 +90,7 @@ def printable(text: str) -> str:
 
 
 def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRequest, cleanup: ExitStack) -> int:
-    config, parts = prepared.config, prepared.parts
+    config = prepared.config
     assert config.max_steps is not None
     checkpoints = (folder.checkpoints, prepared, progress.say)
     state = load_newest(*checkpoints) if config.resume else None
@@ -105,7 +104,7 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
     cleanup.callback(metrics.close)
     step_context: Callable[[], Any] = nullcontext
     if config.profile:
-        step_context = cleanup.enter_context(tracing(folder.path / TRACE, parts.device, progress.say))
+        step_context = cleanup.enter_context(tracing(folder.path / TRACE, prepared.device, progress.say))
     losses: dict[str, float] = {}
     speeds: list[float] = []
 
@@ -117,35 +116,35 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
                 losses.setdefault(f"first_{name}", value)
                 losses[f"last_{name}"] = value
 
-    trainer = Trainer(config, parts, progress, stop, record, partial(write_checkpoint, *checkpoints), step_context)
+    trainer = Trainer(config, prepared, progress, stop, record, partial(write_checkpoint, *checkpoints), step_context)
     if state is not None:
         trainer.restore(state)
-    began, first_step = time.perf_counter(), trainer.step
+    began, first_step = time.perf_counter(), trainer.now.step
     try:
         trainer.run()
     except DiskError as error:
         raise DiskError(f"{error}. To go on: --resume --out {folder.path}") from error
-    seconds, steps = time.perf_counter() - began, trainer.step - first_step
+    seconds, steps = time.perf_counter() - began, trainer.now.step - first_step
     progress.close()
     go_on = f"--resume --out {folder.path}"
     if stop.signal is not None:
-        progress.say(f"stopped by {stop.signal.name} after step {trainer.step}: go on with {go_on}")
+        progress.say(f"stopped by {stop.signal.name} after step {trainer.now.step}: go on with {go_on}")
         return stop.exit_code
     merged = ""
-    if adapted(parts.model) is not None:
+    if adapted(prepared.model) is not None:
         template = None if prepared.template is None else prepared.template.source
-        adapter = save_adapter(parts.model, folder.path / ADAPTER, chat_template=template)
+        adapter = save_adapter(prepared.model, folder.path / ADAPTER, chat_template=template)
         progress.say(f"adapter: {adapter}")
         merged = " (the adapter merged)"
     export_final(folder.path, prepared, trainer.state())
     progress.say(f"model: {folder.final}{merged}")
-    engine = offload_of(parts.model)
+    engine = offload_of(prepared.model)
     assert engine is not None
     speed = steps * config.tokens_per_step / max(seconds, 1e-9)
     run: dict[str, Any] = {"steps": steps, "seconds": seconds, "tokens_per_second": speed, **losses}
-    run["gpu_peak_bytes"] = peak_gpu_bytes(parts.device)
+    run["gpu_peak_bytes"] = peak_gpu_bytes(prepared.device)
     run["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    report = make_report(parts.stack.get_stats(), engine.summary(), run)
+    report = make_report(prepared.stack.get_stats(), engine.summary(), run)
     if prepared.plan is not None:
         report["plan"] = compare(prepared.plan, report, speeds)
     folder.write_json(REPORT, report)
@@ -156,8 +155,8 @@ def _run(prepared: Prepared, folder: RunFolder, progress: Progress, stop: StopRe
 
 def _sample(prepared: Prepared, progress: Progress) -> None:
     """What the model writes now: after ``--sample-prompt``, or in answer to a conversation that was held out."""
-    config, model = prepared.config, prepared.parts.model
-    tokenizer, held_out = prepared.corpus.tokenizer, prepared.parts.validation
+    config, model = prepared.config, prepared.model
+    tokenizer, held_out = prepared.corpus.tokenizer, prepared.validation
     prompt, what, reference, talks = config.sample_prompt, "sample", "", False
     if prompt is None and isinstance(held_out, ChatDataset):
         talks, what = True, "sample, in answer to a conversation that was held out"
@@ -172,7 +171,8 @@ def _sample(prepared: Prepared, progress: Progress) -> None:
         progress.say(f"sample: {config.sample_tokens} tokens are asked for, the model has room for {max(count, 0)}")
     if count > 0:
         ends = () if prepared.turn_end is None else (prepared.turn_end,)
-        text = generate(model, tokenizer, prompt, count, seed=config.seed, ends=ends, special_tokens=not talks)
+        how: dict[str, Any] = {"seed": config.seed, "ends": ends, "special_tokens": not talks}
+        (text,) = generate_batch(model, tokenizer, [prompt], count, Sampling(), **how)
         progress.say(f"{what}:\n{printable(prompt + text)}{reference}")
 
 

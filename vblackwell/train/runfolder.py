@@ -9,8 +9,6 @@
 Nothing is created before the run is sure to start.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
