@@ -6,7 +6,6 @@ only shrink: something new that is wrong fails, and so does an entry that is wro
 
 from __future__ import annotations
 
-import ast
 import functools
 from pathlib import Path
 
@@ -101,8 +100,6 @@ KNOWN_LONG_FILES: set[str] = {
     "tests/offload/test_faults.py",
     "tests/offload/test_model_in_use.py",
 }
-# Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 86, "tests": 43}
 
 
 @functools.cache
@@ -218,41 +215,9 @@ def test_files_are_short():
     assert not long - KNOWN_LONG_FILES, f"over {MAX_LINES_IN_A_FILE} lines:{listed(long - KNOWN_LONG_FILES)}"
 
 
-def lines_of_tables(path: Path) -> set[int]:
-    """Lines that the formatter was told to leave: statements marked ``fmt: skip``, what stands between ``fmt:
-    off`` and ``fmt: on``.
-    """
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    found: set[int] = set()
-    off = False
-    for number, line in enumerate(lines, 1):
-        off = "# fmt: off" in line or (off and "# fmt: on" not in line)
-        if off:
-            found.add(number)
-    statements = ast.walk(ast.parse(text)) if "# fmt: skip" in text else ()
-    for node in statements:
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr):
-            last = node.end_lineno or node.lineno
-            if "# fmt: skip" in lines[last - 1]:
-                found.update(range(node.lineno, last + 1))
-    return found
-
-
 def test_lines_are_short():
-    for area in AREAS:
-        long = []
-        for path in sources(ROOT, area, ".py", ".cu", ".cuh"):
-            found = long_lines(ROOT, [path])
-            if found and path.suffix == ".py":
-                tables = lines_of_tables(ROOT / path)
-                found = [line for line in found if int(line.rpartition(":")[2]) not in tables]
-            long += found
-        known = KNOWN_LONG_LINES.get(area, 0)
-        assert len(long) <= known, (
-            f"{len(long)} lines over {MAX_COLUMNS} columns in {area}, {known} were known; the last: {long[-9:]}"
-        )
-        assert known - len(long) < 200 and (long or not known), f"lower KNOWN_LONG_LINES[{area!r}] to {len(long)}"
+    long = [line for area in AREAS for line in long_lines(ROOT, sources(ROOT, area, ".py", ".cu", ".cuh"))]
+    assert not long, f"over {MAX_COLUMNS} columns: {long}"
 
 
 # -- the instrument ----------------------------------------------------------------------------------------------------

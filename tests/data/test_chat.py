@@ -41,19 +41,24 @@ from vblackwell.train.checkpoint import generation_settings
 from vblackwell.train.prepare import check_packing
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # One that says itself what is written, and one that changes earlier turns, as models that think do.
 SAYING = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}"
     "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
 )
 THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n</think>\n' }}"
-    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n</think>\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
 )
-SPACED = "{% for m in messages %}{{ bos_token if loop.first }}{{ m.role }} {{ m.content.strip() }} {{ eos_token }}{% endfor %}"
+SPACED = (
+    "{% for m in messages %}{{ bos_token if loop.first }}{{ m.role }} {{ m.content.strip() }} {{ eos_token }}"
+    "{% endfor %}"
+)
 TURNS = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Two and two?"},

@@ -77,7 +77,9 @@ def adapters() -> set[str]:
     speed = {name: float(row["tokens_per_second"]) for name, row in found.items()}
     held = {f"{float(row['peak_reserved']) / 1e9:.2f}" for row in found.values()}
     length = {row["seq"] for row in found.values()}
-    return held | length | {f"{each:,.0f}" for each in speed.values()} | {f"{speed['ours'] / speed['bitsandbytes']:.3f}"}
+    return (
+        held | length | {f"{each:,.0f}" for each in speed.values()} | {f"{speed['ours'] / speed['bitsandbytes']:.3f}"}
+    )
 
 
 def written() -> set[str]:

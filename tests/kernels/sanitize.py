@@ -193,8 +193,8 @@ def verdict(reports: Iterable[Report]) -> tuple[list[Report], list[str], list[st
         if false and seen[rule.reported] and not seen[rule.held]:
             standing = [report for report in standing if report not in false]
             said.append(
-                f"racecheck, {rule.case}: {len(false)} reports are false; of the same barriers it reports {seen[rule.reported]} "
-                f"({rule.reported}), of barriers that it understands none ({rule.held})"
+                f"racecheck, {rule.case}: {len(false)} reports are false; of the same barriers it reports "
+                f"{seen[rule.reported]} ({rule.reported}), of barriers that it understands none ({rule.held})"
             )
     missed = [f"racecheck: sees no race in {name}, which is one" for name in RACES if not seen[name]]
     return standing, said, missed

@@ -431,7 +431,8 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
         view = reservation.view()
         assert view is not None
         view.copy_(first)
-        leaving = GradientBuffer(group, reservation, OnGpu(view), len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+        slots = dict.fromkeys(group.slots)
+        leaving = GradientBuffer(group, reservation, OnGpu(view), len(group.slots), slots)  # type: ignore[arg-type]
         engine.gradients._send_to_sum(leaving, ())
     engine.worker.drain()
     for slot in group.slots:  # twice, three times, and four times a number, in the order of the sum
@@ -527,7 +528,8 @@ def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
     engine, group = engine_of(model), engine_of(model).groups[0]
     reservation = engine.storage.take("leaving", group.num_bytes, 0)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+    slots = dict.fromkeys(group.slots)
+    leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), slots)  # type: ignore[arg-type]
     before = stack.levels[1].used_bytes
     monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
     monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2MoeConfig
 
-from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
+from tests.offload.test_round_trip_models import (
+    CONFIGS,
+    RATES,
+    same_bits,
+    step,
+    tokens,
+    written,  # noqa: F401 - a fixture
+)
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.weights import parameters_on_meta
 from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter

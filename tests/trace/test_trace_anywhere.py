@@ -141,7 +141,10 @@ def test_of_two_threads_neither_leaves_its_answers_behind():
 def test_the_same_bytes_with_a_gpu_and_without():
     """This process has used its GPU; another is shown none, as on a laptop."""
     assert torch.zeros(2, device="cuda").sum().item() == 0
-    code = "import torch; from tests.trace.test_trace_anywhere import digests; print(torch.cuda.is_available(), *digests())"
+    code = (
+        "import torch; from tests.trace.test_trace_anywhere import digests; "
+        "print(torch.cuda.is_available(), *digests())"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
         check=True,

@@ -139,7 +139,8 @@ def test_at_any_place_the_step_is_begun_again_smaller(build, placement, capsys):
         smaller += 1
         begun = sum(end < place for end in mode.ends)  # whole steps before it
         assert said == [
-            f"step {begun + 1}: out of memory with 6 sequences in a forward; begun again with 3, 2 forwards a step, the same 48 tokens"
+            f"step {begun + 1}: out of memory with 6 sequences in a forward; begun again with 3, "
+            "2 forwards a step, the same 48 tokens"
         ]
         assert (trainer.micro_batch, trainer.accumulation_steps) == (3, 2)
         reference, (expected, _) = build(placement, 3)

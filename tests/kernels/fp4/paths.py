@@ -162,7 +162,8 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     codes, scales, tensor_scale = tiled
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = replace(w4a8.of_width(width), head_rows=w4a8.plan_w4a8(m, n, k, processors).head_rows)
-    launch = lambda: w4a8.run_w4a8(plan, x_MK, (codes, scales, tensor_scale, top), bias_N, activation, n, k)  # noqa: E731
+    weight = (codes, scales, tensor_scale, top)
+    launch = lambda: w4a8.run_w4a8(plan, x_MK, weight, bias_N, activation, n, k)  # noqa: E731
     y_MN = launch()
     rows_MK = q_MK.double() * scale_M1.double()
     exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)

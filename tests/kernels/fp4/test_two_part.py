@@ -27,8 +27,8 @@ extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* sca
            [=] { fp4_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
 ROUND_MAIN = """
-extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride, int aligned,
-        int gx) {
+extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride,
+        int aligned, int gx) {
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 

@@ -85,7 +85,8 @@ class States8:
             integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[mine.element_size()]
             wrong = (mine.cpu().view(integer) != its.cpu().view(integer)).nonzero().flatten()
             assert len(wrong) == 0, (
-                f"argument {place}: {len(wrong)} of {len(mine)} differ: {mine[wrong[:4]]} {its[wrong[:4]]} at {wrong[:4]}"
+                f"argument {place}: {len(wrong)} of {len(mine)} differ: {mine[wrong[:4]]} {its[wrong[:4]]} "
+                f"at {wrong[:4]}"
             )
 
 

@@ -18,8 +18,9 @@ import torch
 from tests.kernels.emulation import random_weight
 from tests.kernels.fp4.test_two_part import random_parts
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, two_part, w4a8
+from vblackwell.kernels.fp4 import layout, w4a8
 from vblackwell.kernels.fp4.mma_plan import plan_mma
+from vblackwell.kernels.fp4.two_part import plan_two_part
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma
 from vblackwell.kernels.runtime import counters, launch, nvrtc
 from vblackwell.kernels.runtime.launch import may_overlap
@@ -142,7 +143,7 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
         "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
         "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
-        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(two_part.plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, True), x, two, None, "none", n)),
         "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
     }  # fmt: skip
     early = set()

@@ -86,7 +86,7 @@ def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: 
     ],
     ids=str,
 )
-def test_arcee_writes_the_text_of_transformers_from_every_seed(changes, dtype, seed, tmp_path, make_stack):  # noqa: F811
+def test_arcee_writes_the_text_of_transformers(changes, dtype, seed, tmp_path, make_stack):  # noqa: F811
     """Its feed forward, with a squared ReLU and without a gate, was suspected of another text: 24 tokens, each way."""
     made = tiny_model("arcee", seed=seed, **changes).to(dtype)
     if seed % 2:  # texts of small weights repeat one word
