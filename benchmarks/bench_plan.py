@@ -89,9 +89,13 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         shape = SHAPES[options.shape]
         self.config = DecoderConfig(
-            shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
-            max_position=options.seq
-        )  # fmt: skip
+            shape.vocab_size,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.num_layers,
+            shape.num_heads,
+            max_position=options.seq,
+        )
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()
@@ -140,9 +144,11 @@ class Bench:
         placing: dict[str, Any] = {"placement": choice.placement}
         if choice.placement == "streamed":
             placing |= {
-                "update": choice.update, "activations": choice.activations, "weight_bytes": choice.weight_bytes,
+                "update": choice.update,
+                "activations": choice.activations,
+                "weight_bytes": choice.weight_bytes,
                 "resident_bytes": choice.resident_bytes,
-            }  # fmt: skip
+            }
         # What the last placement's model and engine hold of each other goes now: they were still in use where that
         # ended.
         gc.collect()

@@ -24,8 +24,10 @@ def repair() -> None:
     interpreter.vblackwell_repaired = True
     tl = interpreter.tl
     patch_tensor, patch_lang, launch = (
-        interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter.GridExecutor.__call__,
-    )  # fmt: skip
+        interpreter._patch_lang_tensor,
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+    )
     ready: set[frozenset[int]] = set()  # sets of modules that are replaced as long as the launch lasts
 
     def patched_tensor(tensor: Any, scope: Any) -> None:

@@ -6,7 +6,9 @@ only shrink: something new that is wrong fails, and so does an entry that is wro
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from tests.structure import (
     package_circles,
     sources,
     stays,
-)  # fmt: skip
+)
 
 ROOT = Path(__file__).parents[1]
 MAX_FILES_IN_A_FOLDER = 20
@@ -218,6 +220,33 @@ def test_files_are_short():
 def test_lines_are_short():
     long = [line for area in AREAS for line in long_lines(ROOT, sources(ROOT, area, ".py", ".cu", ".cuh"))]
     assert not long, f"over {MAX_COLUMNS} columns: {long}"
+
+
+# Of what a table may consist; of calls, those of classes and of pytest's marks.
+DATA = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Name, ast.Attribute, ast.Starred, ast.keyword)
+OPERATORS = (ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator, ast.expr_context)
+
+
+def is_table(node: ast.AST) -> bool:
+    parts = list(ast.walk(node))
+    calls = [ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)]
+    are_marks = all(name[0].isupper() or name in ("param", "parametrize") for name in calls)
+    return are_marks and all(isinstance(part, (*DATA, *OPERATORS, ast.Call)) for part in parts)
+
+
+def test_the_formatter_is_kept_from_tables_alone():
+    wrong = []
+    for path in (path for area in (*AREAS, "examples", "docs") for path in sources(ROOT, area, ".py")):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        lines = [n for n, line in enumerate(text.splitlines(), 1) if re.search(r"# fmt: (skip|off)$", line)]
+        tables = set[int | None]()
+        for node in ast.walk(ast.parse(text)) if lines else ():
+            parts = (
+                [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) else getattr(node, "decorator_list", [])
+            )
+            tables |= {part.end_lineno for part in parts if part and is_table(part)}
+        wrong += [f"{path}:{line}" for line in lines if line not in tables]
+    assert not wrong, f"no tables of data, format them: {wrong}"
 
 
 # -- the instrument ----------------------------------------------------------------------------------------------------

@@ -121,8 +121,9 @@ def verdict_lines(rows: list[Row]) -> list[str]:
             f"in turns: {'*' if row.is_plan else ' '} {statistics.median(row.again):.4f} s ({min(row.again):.4f} to "
             f"{max(row.again):.4f}, "
             f"{len(row.again)} steps; predicted {row.prediction.step_seconds:.4f}) {row.choice}"
-            for row in measured if row.again
-        ]  # fmt: skip
+            for row in measured
+            if row.again
+        ]
     best = min(best, chosen)
     behind = chosen / best - 1
     verdict = "aim met" if behind <= AIM else "floor met" if behind <= FLOOR else "FLOOR MISSED"

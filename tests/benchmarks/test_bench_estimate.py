@@ -167,5 +167,7 @@ def test_a_case_without_an_answer_is_told_and_a_floor_that_nothing_measures_is_n
     )
     assert "3, of these 1 could not be predicted and 1 failed" in told[0] and "2 WITHOUT AN ANSWER" in told[0]
     assert told[1:] == [
-        "allocated: floor met, of 1 cases", "reserved + context: NOT MEASURED", "step time: FLOOR MISSED, of 1 cases",
-    ]  # fmt: skip
+        "allocated: floor met, of 1 cases",
+        "reserved + context: NOT MEASURED",
+        "step time: FLOOR MISSED, of 1 cases",
+    ]

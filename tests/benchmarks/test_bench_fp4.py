@@ -38,8 +38,10 @@ def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
     assert "relative error" in reasons["wrong"] and "no_such_attribute" in reasons["broken"]
     assert peers.choose("none") == () and len(peers.choose("all")) == 5
     assert {peer.name for peer in peers.choose("humming,torchao")} == {
-        "humming mxfp4", "humming e2m1 e4m3/16", "torchao int4 g32"
-    }  # fmt: skip
+        "humming mxfp4",
+        "humming e2m1 e4m3/16",
+        "torchao int4 g32",
+    }
     with pytest.raises(SystemExit, match="choose all, none or of torchao"):
         peers.choose("marlin")
 

@@ -39,8 +39,11 @@ def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
     results = bench.main(words(tmp_path, "--systems", "plain,resident,streamed,lines", "--max-grad-norm", "1.0"))
     said = capsys.readouterr().out
     assert [(result.system, result.status) for result in results] == [
-        ("plain", "ok"), ("resident", "ok"), ("streamed", "ok"), ("lines", "ok")
-    ], said  # fmt: skip
+        ("plain", "ok"),
+        ("resident", "ok"),
+        ("streamed", "ok"),
+        ("lines", "ok"),
+    ], said
     plain, resident, streamed, lines = results
     assert resident.losses == streamed.losses, "where bytes live changes no bit on the CPU"
     # transformers multiplies under autocast, ours by bf16 weights: other roundings of activations, 2^-8 of differences

@@ -39,9 +39,15 @@ def in_two_groups(model: Any) -> list[dict[str, Any]]:
 
 
 def trained(
-    model: Any, loss_of: Loss, stack: vb.VGPUStack | None, *, optimizer: dict[str, Any] | None = None,
-    sparse: float | None = None, clip: float | None = None, **placement: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any,
+    loss_of: Loss,
+    stack: vb.VGPUStack | None,
+    *,
+    optimizer: dict[str, Any] | None = None,
+    sparse: float | None = None,
+    clip: float | None = None,
+    **placement: Any,
+) -> dict[str, Any]:
     """Losses, norms and final parameters, moments and buffers of a few steps.
 
     Args:
@@ -74,9 +80,12 @@ def trained(
     if vb.offload_of(model) is not None:
         vb.release(model)
     return {
-        "losses": losses, "norms": norms, "states": states, "buffers": buffers,
+        "losses": losses,
+        "norms": norms,
+        "states": states,
+        "buffers": buffers,
         "parameters": {name: param.detach() for name, param in model.named_parameters()},
-    }  # fmt: skip
+    }
 
 
 BITES, SOMETIMES, NEVER = 0.05, 1.5, 1e9  # of the gradients' norms here: always above, some above, all below
@@ -111,10 +120,17 @@ def llama_cases(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]
     yield "recomputed", run(checkpointing=True, optimizer=BEHIND)
     yield "activations-host", run(checkpointing=True, activations="host", optimizer=BEHIND)
     yield "bf16", run(compute_dtype=torch.bfloat16, optimizer=BEHIND)
-    yield "bf16-disk-activations-host", run(
-        host=500, checkpointing=True, activations="host", activation_bytes="64KiB", compute_dtype=torch.bfloat16,
-        optimizer={"max_grad_norm": SOMETIMES},
-    )  # fmt: skip
+    yield (
+        "bf16-disk-activations-host",
+        run(
+            host=500,
+            checkpointing=True,
+            activations="host",
+            activation_bytes="64KiB",
+            compute_dtype=torch.bfloat16,
+            optimizer={"max_grad_norm": SOMETIMES},
+        ),
+    )
     yield "8bit", run(512, states="8bit", optimizer={"max_grad_norm": SOMETIMES})
     yield "8bit-bf16", run(512, states="8bit", compute_dtype=torch.bfloat16, optimizer=BEHIND)
     stochastic = {"states": "8bit", "masters": "stochastic", "compute_dtype": torch.bfloat16, "rounding_seed": 3}

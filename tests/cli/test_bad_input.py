@@ -181,9 +181,9 @@ def test_a_digit_of_the_settings_that_changed_is_refused(place, finished):
 def test_divergence_never_reaches_the_weights(place):
     """A learning rate that throws the weights to 1e30: the next losses are not finite, and the run stops by itself."""
     words = place.train_words(
-        "--learning-rate", "1e30", "--warmup-steps", "0", "--max-steps", "50", "--checkpoint-every", "1",
-        "--keep-checkpoints", "50", "--max-skipped-steps", "3", "--eval-every", "0", "--out", "run",
-    )  # fmt: skip
+        *("--learning-rate", "1e30", "--warmup-steps", "0", "--max-steps", "50", "--checkpoint-every", "1"),
+        *("--keep-checkpoints", "50", "--max-skipped-steps", "3", "--eval-every", "0", "--out", "run"),
+    )
     result = place.vb(*words, code=2)
     assert "3 steps in a row" in result.stderr and "--learning-rate" in result.stderr
     assert "SKIPPED: weights untouched" in result.stdout

@@ -13,8 +13,7 @@ PARTS = (*CATEGORIES, "fragmentation", "context")
 QUICK = ["--batch-size", "2", "--seq-length", "64"]
 CONFIG = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "tie_word_embeddings": False,
+    "num_attention_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 FACTORIES = """
 import torch

@@ -15,9 +15,9 @@ from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
 def words_of(place, out, steps=12):
     return place.train_words(
-        *LEVELS, "--max-steps", str(steps), "--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4",
-        "--sample-tokens", "0", "--resume", "--out", out,
-    )  # fmt: skip
+        *(*LEVELS, "--max-steps", str(steps), "--out", out),
+        *("--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4", "--sample-tokens", "0", "--resume"),
+    )
 
 
 def wait_until(child, condition):
@@ -122,9 +122,7 @@ def test_a_full_disk_costs_no_older_checkpoint(place):
     run = place.folder / "run"
     kept = (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes()
     shutil.rmtree(run / "final")
-    result = place.vb(
-        "train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000
-    )  # fmt: skip
+    result = place.vb("train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000)
     assert len(result.stderr.splitlines()) == 1
     assert "optimizer.safetensors" in result.stderr and "older checkpoints are untouched" in result.stderr
     assert (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes() == kept

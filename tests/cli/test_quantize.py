@@ -266,12 +266,13 @@ def test_refusals(source, tmp_path):
 @pytest.mark.parametrize(
     ("format", "name", "bad"),
     [
-        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan), ("nf4", "model.layers.1.mlp.up_proj.weight",
-        torch.inf),
-        ("nvfp4", "model.embed_tokens.weight", torch.nan), ("int8", "model.norm.weight", -torch.inf),
+        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan),
+        ("nf4", "model.layers.1.mlp.up_proj.weight", torch.inf),
+        ("nvfp4", "model.embed_tokens.weight", torch.nan),
+        ("int8", "model.norm.weight", -torch.inf),
         ("mxfp4", "lm_head.weight", torch.nan),
     ],
-)  # fmt: skip
+)
 def test_bad_weights_leave_nothing_behind(source, tmp_path, format, name, bad):
     """Those that are packed, and those that are kept as they are."""
     broken = tmp_path / "broken"
@@ -414,9 +415,11 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
         packed = [name for name, module in model.named_modules() if isinstance(module, kind)]
         assert packed == chosen.names(precision)
     for wrong in (
-        {"budget": 0.1, "format": "int8"}, {"budget": -1.0, **options}, {"calibration": "x"},
+        {"budget": 0.1, "format": "int8"},
+        {"budget": -1.0, **options},
+        {"calibration": "x"},
         {"budget": 0.1, "assignment": str(tmp_path / "new/out.assignment.json")},
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigurationError):
             quantize_command(str(source), str(tmp_path / "refused"), **wrong)
         assert not (tmp_path / "refused").exists()

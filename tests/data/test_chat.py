@@ -272,16 +272,19 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("template", "part"),
     [
-        ("{{ 'x' * 10**10 }}", "more than 256 MiB"), ("{{ messages[0].content.ljust(10**11) }}", "more than 256 MiB"),
+        ("{{ 'x' * 10**10 }}", "more than 256 MiB"),
+        ("{{ messages[0].content.ljust(10**11) }}", "more than 256 MiB"),
         ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than "),
-        ("{{ 'x' * 2000 }}", "writes 2000 characters"), ("{{ range(10**9) | list | length }}", "Range too big"),
+        ("{{ 'x' * 2000 }}", "writes 2000 characters"),
+        ("{{ range(10**9) | list | length }}", "Range too big"),
         ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "more than 0.05 s"),
-        ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"), ("{{ 1 // 0 }}", "by zero"),
-        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"), ("{{ " + "[" * 3000 + "]" * 3000 + " }}",
-        "recursion"),
+        ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{{ " + "[" * 3000 + "]" * 3000 + " }}", "recursion"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
-)  # fmt: skip
+)
 def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch):
     """In memory, time and what it writes; to learn from, and to generate."""
     if part.startswith("more than"):  # the others end by themselves, on a busy machine after more than that

@@ -238,8 +238,10 @@ def spill_bytes(lab: Lab, seed: int) -> Iterator[Try]:
 
 GENERATE = ("generate", "--model", "model", "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu")
 STREAMED = (*GENERATE, "--fast-memory", "64KiB", "--host-memory", "1MiB")
-TUNE = ("train", "--model", "model", "--max-steps", "1", "--sample-tokens", "0", "--eval-sequences", "4",
-        "--seq-length", "32", "--batch-size", "2", "--no-tensorboard", "--device", "cpu", "--out", "tuned")  # fmt: skip
+TUNE = (
+    *("train", "--model", "model", "--max-steps", "1", "--sample-tokens", "0", "--eval-sequences", "4"),
+    *("--seq-length", "32", "--batch-size", "2", "--no-tensorboard", "--device", "cpu", "--out", "tuned"),
+)
 QUANTIZE = ("quantize", "--model", "model", "--out", "packed", "--scale-search", "max", "--device", "cpu")
 COMMANDS = {"generate": GENERATE, "generate, streamed": STREAMED, "train --model": TUNE, "quantize": QUANTIZE}
 

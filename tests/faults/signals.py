@@ -76,13 +76,18 @@ def starting(lab: Lab, seed: int) -> Iterator[Try]:
     def signalled(place: Place, name: str, number: int) -> None:
         log = place.folder / "log"
         environment = lab.environment | {
-            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")), "VB_FAULTS_LOG": str(log),
+            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")),
+            "VB_FAULTS_LOG": str(log),
             "TMPDIR": str(place.folder),
-        }  # fmt: skip
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "vblackwell", *place.training()], cwd=place.folder, env=environment,
-            capture_output=True, text=True, timeout=HANGS_AFTER_SECONDS,
-        )  # fmt: skip
+            [sys.executable, "-m", "vblackwell", *place.training()],
+            cwd=place.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_AFTER_SECONDS,
+        )
         assert log.exists(), "the signal was not met"
         assert done.returncode in (-number, 128 + number), f"exit {done.returncode}\n{done.stderr}"
         assert "Traceback" not in done.stderr and "internal error" not in done.stderr, done.stderr

@@ -162,10 +162,12 @@ def run(tool: str | None, names: Iterable[str], log: Path) -> Found:
     command = [sys.executable, "-m", "tests.kernels.sanitized", *names]
     if tool is not None:
         command = [
-            str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS), "--print-limit", "1000",
-            "--launch-timeout", "120",
-            "--target-processes", "application-only", "--show-backtrace", "no", *OPTIONS[tool], *command,
-        ]  # fmt: skip
+            *(str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS)),
+            *("--print-limit", "1000", "--launch-timeout", "120", "--target-processes", "application-only"),
+            *("--show-backtrace", "no"),
+            *OPTIONS[tool],
+            *command,
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VBLACKWELL_LINE_INFO": "1"}
     if tool == "memcheck":  # an allocation a tensor: what reads beyond one does not end in another
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

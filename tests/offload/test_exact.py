@@ -61,9 +61,12 @@ def _in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def train_offloaded(case: Case, model: nn.Module, update_in_backward: bool) -> list[float]:
     optimizer = VGPUAdamW(
-        parameter_groups(model), betas=(0.9, 0.95), max_grad_norm=MAX_NORM[case.name],
-        update_in_backward=update_in_backward, accumulation_steps=ACCUMULATION,
-    )  # fmt: skip
+        parameter_groups(model),
+        betas=(0.9, 0.95),
+        max_grad_norm=MAX_NORM[case.name],
+        update_in_backward=update_in_backward,
+        accumulation_steps=ACCUMULATION,
+    )
     losses = []
     torch.manual_seed(1)
     for step in range(STEPS):

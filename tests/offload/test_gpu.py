@@ -48,13 +48,21 @@ def gpu_stack(fast_mb: float) -> VGPUStack:
 
 
 def train(
-    model: torch.nn.Module, steps: int, update_in_backward: bool, accumulation: int = 2, max_norm: float | None = 1.0,
+    model: torch.nn.Module,
+    steps: int,
+    update_in_backward: bool,
+    accumulation: int = 2,
+    max_norm: float | None = 1.0,
     undo: bool = True,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     optimizer = VGPUAdamW(
-        model.parameters(), lr=1e-3, max_grad_norm=max_norm, update_in_backward=update_in_backward, undo=undo,
+        model.parameters(),
+        lr=1e-3,
+        max_grad_norm=max_norm,
+        update_in_backward=update_in_backward,
+        undo=undo,
         accumulation_steps=accumulation,
-    )  # fmt: skip
+    )
     losses = []
     for _ in range(steps):
         for micro in range(accumulation):

@@ -119,12 +119,13 @@ def test_a_stack_takes_the_levels(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"gpus": []}, "gpus is empty"), ({"gpus": [-1]}, "-1 MiB"), ({"gpus": [8192], "target_hit_rate": 0},
-        "target_hit_rate is 0"),
-        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"), ({"gpus": [8192], "host_memory_mb": 0},
-        "0 MiB"),
+        ({"gpus": []}, "gpus is empty"),
+        ({"gpus": [-1]}, "-1 MiB"),
+        ({"gpus": [8192], "target_hit_rate": 0}, "target_hit_rate is 0"),
+        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"),
+        ({"gpus": [8192], "host_memory_mb": 0}, "0 MiB"),
     ],
-)  # fmt: skip
+)
 def test_levels_that_cannot_be(more, words):
     estimate, estimator = small_run()
     with pytest.raises(vb.ConfigurationError, match=words):

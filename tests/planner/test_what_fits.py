@@ -31,8 +31,8 @@ def small_models(monkeypatch):
     for name, width in zip(NAMES, (64, 128, 256), strict=True):
         fields = {
             "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
         }  # fmt: skip
         monkeypatch.setitem(KNOWN_MODELS, name, fields)
     monkeypatch.setattr(what_fits, "SEQ_LENGTH", 64)

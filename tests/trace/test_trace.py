@@ -285,10 +285,13 @@ def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():
     model = nn.Conv2d(16, 16, 3, bias=False)
     make = lambda: torch.zeros(1, 16, 16, 16, device="cuda")  # noqa: E731
     kinds = [
-        {each.kind for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of,
-        steps=1).work if each.flops}
+        {
+            each.kind
+            for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of, steps=1).work
+            if each.flops
+        }
         for of in ((7, 0), (9, 0))
-    ]  # fmt: skip
+    ]
     assert kinds == [{""}, {"tf32"}]
 
 
@@ -352,7 +355,7 @@ def test_what_checkpointing_repeats_is_what_the_forward_did(reentrant):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(
                 self.layer if self.through_module else self.layer.forward, self.first(x), use_reentrant=reentrant
-            )  # fmt: skip
+            )
 
     direct, called = (trace_training(Model(each), rows(), square, None, steps=1) for each in (False, True))
     assert (direct.sizes, direct.events) == (called.sizes, called.events)
@@ -432,10 +435,12 @@ def test_nothing_of_the_disguise_remains():
     with cuda_on_meta():
         assert torch.zeros(2, device="cuda:0").to("cuda").is_cuda
     assert names == (
-        functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled,
+        functional.scaled_dot_product_attention,
+        torch.cuda.get_device_capability,
+        torch.is_autocast_enabled,
         nn.Module.__call__,
         torch.autograd._engine_run_backward,
-    )  # fmt: skip
+    )
     assert torch.zeros(2, device="meta").is_meta
 
 

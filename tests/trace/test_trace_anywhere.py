@@ -48,8 +48,7 @@ def test_it_does_not_ask_whether_there_is_a_gpu(monkeypatch):
 
 ASKS_THE_DRIVER = (
     "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties",
-    "get_rng_state",
-    "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
+    "get_rng_state", "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
 )  # fmt: skip
 
 
@@ -67,9 +66,11 @@ def gpu_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda.random, name, refuse)
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     for owner, name, answer in (
-        (torch.cuda, "is_available", True), (torch.cuda, "device_count", 1), (torch.backends.cuda, "is_built", True),
+        (torch.cuda, "is_available", True),
+        (torch.cuda, "device_count", 1),
+        (torch.backends.cuda, "is_built", True),
         (torch.accelerator, "current_accelerator", torch.device("cuda", 0)),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(owner, name, lambda *args, answer=answer, **kwargs: answer)
     monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -83,9 +84,12 @@ def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
         return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
 
     return trace_training(
-        model, lambda: torch.zeros(4, 8, device="cuda"), loss, OPTIMIZERS[optimizer],
-        autocast=torch.bfloat16 if autocast else None
-    )  # fmt: skip
+        model,
+        lambda: torch.zeros(4, 8, device="cuda"),
+        loss,
+        OPTIMIZERS[optimizer],
+        autocast=torch.bfloat16 if autocast else None,
+    )
 
 
 @pytest.mark.each_value
@@ -146,8 +150,11 @@ def test_the_same_bytes_with_a_gpu_and_without():
         "print(torch.cuda.is_available(), *digests())"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     available, *elsewhere = found.stdout.split()
     assert available == "False" and elsewhere == digests()

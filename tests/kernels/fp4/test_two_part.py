@@ -119,9 +119,10 @@ def test_op_and_gradients_against_float64(activation):
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
     torch.library.opcheck(
-        torch.ops.vblackwell.two_part_linear, (x, *parts, bias, "nvfp4", activation, n, k),
+        torch.ops.vblackwell.two_part_linear,
+        (x, *parts, bias, "nvfp4", activation, n, k),
         test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    )
 
 
 @emulation.needs_compiler
@@ -296,8 +297,11 @@ def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
 def test_weights_are_rounded_on_the_gpu_whatever_came_before():
     w_NK, other = wide_weight(70, 96, torch.bfloat16), wide_weight(70, 96, torch.bfloat16) * 3
     for weight, dtype in (
-        (w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32), (w_NK, torch.float64),
-    ):  # fmt: skip
+        (w_NK, torch.bfloat16),
+        (other, torch.bfloat16),
+        (w_NK.contiguous(), torch.float32),
+        (w_NK, torch.float64),
+    ):
         scales = separation.training_scales(weight)
         found = two_part_round.rounded(weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
         assert torch.equal(found.cpu(), separation.round_to_parts(weight, scales, dtype))
@@ -371,9 +375,7 @@ def test_kernel_on_the_gpu(m, n, k):
     x_MK = torch.randn(m, k).bfloat16().cuda()
     for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
         plan = two_part.plan_two_part(m, n, k, clusters)
-        first, second = (
-            fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2)
-        )  # fmt: skip
+        first, second = (fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2))
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

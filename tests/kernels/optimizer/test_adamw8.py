@@ -72,10 +72,15 @@ class States8:
 
     def update(self, numbers: AdamWStep, sums: Tensor | None = None, seed: int = 5, offset: int = 0) -> None:
         adamw8_piece(
-            *self.written, self.gradient, numbers, previous=self.previous, factor=self.factor, square_sums=sums,
+            *self.written,
+            self.gradient,
+            numbers,
+            previous=self.previous,
+            factor=self.factor,
+            square_sums=sums,
             seed=seed,
             offset=offset,
-        )  # fmt: skip
+        )
 
     def assert_same_bits(self, other: "States8") -> None:
         for place, (mine, its) in enumerate(zip(self.written, other.written, strict=True)):

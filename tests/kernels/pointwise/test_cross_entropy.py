@@ -280,11 +280,14 @@ def test_opcheck_and_compile():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"reduction": "none"}, "mean"), ({"chunk_tokens": 0}, "at least 1"), ({"targets": torch.zeros(3)}, "belong"),
-        ({"targets": torch.zeros(5)}, "word numbers"), ({"bias_V": torch.zeros(4)}, "bias"),
+        ({"reduction": "none"}, "mean"),
+        ({"chunk_tokens": 0}, "at least 1"),
+        ({"targets": torch.zeros(3)}, "belong"),
+        ({"targets": torch.zeros(5)}, "word numbers"),
+        ({"bias_V": torch.zeros(4)}, "bias"),
         ({"weight_VD": torch.zeros(13, 8, dtype=torch.bfloat16)}, "one floating-point type"),
     ],
-)  # fmt: skip
+)
 def test_refusals(change, match):
     hidden, weight, targets = (tensor.cpu() for tensor in case(5, 8, 13, torch.float32))
     given = {"hidden": hidden, "weight_VD": weight, "targets": targets, **change}

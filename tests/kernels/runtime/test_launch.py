@@ -123,9 +123,11 @@ def driver(monkeypatch, capturing):
     monkeypatch.setattr(launch, "_kernels", {})
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
-        "get_device_capability": lambda device: (9, 0), "get_device_properties": lambda device: properties,
-        "device": lambda device: nullcontext(), "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
-    }.items():  # fmt: skip
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_properties": lambda device: properties,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return found
 
@@ -145,7 +147,7 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
         "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, True), x, two, None, "none", n)),
         "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
-    }  # fmt: skip
+    }
     early = set()
     for path in nvrtc.KERNELS.glob("*/cuda/*.cu"):  # what a kernel loads before its first wait
         for part in path.read_text().split('extern "C" __global__')[1:]:

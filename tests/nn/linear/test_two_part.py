@@ -74,14 +74,19 @@ def test_start_costs_no_work():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"drift_threshold": 0.0}, {"drift_threshold": 1.5}, {"drift_threshold": float("nan")},
+        {"drift_threshold": 0.0},
+        {"drift_threshold": 1.5},
+        {"drift_threshold": float("nan")},
         {"drift_threshold": "0.1"},
-        {"refresh_every": 0}, {"refresh_every": True}, {"mode": "fast"}, {"replace_pattern": "("},
+        {"refresh_every": 0},
+        {"refresh_every": True},
+        {"mode": "fast"},
+        {"replace_pattern": "("},
         {"replace_pattern": "nothing"},
         {"enable_fp4": False, "enable_quantization": False},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_refused_leaves_the_model_as_it_was(arguments):
     model = model_of()
     before = list(model.modules())

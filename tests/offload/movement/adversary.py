@@ -257,9 +257,12 @@ class LateContinuations(Continuations):
 
 class LateChain(Transfer):
     def __init__(
-        self, adversary: Adversary, first: Transfer, start_next: Callable[[], list[Transfer]],
+        self,
+        adversary: Adversary,
+        first: Transfer,
+        start_next: Callable[[], list[Transfer]],
         finish: Callable[[BaseException | None], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._adversary, self._first, self._start_next, self._finish = adversary, first, start_next, finish
         self._started: list[Transfer] | None = None
         self._error: BaseException | None = None

@@ -56,9 +56,13 @@ def reference(
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
     length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, MIN_PART + CHUNK + 3]),
-    wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(),
-    seed=st.integers(0, 9), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), beside=st.booleans(),
-)  # fmt: skip
+    wide=st.booleans(),
+    clipped=st.lists(st.booleans(), min_size=3, max_size=3),
+    in_place=st.booleans(),
+    seed=st.integers(0, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    beside=st.booleans(),
+)
 @settings(max_examples=25, deadline=None)
 def test_bits_are_torchs(
     way: str,

@@ -123,9 +123,14 @@ def test_checkpointed_layers_and_activations_in_ram(case, make_stack: MakeStack)
         total = sum(param.numel() for param in model.parameters())
         stack = make_stack(1 << 20, (11 * total + (1 << 18)) if disk else ROOMY_BYTES)
         enable_vgpu_stack_optimization(
-            model, stack, placement="streamed", update="level0", compute_dtype=BF16, activations="host",
+            model,
+            stack,
+            placement="streamed",
+            update="level0",
+            compute_dtype=BF16,
+            activations="host",
             activation_bytes=1 << 18 if disk else 0,
-        )  # fmt: skip
+        )
         optimizer = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True, undo=False)
         losses = []
         for step in range(4):

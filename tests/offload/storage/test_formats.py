@@ -134,9 +134,15 @@ class Plain:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for name, param in self.model.named_parameters():
             adamw8_piece(
-                param.data.view(-1), self.remainders[name], *self.states[name], grads[name],
-                AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.01, count), factor=factor, seed=self.formats.seed_of(name), offset=0,
-            )  # fmt: skip
+                param.data.view(-1),
+                self.remainders[name],
+                *self.states[name],
+                grads[name],
+                AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.01, count),
+                factor=factor,
+                seed=self.formats.seed_of(name),
+                offset=0,
+            )
             param.grad = None
         return norm.item()
 
@@ -364,10 +370,13 @@ def test_a_model_in_use_reads_what_is_kept(make_stack: MakeStack):
         ({"states": "8bit", "update": "home"}, ConfigurationError, "update='host'.*level 0 alone"),
         ({"states": "8bit", "update": 0.5}, ConfigurationError, "update=0.5.*level 0 alone"),
         ({"states": "8bit", "compute_dtype": torch.float16}, Unsupported, "bf16 or fp32.*has float16"),
-        ({"states": "8bit", "masters": "stochastic"}, Unsupported,
-        "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16"),
+        (
+            {"states": "8bit", "masters": "stochastic"},
+            Unsupported,
+            "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_what_cannot_be_kept_is_refused(
     given: dict[str, Any], error: type[Exception], text: str, placement: str, make_stack: MakeStack

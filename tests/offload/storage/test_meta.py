@@ -271,9 +271,9 @@ def test_a_callback_that_fails_leaves_everything_as_it_was(placement: str, make_
             good(name, tensor)
 
     for wrong, error, text in (
-        (fail, OSError, "checkpoint is gone"), (forget, ConfigurationError,
-        r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled")
-    ):  # fmt: skip
+        (fail, OSError, "checkpoint is gone"),
+        (forget, ConfigurationError, r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled"),
+    ):
         with pytest.raises(error, match=text):
             enable_vgpu_stack_optimization(model, stack, placement=placement, initialize=wrong)
         assert all(param.is_meta and type(param) is nn.Parameter for param in model.parameters())

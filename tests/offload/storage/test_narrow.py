@@ -55,10 +55,20 @@ def reference_step(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for name, param in model.named_parameters():
         torch._fused_adamw_(
-            [masters[name]], [grads[name] * factor], [moments[name][0]], [moments[name][1]], [],
+            [masters[name]],
+            [grads[name] * factor],
+            [moments[name][0]],
+            [moments[name][1]],
+            [],
             [torch.tensor(float(count))],
-            lr=3e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            lr=3e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
         round_from_fp32(masters[name].reshape(-1), param.data.view(-1))
         param.grad = None
     return norm.item()
