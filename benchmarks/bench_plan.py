@@ -39,7 +39,7 @@ import torch
 from benchmarks.lib.child_process import Stopped, until_stopped
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.loop import Clock, Feed
-from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
+from benchmarks.lib.plan import NEVER, Measured, Row, draw, min_seconds, report, space_of, why_left_out
 from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.machine.device import cap_process
@@ -60,8 +60,8 @@ SHAPES = {
     "1.56B": Shape(3072, 8192, 12, 24),
 }
 WARM, MEASURED, FINAL = 2, 4, 6  # steps that do not count, those that do, and those of the last rounds
-FEWEST = 2  # steps of a placement that is slower than BEHIND times the best
-BEHIND = 1.3
+MIN_STEPS = 2  # of a placement that is slower than SLOWER times the best
+SLOWER = 1.3
 ROUNDS, FINALISTS = 2, 2  # at the end: of the plan's and the fastest others
 MAX_HOST = 48 * GiB
 
@@ -122,7 +122,7 @@ class Bench:
         return self.options.limit - (time.perf_counter() - self.began)
 
     def measure(self, choice: Choice, best: float = math.inf, steps: int = MEASURED) -> Measured:
-        """What came of ``steps`` steps of ``choice``; of fewer where it is far behind ``best`` seconds a step."""
+        """What came of ``steps`` steps of ``choice``; of fewer where it is far slower than ``best`` seconds a step."""
         began = time.perf_counter()
         with self.placed(choice) as model:
             set_up = time.perf_counter() - began
@@ -190,7 +190,7 @@ class Bench:
             step(ids_BS)
             clock.mark()
             # The step before the last has ended, or soon will, so that asking does not empty the queues.
-            if number + 1 - WARM >= FEWEST and clock.interval(number - 1) > BEHIND * best:
+            if number + 1 - WARM >= MIN_STEPS and clock.interval(number - 1) > SLOWER * best:
                 break
         offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
         if self.cuda:
@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()  # a million objects of traces and libraries, which no trainer has
     with until_stopped():
-        measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
+        measure_all(bench, rows, lambda choice: min_seconds(forecast, choice))
         stopped = False
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
     asked = bench.options

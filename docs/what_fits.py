@@ -18,7 +18,7 @@ from vblackwell.tools.what_fits import assumptions
 from vblackwell.units import GiB
 
 PATH = Path(__file__).with_name("what-fits.md")
-# Card, RAM and disk beside it in GiB.
+# Card, and RAM and disk with it in GiB.
 MACHINES = (
     ("RTX 3070", 64, 500), ("RTX 3060", 64, 500), ("RTX 3090", 64, 500), ("A6000", 128, 1000), ("A100 80GB", 256, 2000),
     ("H200", 256, 2000),

@@ -2,7 +2,7 @@
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
-It looks through all of triton.language, some thousand names, each time a kernel calls a function of its own or
+It looks through all of triton.language, some thousand names, each time a kernel calls a function of Triton or
 ``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. Here that is
 done once a launch for each set of modules.
 

@@ -104,7 +104,7 @@ def test_a_prediction_and_a_run_of_the_same_module(part):
 
 
 @pytest.mark.parametrize(("expected", "most"), [(7000, 2), (7300, 9), (6000, 9), (0, 9)])
-def test_the_search_ends_beside_the_boundary(part, expected, most):
+def test_the_search_ends_next_to_the_boundary(part, expected, most):
     real, tried = 7001, []
 
     def runs(limit):

@@ -119,5 +119,5 @@ def test_every_system_follows_each_neighbour_as_often(monkeypatch, rounds):
     monkeypatch.setattr(timing, "median_us", lambda call, repeats: order.append(call()) or 1.0)
     graphs = [MagicMock(replay=lambda name=name: name) for name in "abc"]
     assert timing.turns_us(graphs, rounds) == [1.0] * 3
-    timed = "".join(order[3:])  # behind the round that goes before
+    timed = "".join(order[3:])  # after the round that goes before
     assert timed == "abccba" * 2

@@ -1,6 +1,6 @@
 """Starts `vb` processes quickly: one process imports everything once, and forks a child for each command.
 
-A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes).
+A child is a separate process in every respect that the tests are about (signals, files, locks, limits, exit codes).
 Run as a script, with the names of further modules to import: reads a JSON request a line; answers the process id of a
 child that was asked for, or the exit code of one to wait for.
 """

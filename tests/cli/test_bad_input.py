@@ -200,7 +200,7 @@ def test_divergence_never_reaches_the_weights(place):
 
 def test_a_reader_that_left_is_no_internal_error():
     """`vb ... | head`: no words, and the exit code of a program that SIGPIPE ends.
-    In a process of its own, as it drops stdout.
+    In a separate process, as it drops stdout.
     """
     read, write = os.pipe()
     os.close(read)

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_shown_with_the_offload_stack(place):
     found = json.loads(place.vb(*words, "--json", *QUICK).stdout)
     assert found["fits"] is False and found["plan"]["largest_batch_size"] == 0
     offload = found["plan"]["offload"]
-    # Weights, moments and a share of the gradients have their home in RAM.
+    # Weights, moments and a share of the gradients are stored in RAM.
     assert offload["host"] >= 12 * found["parameters"] and offload["level0"] < 3 << 30
     assert found["advice"] == []
 

@@ -89,7 +89,7 @@ raise SystemExit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_while_a_tokenizer_is_trained_does_not_wait_for_it(number, place):
-    """Its process is stopped here and never done: whoever waited for it would hang."""
+    """Its process is stopped here and never done: a process that waited for it would hang."""
     path = place.folder / "held.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{HELD}", encoding="utf-8")
     words = place.train_words("--out", "run")

@@ -51,7 +51,7 @@ def source(tmp_path_factory):
     model = Decoder(CONFIG, seed=1, dtype=torch.bfloat16)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("q_proj.weight"):
-            parameter.data.mul_(2.0 + number)  # so that q, k and v have tensor scales of their own
+            parameter.data.mul_(2.0 + number)  # so that q, k and v have separate tensor scales
     state = model.state_dict()
     with CommitFolder(parent, "source") as folder:
         specs = [spec_of(*item) for item in state.items()]
@@ -68,8 +68,8 @@ def expected_weights(source, format, search="mse"):
     for layer in range(2):
         at = f"model.layers.{layer}"
         for names in (["q", "k", "v"], ["o"], ["gate", "up"], ["down"]):
-            home = "self_attn" if names[0] in "qo" else "mlp"
-            names = [f"{at}.{home}.{name}_proj" for name in names]
+            part = "self_attn" if names[0] in "qo" else "mlp"
+            names = [f"{at}.{part}.{name}_proj" for name in names]
             weights = [state[f"{name}.weight"] for name in names]
             decoded = quantize(torch.cat(weights), format, search).dequantize(torch.float32)
             parts = decoded.split([len(weight) for weight in weights])
@@ -273,7 +273,7 @@ def test_refusals(source, tmp_path):
         ("mxfp4", "lm_head.weight", torch.nan),
     ],
 )
-def test_bad_weights_leave_nothing_behind(source, tmp_path, format, name, bad):
+def test_bad_weights_leave_no_files(source, tmp_path, format, name, bad):
     """Those that are packed, and those that are kept as they are."""
     broken = tmp_path / "broken"
     broken.mkdir()

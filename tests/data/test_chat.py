@@ -128,7 +128,7 @@ def own_cache(monkeypatch, tmp_path):
 )
 def test_what_is_learnt_is_what_the_model_writes(template, learnt, folder_of, tokenizer, tmp_path):
     """The tokens are those of transformers;
-    learnt are the answers and the mark that ends a turn, where it stands right behind.
+    learnt are the answers and the mark that ends a turn, where it follows at once.
     """
     folder = folder_of(template)
     source = written(tmp_path / "chat.jsonl", {"messages": TURNS}, {"messages": TURNS[1:3]})
@@ -380,7 +380,7 @@ def test_a_damaged_cache_is_made_again(folder_of, tmp_path):
 def test_architectures_keep_packed_documents_apart(kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    if kind == "opt":  # makes a mask of its own, and counts positions by it
+    if kind == "opt":  # makes its own mask, and counts positions by it
         with pytest.raises(Unsupported, match="OPTForCausalLM.*--no-packing"):
             check_packing(model, 96, torch.device("cpu"))
     else:

@@ -130,7 +130,7 @@ def test_paths_that_give_nothing_are_refused(tmp_path):
         find_text(tmp_path)
 
 
-def test_a_licence_beside_the_data_is_left_out(tmp_path):
+def test_a_licence_next_to_the_data_is_left_out(tmp_path):
     for name in ("LICENSE", "sub/COPYING", "a.txt", "sub/LICENSE.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -97,7 +97,7 @@ def all_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
                 yield Try(f"{name} {what}", partial(damaged, name=name, damage=damage))
 
 
-def beside_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
+def next_to_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
     """What else lies in a run's folder: the resumed run has the same bits, or is refused."""
 
     def damaged(place: Place, name: str, damage: Damage, number: int) -> None:
@@ -333,7 +333,7 @@ CASES = [
         "damaged-settings",
         "settings.json and metrics.jsonl: flipped bits, each digit, cut, other contents; resumed with --out alone",
         "the same weights, or exit 2 and one line",
-        beside_checkpoints,
+        next_to_checkpoints,
         2,
     ),
     Case(
@@ -359,7 +359,7 @@ CASES = [
     ),
     Case(
         "flip-in-spill-file",
-        "bits flipped in the unnamed file behind /proc/PID/fd, between two steps",
+        "bits flipped in the unnamed file that /proc/PID/fd opens, between two steps",
         "exit 2 and one line; resumed: the same bits as undisturbed",
         spill_bytes,
         1,

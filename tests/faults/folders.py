@@ -1,4 +1,4 @@
-"""Folders that are links, read-only or gone, and homes that are missing, odd or not writable."""
+"""Folders that are links, read-only or gone, and home folders that are missing, odd or not writable."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Lab:
 
     @cached_property
     def undisturbed(self) -> tuple[Numbers, list[Call]]:
-        """The run without a fault, with all it has (TensorBoard, a cache of its own): its numbers, and its calls."""
+        """The run without a fault, with all it has (TensorBoard, a separate cache): its numbers, and its calls."""
         place = self.place()
         rules = [Rule(",".join(KINDS), "/", "1+", "log")]
         ended = place.vb(*place.training(tensorboard=True), rules=rules, XDG_CACHE_HOME=str(place.folder / "cache"))

@@ -89,7 +89,7 @@ AUTO = {
 
 def code(lab: Lab, seed: int) -> Iterator[Try]:
     changes: dict[str, tuple[Change, bool]] = {
-        "pytorch_model.bin beside the weights": (_pickled("pytorch_model.bin", False), True),
+        "pytorch_model.bin next to the weights": (_pickled("pytorch_model.bin", False), True),
         "pytorch_model.bin alone": (_pickled("pytorch_model.bin", True), False),
         "model.pt alone": (_pickled("model.pt", True), False),
         "a pickle as model.safetensors": (_pickled("model.safetensors", False), False),
@@ -367,7 +367,7 @@ def texts(lab: Lab, seed: int) -> Iterator[Try]:
 CASES = [
     Case(
         "code-in-a-folder",
-        "pickles, auto_map, custom code beside or instead of weights, configuration, tokenizer",
+        "pickles, auto_map, custom code next to or instead of weights, configuration, tokenizer",
         "no code of the folder runs; harmless or exit 2 and one line",
         code,
         3,

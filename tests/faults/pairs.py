@@ -12,7 +12,7 @@ from tests.faults.shim import Rule
 
 
 def on_one_run(lab: Lab, seed: int) -> Iterator[Try]:
-    """One of them trains, the other is refused, whoever came first; neither harms the other's files."""
+    """One of them trains, the other is refused, in either order; neither harms the other's files."""
 
     def both(place: Place, rule: Rule, resume: bool) -> None:
         words = place.training() if resume else [word for word in place.training() if word != "--resume"]

@@ -71,7 +71,7 @@ def twice(lab: Lab, seed: int) -> Iterator[Try]:
 
 
 def starting(lab: Lab, seed: int) -> Iterator[Try]:
-    """While Python imports the command: a process of its own, as users start it."""
+    """While Python imports the command: a separate process, as users start it."""
 
     def signalled(place: Place, name: str, number: int) -> None:
         log = place.folder / "log"

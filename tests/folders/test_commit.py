@@ -225,7 +225,7 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
     assert newest_complete(tmp_path) == [tmp_path / "step-8"]
 
 
-def test_what_others_left_beside_the_folder_stays(tmp_path):
+def test_what_others_left_next_to_the_folder_stays(tmp_path):
     """Users choose where a folder goes: what is there and ends in .tmp may be theirs."""
     for name in ("notes.tmp", "thesis.replaced.tmp", "step-by-step.tmp"):
         (tmp_path / name).mkdir()

@@ -20,7 +20,7 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
 
-# The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind
+# The first pass records the order of the groups, the second is the first that follows it, and an update may lag after
 # its step: from the third step on all are alike.
 STEPS, ACCUMULATION = 4, 2
 # Among the norms of each model some are above and some below: both branches of clipping are taken.
@@ -86,7 +86,7 @@ def tight_level0(model: nn.Module) -> int:
 
 
 @pytest.mark.each_pair
-@pytest.mark.parametrize("update", ["home", "level0"])
+@pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("update_in_backward", [False, True], ids=["at-step", "in-backward"])
 @pytest.mark.parametrize("use_checkpoint", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -146,7 +146,7 @@ def test_samples_of_a_host_that_is_disturbed_do_not_count(monkeypatch):
     assert samples.loop == pytest.approx(19.5 / (measuring.LOOP_PARAMETERS * measuring.LOOP))
 
 
-def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
+def test_updates_run_during_a_block_and_end_with_it(monkeypatch):
     update = HostUpdate(1 << 16)
     before, updates = set(threading.enumerate()), []
     monkeypatch.setattr(measuring.MasterLoop, "run", lambda loop: updates.append(loop))

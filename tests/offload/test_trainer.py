@@ -108,8 +108,8 @@ def test_training_is_that_of_a_plain_trainer_and_goes_on_from_its_checkpoints(ki
             assert same(weights(again.model), weights(plain.model))
 
 
-def test_clipping_by_the_optimizer_behind_the_backward(trainer):
-    """The Trainer then only measures, which takes back no update: the factor was not in doubt before the step."""
+def test_clipping_by_the_optimizer_after_the_backward(trainer):
+    """The Trainer then only measures, which rolls back no update: the factor was not in doubt before the step."""
     plain = trainer("llama", "plain", PLAIN)
     ahead = (VGPUAdamW, OURS[1] | {"max_grad_norm": 0.5, "update_in_backward": True, "accumulation_steps": 2})
     ours = trainer("llama", "ours", ahead, max_grad_norm=0.0)

@@ -92,7 +92,7 @@ def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(smal
     assert isinstance(tiny, Lacking)
 
 
-def test_a_way_back_takes_ram_and_the_links_time(small):
+def test_rollback_takes_ram_and_the_links_time(small):
     without = small.predict(choice())
     undo = on(small, undo=True, may_clip=True).predict(choice(), in_full=True)
     assert not isinstance(without, Lacking) and not isinstance(undo, Lacking)
@@ -286,7 +286,7 @@ def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
 
 
 def test_the_turn_comes_before_more_weights(small):
-    """Without a way back the first groups get their states onto level 0 before other weights stay,
+    """Without rollback the first groups get their states onto level 0 before other weights stay,
     and steps are shorter for it.
     """
     roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))

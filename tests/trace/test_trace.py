@@ -181,7 +181,7 @@ def test_our_decoder_takes_its_fused_kernels(recompute):
     assert inner in temporary
 
 
-def test_autocast_reaches_attention_whoever_calls_it():
+def test_autocast_reaches_attention_from_any_caller():
     """By torch's own name in another module, as transformers does:
     fp32 queries are cast, and so is what attention keeps.
     """
@@ -487,7 +487,7 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
 
 @pytest.mark.parametrize("used", [1, 2, 3])
 def test_gradients_of_a_value_that_is_used_again_are_added_where_the_first_one_lies(used):
-    """As on a GPU: beside the value's own gradient no sum takes memory."""
+    """As on a GPU: apart from the value's own gradient no sum takes memory."""
 
     class Used(nn.Module):
         def __init__(self) -> None:

@@ -44,9 +44,11 @@ def test_attention_counts_the_products_of_its_queries_heads(sizes, heads_of_keys
     as_many = [(batch, 8, *each.shape[2:]) for each in (key, value)]
     forward = work_of("forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value), {}, (out,))
     backward = OPS._scaled_dot_product_flash_attention_backward.default
-    behind = work_of("backward", backward, (out, query, key, value), {}, (query, key, value))
+    backward_work = work_of("backward", backward, (out, query, key, value), {}, (query, key, value))
     assert forward is not None and forward.flops == sdpa_flop_count(query.shape, *as_many)
-    assert behind is not None and behind.flops == sdpa_backward_flop_count(out.shape, query.shape, *as_many)
+    assert backward_work is not None and backward_work.flops == sdpa_backward_flop_count(
+        out.shape, query.shape, *as_many
+    )
     causal = work_of(
         "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value, 0.0, True), {}, (out,)
     )

@@ -74,7 +74,7 @@ class Training:
             stack,
             placement="streamed",
             compute_dtype=torch.bfloat16,
-            update="level0",
+            update="device",
             activations="level0",
             accelerate=False,
         )

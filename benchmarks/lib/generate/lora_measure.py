@@ -29,7 +29,7 @@ from vblackwell.machine.device import cap_process
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
-TOLD = 5  # steps between two looks at the loss, which the host waits for
+TOLD = 5  # steps between two reads of the loss, which the host waits for
 FIRST_TOKEN = 3  # of bytes
 Step = Callable[[torch.Tensor, float], torch.Tensor]
 

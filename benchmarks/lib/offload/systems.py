@@ -1,4 +1,4 @@
-"""The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in peers.py.
+"""The systems that are compared: plain PyTorch and ours, with one interface. The others' offloading is in peers.py.
 
 plain      transformers' causal model, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
 lines      the same model through the three lines of the README, which choose everything but the cap and the precision
@@ -38,7 +38,7 @@ class System:
         loss_of: (B, S) token numbers on the device to the mean loss over next tokens.
         clip: clips gradients before the step and returns their 2-norm; None where the optimizer does it, or nobody.
         norm_of: the last step's norm, where the optimizer clips.
-        finish: waits for what still runs behind the step.
+        finish: waits for what still runs after the step.
         stats: ``VGPUStack.get_stats`` of ours.
         notes: what a reader of the result should know.
     """
@@ -220,13 +220,13 @@ def build_streamed(case: Case, device: torch.device) -> System:
     if device.type == "cuda" and placing.get("update", "auto") == "auto":
         link, cpu = rates_together(device)
         system.notes.append(
-            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way beside {cpu / 1e9:.2f} G parameters/s"
+            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way and {cpu / 1e9:.2f} G parameters/s"
         )
     return system
 
 
 def place_or_share(text: str) -> str | float:
-    """'level0', 'home', or a share such as 0.25."""
+    """'device', 'host', or a share such as 0.25."""
     try:
         return float(text)
     except ValueError:

@@ -1,5 +1,5 @@
-"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, beside float64 and PyTorch's own
-attention.
+"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, compared with float64 and with
+PyTorch's own attention.
 """
 
 from __future__ import annotations

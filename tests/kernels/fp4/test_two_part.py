@@ -148,7 +148,7 @@ def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
     tiled = layout.parts_to_tiled(*parts, n, k)
     y_MN = emulated(plan, x_MK, tiled, None, "none", n)
     assert emulation.error_over_bound(y_MN, x_MK, bf16_weight(parts, n, k)) <= 1
-    # And beside the unrounded weight: half a unit in the last of bf16's 8 bits, 2^-8 of each product at most.
+    # And compared with the unrounded weight: half a unit in the last of bf16's 8 bits, 2^-8 of each product at most.
     exact = x_MK.double() @ w_NK.double().t()
     bound = 2**-8 * (x_MK.double().abs() @ w_NK.double().abs().t()) * 1.01
     assert ((y_MN - exact).abs() <= bound).all()

@@ -1,7 +1,7 @@
 """Every fused kernel compiles for its GPUs without one, in bf16 and at the sizes that need most: registers without
 spills, shared memory.
 
-In a process of its own, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
+In a separate process, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
 """
 
 from __future__ import annotations

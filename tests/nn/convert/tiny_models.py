@@ -108,7 +108,7 @@ KINDS = """
     reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 solar_open stablelm
     starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm youtu zamba2 zaya
 """
-# Of these, transformers before 5.23 has other configurations, or faults of its own: doge's `generate` writes other text
+# Of these, transformers before 5.23 has other configurations, or faults: doge's `generate` writes other text
 # than its forward.
 SINCE_5_23 = {"deepseek_v4", "doge", "longcat_flash", "zamba2"}
 MAX_PARAMETERS = 3_000_000

@@ -1,4 +1,4 @@
-"""What packing a layer needs beside the layer, and what the packed layer holds, for every format."""
+"""What packing a layer needs in addition to the layer, and what the packed layer holds, for every format."""
 
 import pytest
 import torch

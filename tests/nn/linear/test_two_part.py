@@ -350,10 +350,10 @@ def test_on_the_gpu(rows):
     coarse = layer(x)
     layer.attach_fine(fine)
     assert sqnr(exact, layer(x)) > sqnr(exact, coarse) + 10
-    home = copy.deepcopy(layer).cpu()
-    assert torch.equal(home.packed.dequantize(torch.float32), weight.cpu())
+    on_cpu = copy.deepcopy(layer).cpu()
+    assert torch.equal(on_cpu.packed.dequantize(torch.float32), weight.cpu())
     assert all(
-        torch.equal(a, b.cpu()) for a, b in zip(home.state_dict().values(), layer.state_dict().values(), strict=True)
+        torch.equal(a, b.cpu()) for a, b in zip(on_cpu.state_dict().values(), layer.state_dict().values(), strict=True)
     )
 
 

@@ -64,7 +64,7 @@ class Chain(nn.Module):
         self.watch = watch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1  # not a leaf, as behind an embedding
+        x = x * 1  # not a leaf, as after an embedding
         for number, layer in enumerate(self.layers):
             self.watch(number, x)
             x = checkpoint(layer, x)

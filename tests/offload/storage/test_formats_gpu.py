@@ -39,7 +39,7 @@ def repeatable() -> Iterator[None]:
 @packed_form
 @pytest.mark.parametrize("undo", [True, False])
 def test_streamed_is_resident_on_a_gpu(form: Form, undo: bool, repeatable: None):
-    """Resident, a tight and a roomy level 0; with clipping where there is a way back."""
+    """Resident, a tight and a roomy level 0; with clipping where there is rollback."""
     found = []
     for placement, fast_mb, more in (
         ("resident", 64, {}),

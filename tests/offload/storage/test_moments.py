@@ -111,7 +111,7 @@ def test_the_state_dict_is_torchs(form: Form, where: str, make_stack: MakeStack)
         assert all(torch.equal(state[key], its[key]) for key in its)
 
 
-def test_a_resident_model_keeps_moments_in_fp32_beside_bf16_weights(make_stack: MakeStack):
+def test_a_resident_model_keeps_moments_in_fp32_next_to_bf16_weights(make_stack: MakeStack):
     """torch would cast what it loads to the parameter's type, and leave level 0."""
     form = Form("fp32", "exact", BF16)
     model = place(Odd(), form, "resident", make_stack)

@@ -125,7 +125,7 @@ class Refusing:
 
 @pytest.mark.parametrize("lane", [Lane, CudaLane])
 def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worker, monkeypatch):
-    """Whoever lent it memory may give that away when it raises; and the ring is whole for the next one."""
+    """The caller may give away the memory that it passed when it raises; and the ring is whole for the next one."""
     on_a_cpu(monkeypatch)
     failed = 0
     for seed in range(30):
@@ -237,7 +237,7 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
 def test_a_missing_rule_shows(sabotage, first, worker, monkeypatch):
     """Each rule that orders the lane and its disk is needed: without it some run of a few comes out wrong.
 
-    ``first``: where to begin to look; a rule that only a run in a hundred needs was found missing soon behind it.
+    ``first``: where to begin to look; a rule that only a run in a hundred needs was found missing soon after it.
     """
     sabotage(monkeypatch)
     for seed in range(first, first + 160):
