@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.planner.test_estimate import SMALL
+from tests.planner.test_memory_estimate import SMALL
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.collectives import Link, cost_of

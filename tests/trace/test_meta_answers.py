@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vblackwell.trace.recorder as recording
-from tests.planner.test_estimate import trace_of
+from tests.planner.test_memory_estimate import trace_of
 from vblackwell.trace.meta_answers import MetaAnswers
 
 aten = torch.ops.aten

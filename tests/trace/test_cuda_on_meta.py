@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.planner.test_estimate import trace_of
+from tests.planner.test_memory_estimate import trace_of
 from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
@@ -146,8 +146,7 @@ def test_the_same_bytes_with_a_gpu_and_without():
     """This process has used its GPU; another is shown none, as on a laptop."""
     assert torch.zeros(2, device="cuda").sum().item() == 0
     code = (
-        "import torch; from tests.trace.test_trace_anywhere import digests; "
-        "print(torch.cuda.is_available(), *digests())"
+        "import torch; from tests.trace.test_cuda_on_meta import digests; print(torch.cuda.is_available(), *digests())"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],

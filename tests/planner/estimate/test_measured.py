@@ -177,7 +177,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
 MEASURED_ON_A_GPU = """
 from dataclasses import replace
 import torch
-from tests.planner.test_estimate_measured import run_of_a_large_one
+from tests.planner.estimate.test_measured import run_of_a_large_one
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.memory_estimate import estimate_trace
 
