@@ -166,16 +166,26 @@ def bench_case(name: str, case: dict[str, Any], quick: bool, path: Path | None, 
                 raise
             tell(f"{name}: {system} failed: {error!r:.200}")
             continue
-        rows.append({
-            "case": name, "system": system, "forward_us": forward, "backward_us": backward, "both_us": both,
-            "extra_mb": extra,
-            "forward_tflops": work / forward / 1e6, "backward_tflops": 2.5 * work / backward / 1e6,
-            "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
-            "chosen_forward": dispatcher.choose_attention(request._replace(gradient=False))
-            if system == "dispatcher" else "",
-            "over_forward": "", "over_backward": "", "over_both": "",
-            "error": head_error(leaves, variant) if system == "triton" else "",
-        })  # fmt: skip
+        rows.append(
+            {
+                "case": name,
+                "system": system,
+                "forward_us": forward,
+                "backward_us": backward,
+                "both_us": both,
+                "extra_mb": extra,
+                "forward_tflops": work / forward / 1e6,
+                "backward_tflops": 2.5 * work / backward / 1e6,
+                "chosen": dispatcher.choose_attention(request) if system == "dispatcher" else "",
+                "chosen_forward": dispatcher.choose_attention(request._replace(gradient=False))
+                if system == "dispatcher"
+                else "",
+                "over_forward": "",
+                "over_backward": "",
+                "over_both": "",
+                "error": head_error(leaves, variant) if system == "triton" else "",
+            }
+        )
         print_row(rows[-1])
         torch.cuda.empty_cache()
     chosen, known = rows[-1], runnable({row["system"]: row for row in rows})

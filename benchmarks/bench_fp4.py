@@ -4,8 +4,8 @@
 replays over 24 layers whose weights exceed the L2 many times, the same count for every system, all systems of a shape
 and number of rows in turns; ratios are to cuBLAS bf16 in the same run. ``--peers``
 adds other people's 4-bit linears (lib/kernels), ``--do-bench`` a second time by ``triton.testing.do_bench``, which
-launches one layer at a time from Python behind an emptied L2. ``--shapes``, ``--rows`` and ``--seconds`` fit a run to
-the time there is.
+launches one layer at a time from Python after the L2 was emptied. ``--shapes``, ``--rows`` and ``--seconds`` fit a run
+to the time there is.
 """
 
 from __future__ import annotations

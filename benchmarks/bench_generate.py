@@ -110,9 +110,12 @@ class Run:
         tell(case.system, "starts")
         limit = min(left, self.args.accelerate_seconds) if case.system == "accelerate" else left
         run_child(
-            FOLDER_CHILD if case.system == "folder" else CHILD, case.to_json(), limit,
-            lambda event: self._hear(case, event), functools.partial(tell, case.system),
-        )  # fmt: skip
+            FOLDER_CHILD if case.system == "folder" else CHILD,
+            case.to_json(),
+            limit,
+            lambda event: self._hear(case, event),
+            functools.partial(tell, case.system),
+        )
 
     def _hear(self, case: Case, event: dict[str, Any]) -> None:
         kind = event["kind"]
@@ -141,9 +144,19 @@ def main(argv: list[str] | None = None) -> Run:
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     folder, stays = folder_for(args.folder, num_bytes)
     case = Case(
-        "folder", str(folder), args.shape, args.batches, args.prompt, args.new, args.through_new, args.cap,
-        args.host_memory, args.device, args.dtype, args.seed,
-    )  # fmt: skip
+        "folder",
+        str(folder),
+        args.shape,
+        args.batches,
+        args.prompt,
+        args.new,
+        args.through_new,
+        args.cap,
+        args.host_memory,
+        args.device,
+        args.dtype,
+        args.seed,
+    )
     try:
         for system in ["folder", *args.systems]:
             run.start(replace(case, system=system, batches=args.batches_of.get(system, args.batches)))

@@ -106,10 +106,23 @@ def main(argv: list[str] | None = None) -> list[Result]:
     num_bytes = SHAPES[args.shape].num_parameters * (2 if args.dtype == "bfloat16" else 4)
     (folder, stays), results = folder_for(args.folder, num_bytes), list[Result]()
     case = Case(
-        "", str(folder), args.shape, args.rank, args.alpha, args.batch, args.seq, args.steps, args.learning_rate, 5,
+        "",
+        str(folder),
+        args.shape,
+        args.rank,
+        args.alpha,
+        args.batch,
+        args.seq,
+        args.steps,
+        args.learning_rate,
+        5,
         args.cap,
-        args.host_memory, args.placement, args.device, args.dtype, args.seed,
-    )  # fmt: skip
+        args.host_memory,
+        args.placement,
+        args.device,
+        args.dtype,
+        args.seed,
+    )
 
     def run(script: Path, argument: str, system: str, hear: Any) -> None:
         def heard(event: dict[str, Any]) -> None:
@@ -134,9 +147,19 @@ def main(argv: list[str] | None = None) -> list[Result]:
 
     try:
         writer = FolderCase(
-            "folder", str(folder), args.shape, (1,), 1, 1, 0, args.cap, args.host_memory, args.device, args.dtype,
-            args.seed
-        )  # fmt: skip
+            "folder",
+            str(folder),
+            args.shape,
+            (1,),
+            1,
+            1,
+            0,
+            args.cap,
+            args.host_memory,
+            args.device,
+            args.dtype,
+            args.seed,
+        )
         if not (folder / INDEX).is_file():
             run(FOLDER_CHILD, writer.to_json(), "folder", None)
         for system in args.systems:

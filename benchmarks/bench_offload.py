@@ -64,7 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and tokens, and of the draw")
     add("--random", type=int, default=0, metavar="N", help="draw N models, tokens a step and caps")
     add("--learning-rate", type=float, default=1e-4, help="reached after 20 steps")
-    add("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=level0,undo=false,...")
+    add("--recipe", type=Recipe.parse, default=Recipe(), help="for ours: update=device,undo=false,...")
     add("--deterministic", action="store_true", help="deterministic kernels: slower, bits comparable")
     add("--limit", type=float, default=400.0, help="seconds that a system may take, set-up included")
     add("--csv", type=Path, default=RESULTS / "offload.csv", help="append there")

@@ -39,7 +39,7 @@ import torch
 from benchmarks.lib.child_process import Stopped, until_stopped
 from benchmarks.lib.offload.case import Shape
 from benchmarks.lib.offload.loop import Clock, Feed
-from benchmarks.lib.plan import NEVER, Measured, Row, draw, least_seconds, report, space_of, why_left_out
+from benchmarks.lib.plan import NEVER, Measured, Row, draw, min_seconds, report, space_of, why_left_out
 from benchmarks.lib.results import RESULTS, append_csv, machine
 from vblackwell import VGPUAdamW, create_vgpu_stack, enable_vgpu_stack_optimization, offload_of
 from vblackwell.machine.device import cap_process
@@ -60,8 +60,8 @@ SHAPES = {
     "1.56B": Shape(3072, 8192, 12, 24),
 }
 WARM, MEASURED, FINAL = 2, 4, 6  # steps that do not count, those that do, and those of the last rounds
-FEWEST = 2  # steps of a placement that is slower than BEHIND times the best
-BEHIND = 1.3
+MIN_STEPS = 2  # of a placement that is slower than SLOWER times the best
+SLOWER = 1.3
 ROUNDS, FINALISTS = 2, 2  # at the end: of the plan's and the fastest others
 MAX_HOST = 48 * GiB
 
@@ -89,9 +89,13 @@ class Bench:
         self.cuda = self.device.type == "cuda"
         shape = SHAPES[options.shape]
         self.config = DecoderConfig(
-            shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
-            max_position=options.seq
-        )  # fmt: skip
+            shape.vocab_size,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.num_layers,
+            shape.num_heads,
+            max_position=options.seq,
+        )
         self.dtype = torch.bfloat16 if self.cuda else None
         cap = parse_bytes(options.cap)
         self.rates: Rates = as_rates(gpu_rates(self.device)) if self.cuda else cpu_rates()
@@ -118,7 +122,7 @@ class Bench:
         return self.options.limit - (time.perf_counter() - self.began)
 
     def measure(self, choice: Choice, best: float = math.inf, steps: int = MEASURED) -> Measured:
-        """What came of ``steps`` steps of ``choice``; of fewer where it is far behind ``best`` seconds a step."""
+        """What came of ``steps`` steps of ``choice``; of fewer where it is far slower than ``best`` seconds a step."""
         began = time.perf_counter()
         with self.placed(choice) as model:
             set_up = time.perf_counter() - began
@@ -140,9 +144,11 @@ class Bench:
         placing: dict[str, Any] = {"placement": choice.placement}
         if choice.placement == "streamed":
             placing |= {
-                "update": choice.update, "activations": choice.activations, "weight_bytes": choice.weight_bytes,
+                "update": choice.update,
+                "activations": choice.activations,
+                "weight_bytes": choice.weight_bytes,
                 "resident_bytes": choice.resident_bytes,
-            }  # fmt: skip
+            }
         # What the last placement's model and engine hold of each other goes now: they were still in use where that
         # ended.
         gc.collect()
@@ -184,7 +190,7 @@ class Bench:
             step(ids_BS)
             clock.mark()
             # The step before the last has ended, or soon will, so that asking does not empty the queues.
-            if number + 1 - WARM >= FEWEST and clock.interval(number - 1) > BEHIND * best:
+            if number + 1 - WARM >= MIN_STEPS and clock.interval(number - 1) > SLOWER * best:
                 break
         offload_of(model).finish()  # pyright: ignore[reportOptionalMemberAccess]
         if self.cuda:
@@ -293,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()  # a million objects of traces and libraries, which no trainer has
     with until_stopped():
-        measure_all(bench, rows, lambda choice: least_seconds(forecast, choice))
+        measure_all(bench, rows, lambda choice: min_seconds(forecast, choice))
         stopped = False
     where = torch.cuda.get_device_name(bench.device) if bench.cuda else "CPU"
     asked = bench.options

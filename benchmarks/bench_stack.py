@@ -42,7 +42,7 @@ PIECE, THREADS = 8 * MiB, 8
 
 @dataclass
 class Result:
-    """One line of the table. ``ratio`` is to the limit; ``floor`` what was promised for it."""
+    """One line of the table. ``ratio`` is to the limit; ``floor`` what it must reach."""
 
     name: str
     value: float

@@ -1,7 +1,7 @@
 """Starts one run again and again, and compares what the starts wrote: ``metrics.jsonl`` is equal, but for times.
 
     python benchmarks/repeat_runs.py                              twenty times `vb train` with its defaults
-    python benchmarks/repeat_runs.py --busy 2 -- --max-steps 12   short ones, with two busy loops beside them
+    python benchmarks/repeat_runs.py --busy 2 -- --max-steps 12   short ones, with two busy loops at the same time
 
 Exits with 1 and names the first line that differs.
 """
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=20, help="how many times the run is started")
     parser.add_argument("--at-once", type=int, default=1, help="starts that run side by side")
-    parser.add_argument("--busy", type=int, default=0, help="busy loops that run beside it")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops that run at the same time")
     parser.add_argument("flags", nargs="*", help="of `vb train`, after --")
     options = parser.parse_args()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]

@@ -18,15 +18,15 @@ from vblackwell.tools.what_fits import assumptions
 from vblackwell.units import GiB
 
 PATH = Path(__file__).with_name("what-fits.md")
-# Card, RAM and disk beside it in GiB.
+# Card, and RAM and disk with it in GiB.
 MACHINES = (
     ("RTX 3070", 64, 500), ("RTX 3060", 64, 500), ("RTX 3090", 64, 500), ("A6000", 128, 1000), ("A100 80GB", 256, 2000),
     ("H200", 256, 2000),
 )  # fmt: skip
 # One of each size: a page of neighbours would say little more.
 MODELS = (
-    "gpt2-medium", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama-3-70b",
-    "llama-3.1-405b",
+    "gpt2-medium", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "qwen2.5-14b", "qwen2.5-32b",
+    "llama-3-70b", "llama-3.1-405b",
 )  # fmt: skip
 HEAD = "| | model | parameters | tokens/s | GPU | RAM | disk | |\n|---|---|---:|---:|---:|---:|---:|---|"
 
@@ -61,8 +61,9 @@ def head() -> str:
     some = place(*MACHINES[0])
     notes = [line.replace(some.rates.source, "the data sheet of each card") for line in assumptions(some)]
     intro = (
-        "# What fits\n\nThe largest known models that a card trains, adapts and runs. `docs/what_fits.py` writes this page from the code "
-        "that places and times\na run; no card but an H200 was measured, and your machine's answer is `vb estimate` without a model.\n"
+        "# What fits\n\nThe largest known models that a card trains, adapts and runs. `docs/what_fits.py` writes this "
+        "page from the code that places and times\na run; no card but an H200 was measured, and your machine's answer "
+        "is `vb estimate` without a model.\n"
     )
     notes.append(f"chosen from {', '.join(MODELS)}; `vb estimate` knows more")
     return "\n".join([intro, *(f"- {line}" for line in notes), ""])

@@ -1,4 +1,7 @@
-"""A loop on accelerate, with clipping, a schedule and accumulation, over a model larger than fast memory: two lines are ours."""
+"""A loop on accelerate over a model that is larger than fast memory, with clipping, a schedule and accumulation.
+
+Two lines are ours.
+"""
 
 import accelerate
 import torch

@@ -1,8 +1,8 @@
-"""Train low-rank adapters over a model that is packed to FP4 and larger than its fast memory; save them for peft, and merged.
+"""Train low-rank adapters over a model that is packed to FP4 and larger than its fast memory.
 
     python examples/adapters_over_fp4.py Qwen/Qwen3-0.6B out "text to learn"
 
-Without arguments a small random Llama is written and taught a few numbers.
+They are saved for peft, and merged. Without arguments a small random Llama is written and taught a few numbers.
 """
 
 import sys

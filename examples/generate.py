@@ -1,8 +1,11 @@
-"""Let a Hugging Face folder (or hub id) that is larger than its fast memory write; its weights stream ahead of the layer that needs them.
+"""Generate text with a Hugging Face folder (or hub id) that is larger than its fast memory.
+
+Its weights stream ahead of the layers that need them.
 
     python examples/generate.py Qwen/Qwen3-0.6B "Once upon a time"
 
-Without arguments a small random model and a tokenizer of bytes are written; what comes out is noise, the same each time.
+Without arguments a small random model and a tokenizer of bytes are written; what comes out is noise, the same each
+time.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""Train a decoder on your own text from random weights, through a stack whose level 0 holds an eighth of what training takes.
+"""Train a decoder on your own text from random weights, with an eighth of the fast memory that training takes.
 
-    python examples/train_from_scratch.py my_texts/          (without arguments: the sources of Python's json package)
+    python examples/train_from_scratch.py my_texts/
 
-`vb train` does this with a tokenizer, a schedule and checkpoints; here every byte is a token.
+Without arguments it learns the sources of Python's json package. `vb train` does this with a tokenizer, a schedule and
+checkpoints; here every byte is a token.
 """
 
 import json

@@ -99,7 +99,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkServer
 
 @pytest.fixture
 def program(forks: tuple[ForkServer, dict[str, str]], tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """``program(text, *words, NAME=value)``: what a Python program prints that runs in a process of its own,
+    """``program(text, *words, NAME=value)``: what a Python program prints that runs in a separate process,
     and ends well.
     """
     server, _ = forks

@@ -2,7 +2,7 @@
 
 numpy 2.4 takes an array of one element for no index, and the interpreter asks it to for loops to a loaded bound.
 
-It looks through all of triton.language, some thousand names, each time a kernel calls a function of its own or
+It looks through all of triton.language, some thousand names, each time a kernel calls a function of Triton or
 ``tl.sum``, to replace what it has replaced already: half of its time with kernels as small as a test's. Here that is
 done once a launch for each set of modules.
 
@@ -24,8 +24,10 @@ def repair() -> None:
     interpreter.vblackwell_repaired = True
     tl = interpreter.tl
     patch_tensor, patch_lang, launch = (
-        interpreter._patch_lang_tensor, interpreter._patch_lang, interpreter.GridExecutor.__call__,
-    )  # fmt: skip
+        interpreter._patch_lang_tensor,
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+    )
     ready: set[frozenset[int]] = set()  # sets of modules that are replaced as long as the launch lasts
 
     def patched_tensor(tensor: Any, scope: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from tests.structure import (
     package_circles,
     sources,
     stays,
-)  # fmt: skip
+)
 
 ROOT = Path(__file__).parents[1]
 MAX_FILES_IN_A_FOLDER = 20
@@ -101,8 +102,6 @@ KNOWN_LONG_FILES: set[str] = {
     "tests/offload/test_faults.py",
     "tests/offload/test_model_in_use.py",
 }
-# Lines of more than 120 columns; lower the number when they become fewer.
-KNOWN_LONG_LINES: dict[str, int] = {"vblackwell": 86, "tests": 43}
 
 
 @functools.cache
@@ -218,41 +217,36 @@ def test_files_are_short():
     assert not long - KNOWN_LONG_FILES, f"over {MAX_LINES_IN_A_FILE} lines:{listed(long - KNOWN_LONG_FILES)}"
 
 
-def lines_of_tables(path: Path) -> set[int]:
-    """Lines that the formatter was told to leave: statements marked ``fmt: skip``, what stands between ``fmt:
-    off`` and ``fmt: on``.
-    """
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    found: set[int] = set()
-    off = False
-    for number, line in enumerate(lines, 1):
-        off = "# fmt: off" in line or (off and "# fmt: on" not in line)
-        if off:
-            found.add(number)
-    statements = ast.walk(ast.parse(text)) if "# fmt: skip" in text else ()
-    for node in statements:
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr):
-            last = node.end_lineno or node.lineno
-            if "# fmt: skip" in lines[last - 1]:
-                found.update(range(node.lineno, last + 1))
-    return found
-
-
 def test_lines_are_short():
-    for area in AREAS:
-        long = []
-        for path in sources(ROOT, area, ".py", ".cu", ".cuh"):
-            found = long_lines(ROOT, [path])
-            if found and path.suffix == ".py":
-                tables = lines_of_tables(ROOT / path)
-                found = [line for line in found if int(line.rpartition(":")[2]) not in tables]
-            long += found
-        known = KNOWN_LONG_LINES.get(area, 0)
-        assert len(long) <= known, (
-            f"{len(long)} lines over {MAX_COLUMNS} columns in {area}, {known} were known; the last: {long[-9:]}"
-        )
-        assert known - len(long) < 200 and (long or not known), f"lower KNOWN_LONG_LINES[{area!r}] to {len(long)}"
+    long = [line for area in AREAS for line in long_lines(ROOT, sources(ROOT, area, ".py", ".cu", ".cuh"))]
+    assert not long, f"over {MAX_COLUMNS} columns: {long}"
+
+
+# Of what a table may consist; of calls, those of classes and of pytest's marks.
+DATA = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Name, ast.Attribute, ast.Starred, ast.keyword)
+OPERATORS = (ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator, ast.expr_context)
+
+
+def is_table(node: ast.AST) -> bool:
+    parts = list(ast.walk(node))
+    calls = [ast.unparse(part.func).rpartition(".")[2] for part in parts if isinstance(part, ast.Call)]
+    are_marks = all(name[0].isupper() or name in ("param", "parametrize") for name in calls)
+    return are_marks and all(isinstance(part, (*DATA, *OPERATORS, ast.Call)) for part in parts)
+
+
+def test_the_formatter_is_kept_from_tables_alone():
+    wrong = []
+    for path in (path for area in (*AREAS, "examples", "docs") for path in sources(ROOT, area, ".py")):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        lines = [n for n, line in enumerate(text.splitlines(), 1) if re.search(r"# fmt: (skip|off)$", line)]
+        tables = set[int | None]()
+        for node in ast.walk(ast.parse(text)) if lines else ():
+            parts = (
+                [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) else getattr(node, "decorator_list", [])
+            )
+            tables |= {part.end_lineno for part in parts if part and is_table(part)}
+        wrong += [f"{path}:{line}" for line in lines if line not in tables]
+    assert not wrong, f"no tables of data, format them: {wrong}"
 
 
 # -- the instrument ----------------------------------------------------------------------------------------------------

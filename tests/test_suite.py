@@ -77,6 +77,16 @@ def test_the_package_neither_forks_nor_unpickles():
             assert not ways_to_fork_or_unpickle(text), path
 
 
+OTHER_FOLDERS = {"benchmarks", "cli", "docs", "faults"}  # tests of more than a folder of the package
+
+
+def test_tests_lie_where_the_package_has_what_they_test():
+    root = Path(__file__).parents[1]
+    folders = {path.parent.relative_to("tests") for path in sources(root, "tests", ".py") if path.match("test_*.py")}
+    elsewhere = {folder.as_posix() for folder in folders if not (root / PACKAGE / folder).is_dir()}
+    assert elsewhere == OTHER_FOLDERS, elsewhere ^ OTHER_FOLDERS
+
+
 def test_the_gpu_suite_is_one_command():
     """It brings no environment, eight processes share the GPU, and pytest-benchmark may be installed there."""
     words = subprocess.run(

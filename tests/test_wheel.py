@@ -60,9 +60,21 @@ def test_the_installed_package_trains(installed: Path, tmp_path: Path):
     where_from = run(sys.executable, "-c", "import vblackwell; print(vblackwell.__file__)", cwd=tmp_path, **where)
     assert Path(where_from.strip()).is_relative_to(installed)
     run(
-        installed / "bin" / "vb", "train", *MINIATURE, *LEVELS, "--max-steps", "2", "--data", str(corpus),
-        "--disk-path", str(tmp_path), "--out", "run", cwd=tmp_path, **where,
-    )  # fmt: skip
+        installed / "bin" / "vb",
+        "train",
+        *MINIATURE,
+        *LEVELS,
+        "--max-steps",
+        "2",
+        "--data",
+        str(corpus),
+        "--disk-path",
+        str(tmp_path),
+        "--out",
+        "run",
+        cwd=tmp_path,
+        **where,
+    )
     steps = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line).get("step") for line in steps][-1] == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

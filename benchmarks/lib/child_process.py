@@ -48,9 +48,12 @@ def say(kind: str, **values: Any) -> None:
 
 
 def run_child(
-    script: Path, argument: str, limit_seconds: float, hear: Callable[[dict[str, Any]], None],
-    tell: Callable[[str], None]
-) -> int | None:  # fmt: skip
+    script: Path,
+    argument: str,
+    limit_seconds: float,
+    hear: Callable[[dict[str, Any]], None],
+    tell: Callable[[str], None],
+) -> int | None:
     """Start ``script`` with ``argument``; its lines that begin with the mark go to ``hear``, and if it fails the last
     of the others to ``tell``.
 
@@ -60,11 +63,16 @@ def run_child(
         Its exit code; None if the time was over first.
     """
     process = subprocess.Popen(
-        [sys.executable, str(script), argument], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True, cwd=REPO,
+        [sys.executable, str(script), argument],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        cwd=REPO,
         # What `vb train` sets; here for every system alike.
         env={"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    )
     tail: deque[str] = deque(maxlen=KEPT_LINES)
 
     def read(stream: Any) -> None:

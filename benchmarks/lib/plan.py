@@ -21,7 +21,7 @@ from vblackwell.units import GiB, format_bytes
 FLOOR, AIM = 0.08, 0.03
 # Left out: arithmetic says more than this many times the best that was measured; or so many of its kind were measured,
 # all this much slower; or this many times the plan is predicted: predictions were never off by that much.
-CERTAINLY, ALIKE, ALIKE_BEHIND, FAR_BEHIND = 1.25, 4, 1.35, 2.0
+CERTAINLY, ALIKE, ALIKE_SLOWER, FAR_SLOWER = 1.25, 4, 1.35, 2.0
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def why_left_out(row: Row, rows: list[Row], least: float, best: float) -> str:
     alike = [each for each in rows if each.step_seconds and each.choice.accumulation_steps == count]
     times = [each.step_seconds or 0.0 for each in alike]
     told = min((each.prediction.step_seconds for each in alike), default=0.0)
-    if len(times) >= ALIKE and min(times) > ALIKE_BEHIND * best and row.prediction.step_seconds > told:
+    if len(times) >= ALIKE and min(times) > ALIKE_SLOWER * best and row.prediction.step_seconds > told:
         return f"left out: {len(times)} with {count} micro-batches took at least {min(times):.3f} s"
     plan = next((each.prediction.step_seconds for each in rows if each.is_plan), float("inf"))
-    behind = row.prediction.step_seconds / plan
-    return f"left out: predicted to take {behind:.1f} times as long as the plan" if behind > FAR_BEHIND else ""
+    slower = row.prediction.step_seconds / plan
+    return f"left out: predicted to take {slower:.1f} times as long as the plan" if slower > FAR_SLOWER else ""
 
 
 def report(rows: list[Row]) -> list[str]:
@@ -121,11 +121,12 @@ def verdict_lines(rows: list[Row]) -> list[str]:
             f"in turns: {'*' if row.is_plan else ' '} {statistics.median(row.again):.4f} s ({min(row.again):.4f} to "
             f"{max(row.again):.4f}, "
             f"{len(row.again)} steps; predicted {row.prediction.step_seconds:.4f}) {row.choice}"
-            for row in measured if row.again
-        ]  # fmt: skip
+            for row in measured
+            if row.again
+        ]
     best = min(best, chosen)
-    behind = chosen / best - 1
-    verdict = "aim met" if behind <= AIM else "floor met" if behind <= FLOOR else "FLOOR MISSED"
+    slower = chosen / best - 1
+    verdict = "aim met" if slower <= AIM else "floor met" if slower <= FLOOR else "FLOOR MISSED"
     left_out = sum(row.left_out for row in rows)
     missing = sum(row.step_seconds is None and not row.left_out for row in rows)
     lines.append(
@@ -134,7 +135,7 @@ def verdict_lines(rows: list[Row]) -> list[str]:
     )
     count = len(measured) + left_out
     lines.append(
-        f"the plan (*): {chosen:.4f} s a step, the best of {count} placements {best:.4f} s: {behind:+.1%} "
+        f"the plan (*): {chosen:.4f} s a step, the best of {count} placements {best:.4f} s: {slower:+.1%} "
         f"(floor {FLOOR:.0%}, aim {AIM:.0%}): {verdict}"
     )
     return lines
@@ -183,7 +184,7 @@ def _predicted(choice: Choice, forecast: Forecast) -> Iterator[Sized]:
             yield found
 
 
-def least_seconds(forecast: Forecast, choice: Choice) -> float:
+def min_seconds(forecast: Forecast, choice: Choice) -> float:
     """Of a step: the GPU's operators alone, or the CPU's updates alone. Nothing of the host's time, which is an
     estimate.
     """
@@ -192,6 +193,6 @@ def least_seconds(forecast: Forecast, choice: Choice) -> float:
     compute = choice.accumulation_steps * sum(phase_seconds(work, rates, waits=not forecast.machine.has_gpu).values())
     model = forecast.model(choice.checkpointing)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # Whole groups go home, maybe a little less than the share.
-    at_home = 0.0 if choice.placement == "resident" else max(0.0, choice.host_share - 0.1)
-    return max(compute, at_home * trained / rates.cpu_adamw)
+    # Whole groups are updated on the host, maybe a little less than the share.
+    on_host = 0.0 if choice.placement == "resident" else max(0.0, choice.host_share - 0.1)
+    return max(compute, on_host * trained / rates.cpu_adamw)

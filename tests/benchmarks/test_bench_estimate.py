@@ -104,7 +104,7 @@ def test_a_prediction_and_a_run_of_the_same_module(part):
 
 
 @pytest.mark.parametrize(("expected", "most"), [(7000, 2), (7300, 9), (6000, 9), (0, 9)])
-def test_the_search_ends_beside_the_boundary(part, expected, most):
+def test_the_search_ends_next_to_the_boundary(part, expected, most):
     real, tried = 7001, []
 
     def runs(limit):
@@ -167,5 +167,7 @@ def test_a_case_without_an_answer_is_told_and_a_floor_that_nothing_measures_is_n
     )
     assert "3, of these 1 could not be predicted and 1 failed" in told[0] and "2 WITHOUT AN ANSWER" in told[0]
     assert told[1:] == [
-        "allocated: floor met, of 1 cases", "reserved + context: NOT MEASURED", "step time: FLOOR MISSED, of 1 cases",
-    ]  # fmt: skip
+        "allocated: floor met, of 1 cases",
+        "reserved + context: NOT MEASURED",
+        "step time: FLOOR MISSED, of 1 cases",
+    ]

@@ -38,8 +38,10 @@ def test_a_missing_peer_is_said_and_a_wrong_or_slow_one_is_not_timed():
     assert "relative error" in reasons["wrong"] and "no_such_attribute" in reasons["broken"]
     assert peers.choose("none") == () and len(peers.choose("all")) == 5
     assert {peer.name for peer in peers.choose("humming,torchao")} == {
-        "humming mxfp4", "humming e2m1 e4m3/16", "torchao int4 g32"
-    }  # fmt: skip
+        "humming mxfp4",
+        "humming e2m1 e4m3/16",
+        "torchao int4 g32",
+    }
     with pytest.raises(SystemExit, match="choose all, none or of torchao"):
         peers.choose("marlin")
 
@@ -117,5 +119,5 @@ def test_every_system_follows_each_neighbour_as_often(monkeypatch, rounds):
     monkeypatch.setattr(timing, "median_us", lambda call, repeats: order.append(call()) or 1.0)
     graphs = [MagicMock(replay=lambda name=name: name) for name in "abc"]
     assert timing.turns_us(graphs, rounds) == [1.0] * 3
-    timed = "".join(order[3:])  # behind the round that goes before
+    timed = "".join(order[3:])  # after the round that goes before
     assert timed == "abccba" * 2

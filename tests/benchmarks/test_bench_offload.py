@@ -39,8 +39,11 @@ def test_all_of_ours_train_the_same(bench, tmp_path, capsys):
     results = bench.main(words(tmp_path, "--systems", "plain,resident,streamed,lines", "--max-grad-norm", "1.0"))
     said = capsys.readouterr().out
     assert [(result.system, result.status) for result in results] == [
-        ("plain", "ok"), ("resident", "ok"), ("streamed", "ok"), ("lines", "ok")
-    ], said  # fmt: skip
+        ("plain", "ok"),
+        ("resident", "ok"),
+        ("streamed", "ok"),
+        ("lines", "ok"),
+    ], said
     plain, resident, streamed, lines = results
     assert resident.losses == streamed.losses, "where bytes live changes no bit on the CPU"
     # transformers multiplies under autocast, ours by bf16 weights: other roundings of activations, 2^-8 of differences
@@ -88,11 +91,11 @@ def test_the_data_are_the_chain_they_say(bench):
 def test_recipes_and_cases_travel(bench):
     from benchmarks.lib.offload.case import Case, Recipe
 
-    recipe = Recipe.parse("update=level0,undo=false,loss_chunk_tokens=1024")
-    assert recipe == Recipe("level0", False, True, 1024)
+    recipe = Recipe.parse("update=device,undo=false,loss_chunk_tokens=1024")
+    assert recipe == Recipe("device", False, True, 1024)
     case = Case("streamed", recipe=recipe, max_grad_norm=1.0)
     assert Case.from_json(case.to_json()) == case
-    for wrong in ("updates=home", "undo=no", "update"):
+    for wrong in ("updates=host", "undo=no", "update"):
         with pytest.raises(ValueError):
             Recipe.parse(wrong)
     with pytest.raises(ValueError):

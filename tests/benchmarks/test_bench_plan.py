@@ -104,7 +104,7 @@ def test_the_last_rounds_have_their_time():
 
 
 def test_placements_are_drawn_once_each_and_along_every_axis():
-    """Halved weights and no groups on level 0 are placements of their own; the plan's is the first and comes once."""
+    """Halved weights and no groups on level 0 are separate placements; the plan's is the first and comes once."""
     kept = Choice("streamed", 8, 1, True, level0_bytes=9, weight_bytes=4, resident_bytes=2)
 
     class Oracle:

@@ -19,13 +19,13 @@ CASES: dict[str, Case] = {}
 
 
 def case(function: Case) -> Case:
-    """A group of results that are computed in one process, in a folder of its own."""
+    """A group of results that are computed in one process, in a separate folder."""
     CASES[function.__name__.replace("_", "-")] = function
     return function
 
 
 def vb_command(folder: Path, *words: str) -> str:
-    """What `vb` prints with ``words`` in ``folder``. Caches are beside it, shared by all cases of one start."""
+    """What `vb` prints with ``words`` in ``folder``. Caches are next to it, shared by all cases of one start."""
     environment = os.environ | {
         "PYTHONPATH": str(PACKAGE),
         "XDG_CACHE_HOME": str(folder.parent / "cache"),

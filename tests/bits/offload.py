@@ -39,9 +39,15 @@ def in_two_groups(model: Any) -> list[dict[str, Any]]:
 
 
 def trained(
-    model: Any, loss_of: Loss, stack: vb.VGPUStack | None, *, optimizer: dict[str, Any] | None = None,
-    sparse: float | None = None, clip: float | None = None, **placement: Any,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any,
+    loss_of: Loss,
+    stack: vb.VGPUStack | None,
+    *,
+    optimizer: dict[str, Any] | None = None,
+    sparse: float | None = None,
+    clip: float | None = None,
+    **placement: Any,
+) -> dict[str, Any]:
     """Losses, norms and final parameters, moments and buffers of a few steps.
 
     Args:
@@ -74,13 +80,16 @@ def trained(
     if vb.offload_of(model) is not None:
         vb.release(model)
     return {
-        "losses": losses, "norms": norms, "states": states, "buffers": buffers,
+        "losses": losses,
+        "norms": norms,
+        "states": states,
+        "buffers": buffers,
         "parameters": {name: param.detach() for name, param in model.named_parameters()},
-    }  # fmt: skip
+    }
 
 
 BITES, SOMETIMES, NEVER = 0.05, 1.5, 1e9  # of the gradients' norms here: always above, some above, all below
-BEHIND = {"update_in_backward": True, "accumulation_steps": 2, "max_grad_norm": SOMETIMES}
+IN_BACKWARD = {"update_in_backward": True, "accumulation_steps": 2, "max_grad_norm": SOMETIMES}
 
 
 def llama_cases(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -101,29 +110,36 @@ def llama_cases(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]
     yield "ram-clip-always", run(optimizer={"max_grad_norm": BITES})
     yield "disk-unclipped", run(host=500, optimizer={"max_grad_norm": None})
     yield "disk-clip-sometimes", run(host=500, optimizer={"max_grad_norm": SOMETIMES})
-    yield "disk-in-backward-accumulated", run(host=800, optimizer=BEHIND)
-    yield "ram-in-backward-accumulated", run(optimizer=BEHIND)
+    yield "disk-in-backward-accumulated", run(host=800, optimizer=IN_BACKWARD)
+    yield "ram-in-backward-accumulated", run(optimizer=IN_BACKWARD)
     yield "in-backward-clip-always", run(optimizer={"update_in_backward": True, "max_grad_norm": BITES})
     yield "in-backward-without-undo", run(optimizer={"update_in_backward": True, "undo": False, "max_grad_norm": None})
     for share in (0.0, 0.5, 1.0):
         yield f"update-share-{share}", run(update=share, optimizer={"max_grad_norm": SOMETIMES})
-        yield f"update-share-{share}-in-backward", run(update=share, optimizer=BEHIND)
-    yield "recomputed", run(checkpointing=True, optimizer=BEHIND)
-    yield "activations-host", run(checkpointing=True, activations="host", optimizer=BEHIND)
-    yield "bf16", run(compute_dtype=torch.bfloat16, optimizer=BEHIND)
-    yield "bf16-disk-activations-host", run(
-        host=500, checkpointing=True, activations="host", activation_bytes="64KiB", compute_dtype=torch.bfloat16,
-        optimizer={"max_grad_norm": SOMETIMES},
-    )  # fmt: skip
+        yield f"update-share-{share}-in-backward", run(update=share, optimizer=IN_BACKWARD)
+    yield "recomputed", run(checkpointing=True, optimizer=IN_BACKWARD)
+    yield "activations-host", run(checkpointing=True, activations="host", optimizer=IN_BACKWARD)
+    yield "bf16", run(compute_dtype=torch.bfloat16, optimizer=IN_BACKWARD)
+    yield (
+        "bf16-disk-activations-host",
+        run(
+            host=500,
+            checkpointing=True,
+            activations="host",
+            activation_bytes="64KiB",
+            compute_dtype=torch.bfloat16,
+            optimizer={"max_grad_norm": SOMETIMES},
+        ),
+    )
     yield "8bit", run(512, states="8bit", optimizer={"max_grad_norm": SOMETIMES})
-    yield "8bit-bf16", run(512, states="8bit", compute_dtype=torch.bfloat16, optimizer=BEHIND)
+    yield "8bit-bf16", run(512, states="8bit", compute_dtype=torch.bfloat16, optimizer=IN_BACKWARD)
     stochastic = {"states": "8bit", "masters": "stochastic", "compute_dtype": torch.bfloat16, "rounding_seed": 3}
     yield "8bit-stochastic", run(512, **stochastic, optimizer={"max_grad_norm": SOMETIMES})
-    yield "8bit-stochastic-in-backward", run(512, **stochastic, optimizer=BEHIND)
+    yield "8bit-stochastic-in-backward", run(512, **stochastic, optimizer=IN_BACKWARD)
     yield "sparse", run(sparse=0.4, optimizer={"max_grad_norm": SOMETIMES})
     yield "clipped-by-hand", run(clip=SOMETIMES, optimizer={"max_grad_norm": None})
     yield "loss-scale", run(optimizer={"max_grad_norm": SOMETIMES, "loss_scale": 1024.0})
-    yield "kept-groups", run(512, update=0.0, resident_bytes="160KiB", weight_bytes="96KiB", optimizer=BEHIND)
+    yield "kept-groups", run(512, update=0.0, resident_bytes="160KiB", weight_bytes="96KiB", optimizer=IN_BACKWARD)
     yield "groups-by-name", run(512, groups=["model.layers", "lm_head"], optimizer={"max_grad_norm": SOMETIMES})
 
 
@@ -137,7 +153,7 @@ def offload_llama(folder: Path) -> Results:
 def offload_others(folder: Path) -> Results:
     def run(model: Any, loss_of: Loss, fast: float, host: float | None = None, **more: Any) -> dict[str, Any]:
         with make_stack(folder, fast, host) as stack:
-            return trained(model, loss_of, stack, **({"placement": "streamed", "optimizer": BEHIND} | more))
+            return trained(model, loss_of, stack, **({"placement": "streamed", "optimizer": IN_BACKWARD} | more))
 
     sometimes = {"max_grad_norm": SOMETIMES}
     yield "mlp-buffers", run(mlp(), mlp_loss, 160)

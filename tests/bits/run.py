@@ -1,4 +1,4 @@
-"""One case in a process of its own."""
+"""One case in a separate process."""
 
 from __future__ import annotations
 

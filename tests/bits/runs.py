@@ -206,7 +206,12 @@ def estimator(folder: Path) -> Results:
             yield f"levels-{precision}-{gpu}", numbers_in(list(levels))
     yield "batch-size", estimator.recommend_batch_size(config, gpu_memory_mb=2048)
     yield "quick-gpt2", dataclasses.asdict(vb.quick_estimate("gpt2", 2, 256))
-    yield "communication", [
-        vb.communication_cost(size, gpus, topology=topology)
-        for size in (1 << 20, 1 << 30) for gpus in (2, 8) for topology in ("ring", "mesh", "all_to_all")
-    ]  # fmt: skip
+    yield (
+        "communication",
+        [
+            vb.communication_cost(size, gpus, topology=topology)
+            for size in (1 << 20, 1 << 30)
+            for gpus in (2, 8)
+            for topology in ("ring", "mesh", "all_to_all")
+        ],
+    )

@@ -58,9 +58,12 @@ class Workplace:
         ``file_bytes`` is RLIMIT_FSIZE.
         """
         return self.server.start(
-            list(words), self.folder, {"TMPDIR": str(self.folder), **environment},
-            limits={} if file_bytes is None else {"RLIMIT_FSIZE": file_bytes}, signal_after=signal_after,
-        )  # fmt: skip
+            list(words),
+            self.folder,
+            {"TMPDIR": str(self.folder), **environment},
+            limits={} if file_bytes is None else {"RLIMIT_FSIZE": file_bytes},
+            signal_after=signal_after,
+        )
 
     def vb(self, *words: str, code: int = 0, file_bytes: int | None = None, **environment: str) -> Result:
         """Run ``vb`` to its end and check its exit code."""

@@ -1,6 +1,6 @@
 """Starts `vb` processes quickly: one process imports everything once, and forks a child for each command.
 
-A child is a process of its own in every respect that the tests are about (signals, files, locks, limits, exit codes).
+A child is a separate process in every respect that the tests are about (signals, files, locks, limits, exit codes).
 Run as a script, with the names of further modules to import: reads a JSON request a line; answers the process id of a
 child that was asked for, or the exit code of one to wait for.
 """
@@ -69,9 +69,14 @@ class ForkServer:
     def __init__(self, folder: Path, environment: dict[str, str], *modules: str) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
         self._children: list[Child] = []
         self._count = 0
 
@@ -82,10 +87,14 @@ class ForkServer:
         return int(self._process.stdout.readline())
 
     def start(
-        self, words: list[str], folder: Path, environment: dict[str, str | None] | None = None,
-        limits: dict[str, int] | None = None, cgroup: Path | None = None,
+        self,
+        words: list[str],
+        folder: Path,
+        environment: dict[str, str | None] | None = None,
+        limits: dict[str, int] | None = None,
+        cgroup: Path | None = None,
         signal_after: tuple[str, list[int]] | None = None,
-    ) -> Child:  # fmt: skip
+    ) -> Child:
         """A child that runs ``vb words``, or the script that the first word names, in ``folder``.
 
         Args:
@@ -99,10 +108,15 @@ class ForkServer:
         stdout, stderr = (self._folder / f"{self._count}.{name}" for name in ("out", "err"))
         stdout.touch()  # which may be read before the child, on a busy machine, has opened it
         request = {
-            "words": words, "folder": str(folder), "environment": environment or {}, "limits": limits or {},
-            "cgroup": None if cgroup is None else str(cgroup), "signal_after": signal_after, "stdout": str(stdout),
+            "words": words,
+            "folder": str(folder),
+            "environment": environment or {},
+            "limits": limits or {},
+            "cgroup": None if cgroup is None else str(cgroup),
+            "signal_after": signal_after,
+            "stdout": str(stdout),
             "stderr": str(stderr),
-        }  # fmt: skip
+        }
         child = Child(self._ask, self._ask(request), stdout, stderr)
         self._children.append(child)
         return child

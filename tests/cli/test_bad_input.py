@@ -197,9 +197,9 @@ def test_a_digit_of_the_settings_that_changed_is_refused(place, finished):
 def test_divergence_never_reaches_the_weights(place):
     """A learning rate that throws the weights to 1e30: the next losses are not finite, and the run stops by itself."""
     words = place.train_words(
-        "--learning-rate", "1e30", "--warmup-steps", "0", "--max-steps", "50", "--checkpoint-every", "1",
-        "--keep-checkpoints", "50", "--max-skipped-steps", "3", "--eval-every", "0", "--out", "run",
-    )  # fmt: skip
+        *("--learning-rate", "1e30", "--warmup-steps", "0", "--max-steps", "50", "--checkpoint-every", "1"),
+        *("--keep-checkpoints", "50", "--max-skipped-steps", "3", "--eval-every", "0", "--out", "run"),
+    )
     result = place.vb(*words, code=2)
     assert "3 steps in a row" in result.stderr and "--learning-rate" in result.stderr
     assert "SKIPPED: weights untouched" in result.stdout
@@ -216,7 +216,7 @@ def test_divergence_never_reaches_the_weights(place):
 
 def test_a_reader_that_left_is_no_internal_error():
     """`vb ... | head`: no words, and the exit code of a program that SIGPIPE ends.
-    In a process of its own, as it drops stdout.
+    In a separate process, as it drops stdout.
     """
     read, write = os.pipe()
     os.close(read)

@@ -13,8 +13,7 @@ PARTS = (*CATEGORIES, "fragmentation", "context")
 QUICK = ["--batch-size", "2", "--seq-length", "64"]
 CONFIG = {
     "model_type": "llama", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "tie_word_embeddings": False,
+    "num_attention_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 FACTORIES = """
 import torch
@@ -86,7 +85,7 @@ def test_what_does_not_fit_is_shown_with_the_offload_stack(place):
     found = json.loads(place.vb(*words, "--json", *QUICK).stdout)
     assert found["fits"] is False and found["plan"]["largest_batch_size"] == 0
     offload = found["plan"]["offload"]
-    # Weights, moments and a share of the gradients have their home in RAM.
+    # Weights, moments and a share of the gradients are stored in RAM.
     assert offload["host"] >= 12 * found["parameters"] and offload["level0"] < 3 << 30
     assert found["advice"] == []
 

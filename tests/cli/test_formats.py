@@ -21,9 +21,9 @@ RESIDENT = ["--fast-memory", "16MiB", "--host-memory", "8MiB", "--placement", "r
 )
 def test_a_killed_run_ends_elsewhere_with_the_same_weights(place, flags):
     words = place.train_words(
-        "--optimizer-states", "8bit", *flags, "--max-steps", "4", "--checkpoint-every", "2", "--eval-every", "0",
-        "--sample-tokens", "0",
-    )  # fmt: skip
+        *("--optimizer-states", "8bit", *flags),
+        *("--max-steps", "4", "--checkpoint-every", "2", "--eval-every", "0", "--sample-tokens", "0"),
+    )
     place.vb(*words, *STREAMED, "--out", "whole")
     killed = place.start(*words, *STREAMED, "--out", "killed", signal_after=(COMMITTED, [signal.SIGKILL]))
     assert killed.wait() == -signal.SIGKILL

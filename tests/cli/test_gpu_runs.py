@@ -40,9 +40,16 @@ def test_a_cap_holds_for_the_whole_process(place):
 @pytest.mark.parametrize("placement", [["--fast-memory", "256MiB"], ["--placement", "resident"]])
 def test_an_interrupted_run_goes_on_bit_by_bit(place, placement):
     words = on_gpu(
-        place, *placement, "--max-steps", "10", "--checkpoint-every", "5", "--mixed-precision", "--deterministic",
-        "--out"
-    )  # fmt: skip
+        place,
+        *placement,
+        "--max-steps",
+        "10",
+        "--checkpoint-every",
+        "5",
+        "--mixed-precision",
+        "--deterministic",
+        "--out",
+    )
     place.vb(*words, "whole")
     place.vb(*words, "again")
     assert losses_of(place.folder / "whole") == losses_of(place.folder / "again"), "not deterministic"

@@ -15,9 +15,9 @@ from vblackwell.train.runfolder import REPORT, SETTINGS, RunFolder
 
 def words_of(place, out, steps=12):
     return place.train_words(
-        *LEVELS, "--max-steps", str(steps), "--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4",
-        "--sample-tokens", "0", "--resume", "--out", out,
-    )  # fmt: skip
+        *(*LEVELS, "--max-steps", str(steps), "--out", out),
+        *("--checkpoint-every", "2", "--eval-every", "0", "--eval-sequences", "4", "--sample-tokens", "0", "--resume"),
+    )
 
 
 def wait_until(child, condition):
@@ -88,7 +88,7 @@ raise SystemExit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_while_a_tokenizer_is_trained_does_not_wait_for_it(number, place):
-    """Its process is stopped here and never done: whoever waited for it would hang."""
+    """Its process is stopped here and never done: a process that waited for it would hang."""
     path = place.folder / "held.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{HELD}", encoding="utf-8")
     words = place.train_words("--out", "run")
@@ -121,9 +121,7 @@ def test_a_full_disk_costs_no_older_checkpoint(place):
     run = place.folder / "run"
     kept = (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes()
     shutil.rmtree(run / "final")
-    result = place.vb(
-        "train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000
-    )  # fmt: skip
+    result = place.vb("train", "--out", "run", "--resume", "--max-steps", "16", code=2, file_bytes=len(kept) - 1000)
     assert len(result.stderr.splitlines()) == 1
     assert "optimizer.safetensors" in result.stderr and "older checkpoints are untouched" in result.stderr
     assert (run / "checkpoints/step-00000008/optimizer.safetensors").read_bytes() == kept

@@ -51,7 +51,7 @@ def source(tmp_path_factory):
     model = Decoder(CONFIG, seed=1, dtype=torch.bfloat16)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if name.endswith("q_proj.weight"):
-            parameter.data.mul_(2.0 + number)  # so that q, k and v have tensor scales of their own
+            parameter.data.mul_(2.0 + number)  # so that q, k and v have separate tensor scales
     state = model.state_dict()
     with CommitFolder(parent, "source") as folder:
         specs = [spec_of(*item) for item in state.items()]
@@ -68,8 +68,8 @@ def expected_weights(source, format, search="mse"):
     for layer in range(2):
         at = f"model.layers.{layer}"
         for names in (["q", "k", "v"], ["o"], ["gate", "up"], ["down"]):
-            home = "self_attn" if names[0] in "qo" else "mlp"
-            names = [f"{at}.{home}.{name}_proj" for name in names]
+            part = "self_attn" if names[0] in "qo" else "mlp"
+            names = [f"{at}.{part}.{name}_proj" for name in names]
             weights = [state[f"{name}.weight"] for name in names]
             decoded = quantize(torch.cat(weights), format, search).dequantize(torch.float32)
             parts = decoded.split([len(weight) for weight in weights])
@@ -266,13 +266,14 @@ def test_refusals(source, tmp_path):
 @pytest.mark.parametrize(
     ("format", "name", "bad"),
     [
-        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan), ("nf4", "model.layers.1.mlp.up_proj.weight",
-        torch.inf),
-        ("nvfp4", "model.embed_tokens.weight", torch.nan), ("int8", "model.norm.weight", -torch.inf),
+        ("nvfp4", "model.layers.1.mlp.up_proj.weight", torch.nan),
+        ("nf4", "model.layers.1.mlp.up_proj.weight", torch.inf),
+        ("nvfp4", "model.embed_tokens.weight", torch.nan),
+        ("int8", "model.norm.weight", -torch.inf),
         ("mxfp4", "lm_head.weight", torch.nan),
     ],
-)  # fmt: skip
-def test_bad_weights_leave_nothing_behind(source, tmp_path, format, name, bad):
+)
+def test_bad_weights_leave_no_files(source, tmp_path, format, name, bad):
     """Those that are packed, and those that are kept as they are."""
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -414,9 +415,11 @@ def test_a_budget_is_measured_kept_and_packed_by(source, tmp_path, monkeypatch, 
         packed = [name for name, module in model.named_modules() if isinstance(module, kind)]
         assert packed == chosen.names(precision)
     for wrong in (
-        {"budget": 0.1, "format": "int8"}, {"budget": -1.0, **options}, {"calibration": "x"},
+        {"budget": 0.1, "format": "int8"},
+        {"budget": -1.0, **options},
+        {"calibration": "x"},
         {"budget": 0.1, "assignment": str(tmp_path / "new/out.assignment.json")},
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigurationError):
             quantize_command(str(source), str(tmp_path / "refused"), **wrong)
         assert not (tmp_path / "refused").exists()

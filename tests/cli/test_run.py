@@ -171,10 +171,10 @@ def test_bf16_fp16_and_accumulation(place):
     """Each compute type learns; fp16 needs its scaler, whose scale is in the checkpoint."""
     for precision in ("bf16", "fp16"):
         words = place.train_words(
-            *LEVELS, "--precision", precision, "--accumulation-steps", "2", "--max-steps", "8", "--checkpoint-every",
-            "4",
-            "--gradient-checkpointing", "--deterministic", "--use-flash-attn", "--out", precision,
-        )  # fmt: skip
+            *(*LEVELS, "--precision", precision, "--out", precision),
+            *("--accumulation-steps", "2", "--max-steps", "8", "--checkpoint-every", "4"),
+            *("--gradient-checkpointing", "--deterministic", "--use-flash-attn"),
+        )
         output = place.vb(*words).stdout
         assert (
             f"{'bfloat16' if precision == 'bf16' else 'float16'} on cpu, attention: flash, as --use-flash-attn asks"

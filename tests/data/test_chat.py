@@ -41,19 +41,24 @@ from vblackwell.train.checkpoint import generation_settings
 from vblackwell.train.prepare import check_packing
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # One that says itself what is written, and one that changes earlier turns, as models that think do.
 SAYING = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}"
     "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}"
 )
 THINKING = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n</think>\n' }}"
-    "{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n</think>\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
 )
-SPACED = "{% for m in messages %}{{ bos_token if loop.first }}{{ m.role }} {{ m.content.strip() }} {{ eos_token }}{% endfor %}"
+SPACED = (
+    "{% for m in messages %}{{ bos_token if loop.first }}{{ m.role }} {{ m.content.strip() }} {{ eos_token }}"
+    "{% endfor %}"
+)
 TURNS = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Two and two?"},
@@ -123,7 +128,7 @@ def own_cache(monkeypatch, tmp_path):
 )
 def test_what_is_learnt_is_what_the_model_writes(template, learnt, folder_of, tokenizer, tmp_path):
     """The tokens are those of transformers;
-    learnt are the answers and the mark that ends a turn, where it stands right behind.
+    learnt are the answers and the mark that ends a turn, where it follows at once.
     """
     folder = folder_of(template)
     source = written(tmp_path / "chat.jsonl", {"messages": TURNS}, {"messages": TURNS[1:3]})
@@ -267,16 +272,19 @@ def test_templates_that_cannot_be_used_are_named(folder_of, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("template", "part"),
     [
-        ("{{ 'x' * 10**10 }}", "more than 256 MiB"), ("{{ messages[0].content.ljust(10**11) }}", "more than 256 MiB"),
+        ("{{ 'x' * 10**10 }}", "more than 256 MiB"),
+        ("{{ messages[0].content.ljust(10**11) }}", "more than 256 MiB"),
         ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "more than "),
-        ("{{ 'x' * 2000 }}", "writes 2000 characters"), ("{{ range(10**9) | list | length }}", "Range too big"),
+        ("{{ 'x' * 2000 }}", "writes 2000 characters"),
+        ("{{ range(10**9) | list | length }}", "Range too big"),
         ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "more than 0.05 s"),
-        ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"), ("{{ 1 // 0 }}", "by zero"),
-        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"), ("{{ " + "[" * 3000 + "]" * 3000 + " }}",
-        "recursion"),
+        ("{{ (messages | length + 1) ** (10 ** 20) }}", "more than 0.05 s"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+        ("{{ " + "[" * 3000 + "]" * 3000 + " }}", "recursion"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
-)  # fmt: skip
+)
 def test_a_template_is_bounded(template, part, folder_of, tokenizer, monkeypatch):
     """In memory, time and what it writes; to learn from, and to generate."""
     if part.startswith("more than"):  # the others end by themselves, on a busy machine after more than that
@@ -372,7 +380,7 @@ def test_a_damaged_cache_is_made_again(folder_of, tmp_path):
 def test_architectures_keep_packed_documents_apart(kind):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    if kind == "opt":  # makes a mask of its own, and counts positions by it
+    if kind == "opt":  # makes its own mask, and counts positions by it
         with pytest.raises(Unsupported, match="OPTForCausalLM.*--no-packing"):
             check_packing(model, 96, torch.device("cpu"))
     else:

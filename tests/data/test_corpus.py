@@ -186,17 +186,17 @@ def test_a_tokenizer_s_process_ends_with_its_parent():
 
 def test_given_tokenizer_is_used(folder, tmp_path):
     trained = prepare_data(folder, None, 300)
-    home = tmp_path / "model"
-    home.mkdir()
-    trained.tokenizer.save(str(home / "tokenizer.json"))
-    for path in (home, home / "tokenizer.json"):
+    model = tmp_path / "model"
+    model.mkdir()
+    trained.tokenizer.save(str(model / "tokenizer.json"))
+    for path in (model, model / "tokenizer.json"):
         corpus = prepare_data(folder, path)
         assert np.array_equal(corpus.tokens, trained.tokens) and corpus.end_of_text_id == 0
     word = trained.tokenizer.encode("return").ids[0]
-    (home / "tokenizer_config.json").write_text(
+    (model / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": trained.tokenizer.id_to_token(word)}})
     )
-    assert prepare_data(folder, home).end_of_text_id == word
+    assert prepare_data(folder, model).end_of_text_id == word
 
 
 def test_tokenizer_without_an_end_says_so(folder, tmp_path):
@@ -247,7 +247,7 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("phase", ["reading", "training a tokenizer", "packing tokens"])
 def test_a_stop_is_met_while_data_is_read(phase, folder, cache, monkeypatch):
-    """In the phase, not behind it, and nothing is left in the cache. Of 30 batches no second one is begun."""
+    """In the phase, not after it, and nothing is left in the cache. Of 30 batches no second one is begun."""
     text = "def f(x):\n    return x\n" * 1000
     for number in range(30):
         (folder / f"more{number}.py").write_text(text)

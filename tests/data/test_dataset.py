@@ -50,9 +50,13 @@ def test_an_epoch_is_every_window_once():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    count=st.integers(60, 900), seq_length=st.integers(1, 20), batch_size=st.integers(1, 9), again=st.integers(1, 9),
-    position=st.integers(0, 300), seed=st.integers(0, 2**63),
-)  # fmt: skip
+    count=st.integers(60, 900),
+    seq_length=st.integers(1, 20),
+    batch_size=st.integers(1, 9),
+    again=st.integers(1, 9),
+    position=st.integers(0, 300),
+    seed=st.integers(0, 2**63),
+)
 def test_a_position_means_the_same_window_in_every_batch(count, seq_length, batch_size, again, position, seed):
     total = batch_size * again
 
@@ -93,6 +97,6 @@ def test_what_cannot_be_cut_is_refused():
     for call, word in (
         (lambda: PackedDataset(corpus(100), 0), "at least 1"),
         (lambda: PackedDataset(corpus(100), 5, "test"), "split 'test'"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigurationError, match=word):
             call()

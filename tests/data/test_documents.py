@@ -83,12 +83,14 @@ def test_a_character_cut_off_at_the_end_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        (b'{"txt": "x"}', "no string under 'text'"), (b'{"text": null}', "no string under 'text'"),
-        (b'["text"]', "no string under"), (b'{"text": ' + b"[" * 100_000, "nested too deep"), (b'{"text": "x"',
-        "is not JSON"),
+        (b'{"txt": "x"}', "no string under 'text'"),
+        (b'{"text": null}', "no string under 'text'"),
+        (b'["text"]', "no string under"),
+        (b'{"text": ' + b"[" * 100_000, "nested too deep"),
+        (b'{"text": "x"', "is not JSON"),
         (b'{"text": "\xe4"}', r"line 3, byte 25 \(0xe4\) is not UTF-8"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_is_named_by_number(tmp_path, line, reason):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + line + b"\n")
@@ -103,9 +105,11 @@ def test_bad_tables_are_refused(tmp_path):
     write_parquet(tmp_path / "nulls.parquet", ["a", None])
     (tmp_path / "no.parquet").write_bytes(b"PAR1 nothing")
     for name, reason in (
-        ("names", "only content"), ("numbers", "holds int64"), ("nulls", "row 1 has no text"),
+        ("names", "only content"),
+        ("numbers", "holds int64"),
+        ("nulls", "row 1 has no text"),
         ("no", "not a readable parquet"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigurationError, match=reason):
             texts(find_text(tmp_path / f"{name}.parquet"))
 
@@ -115,16 +119,18 @@ def test_paths_that_give_nothing_are_refused(tmp_path):
     (tmp_path / "image.png").write_bytes(b"x")
     (tmp_path / "plain").write_text("x")
     for path, reason in (
-        ("gone", "no such file"), ("empty", "holds no files"), ("image.png", "extension '.png'"),
+        ("gone", "no such file"),
+        ("empty", "holds no files"),
+        ("image.png", "extension '.png'"),
         ("plain", "without extension"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigurationError, match=reason):
             find_text(tmp_path / path)
     with pytest.raises(ConfigurationError, match=r"image\.png"):
         find_text(tmp_path)
 
 
-def test_a_licence_beside_the_data_is_left_out(tmp_path):
+def test_a_licence_next_to_the_data_is_left_out(tmp_path):
     for name in ("LICENSE", "sub/COPYING", "a.txt", "sub/LICENSE.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -45,8 +45,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch, command: str) -> dict[str, Any]:
 def test_there_is_a_command_for_every_branch():
     sections = GUIDE.read_text(encoding="utf-8").split("\n## ")[1:]
     assert [section.partition("?")[0] for section in sections[:4]] == [
-        "What does my machine do at all", "Short of memory", "Long sequences", "After speed",
-    ]  # fmt: skip
+        "What does my machine do at all",
+        "Short of memory",
+        "Long sequences",
+        "After speed",
+    ]
     for section in sections[:4]:
         for step in re.split(r"\n\d\. ", section)[1:]:
             assert "`vb " in step, step

@@ -97,7 +97,7 @@ def all_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
                 yield Try(f"{name} {what}", partial(damaged, name=name, damage=damage))
 
 
-def beside_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
+def next_to_checkpoints(lab: Lab, seed: int) -> Iterator[Try]:
     """What else lies in a run's folder: the resumed run has the same bits, or is refused."""
 
     def damaged(place: Place, name: str, damage: Damage, number: int) -> None:
@@ -238,8 +238,10 @@ def spill_bytes(lab: Lab, seed: int) -> Iterator[Try]:
 
 GENERATE = ("generate", "--model", "model", "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu")
 STREAMED = (*GENERATE, "--fast-memory", "64KiB", "--host-memory", "1MiB")
-TUNE = ("train", "--model", "model", "--max-steps", "1", "--sample-tokens", "0", "--eval-sequences", "4", "--seq-length", "32",
-        "--batch-size", "2", "--no-tensorboard", "--device", "cpu", "--out", "tuned")  # fmt: skip
+TUNE = (
+    *("train", "--model", "model", "--max-steps", "1", "--sample-tokens", "0", "--eval-sequences", "4"),
+    *("--seq-length", "32", "--batch-size", "2", "--no-tensorboard", "--device", "cpu", "--out", "tuned"),
+)
 QUANTIZE = ("quantize", "--model", "model", "--out", "packed", "--scale-search", "max", "--device", "cpu")
 COMMANDS = {"generate": GENERATE, "generate, streamed": STREAMED, "train --model": TUNE, "quantize": QUANTIZE}
 
@@ -331,7 +333,7 @@ CASES = [
         "damaged-settings",
         "settings.json and metrics.jsonl: flipped bits, each digit, cut, other contents; resumed with --out alone",
         "the same weights, or exit 2 and one line",
-        beside_checkpoints,
+        next_to_checkpoints,
         2,
     ),
     Case(
@@ -357,7 +359,7 @@ CASES = [
     ),
     Case(
         "flip-in-spill-file",
-        "bits flipped in the unnamed file behind /proc/PID/fd, between two steps",
+        "bits flipped in the unnamed file that /proc/PID/fd opens, between two steps",
         "exit 2 and one line; resumed: the same bits as undisturbed",
         spill_bytes,
         1,

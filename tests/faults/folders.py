@@ -1,4 +1,4 @@
-"""Folders that are links, read-only or gone, and homes that are missing, odd or not writable."""
+"""Folders that are links, read-only or gone, and home folders that are missing, odd or not writable."""
 
 from __future__ import annotations
 
@@ -122,9 +122,28 @@ def out_names(lab: Lab, seed: int) -> Iterator[Try]:
         ended = place.vb(*place.training("--out", name))
         is_done_or_refused(ended)
 
-    for name in ("a b", "-x", "o'ho", "σ", "x" * 255, "x" * 256, "a/" * 60 + "b", ".", "..", "/", "/dev/null",
-    "/dev/full/x",
-                 "/proc/self/x", "/proc/self/fd", "new\nline", "run.tmp", "step-1", "nul\\", "~", "$HOME"):  # fmt: skip
+    for name in (
+        "a b",
+        "-x",
+        "o'ho",
+        "σ",
+        "x" * 255,
+        "x" * 256,
+        "a/" * 60 + "b",
+        ".",
+        "..",
+        "/",
+        "/dev/null",
+        "/dev/full/x",
+        "/proc/self/x",
+        "/proc/self/fd",
+        "new\nline",
+        "run.tmp",
+        "step-1",
+        "nul\\",
+        "~",
+        "$HOME",
+    ):
         if name not in ("/",):  # a run folder at the root would be the user's wish
             yield Try(repr(name[:20]), partial(named, name=name))
 
@@ -135,10 +154,14 @@ def streams(lab: Lab, seed: int) -> Iterator[Try]:
     def to_full(place: Place, words: tuple[str, ...]) -> None:
         with open("/dev/full", "w") as full:
             done = subprocess.run(
-                [sys.executable, "-m", "vblackwell", *words], stdout=full, stderr=subprocess.PIPE, text=True,
+                [sys.executable, "-m", "vblackwell", *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
                 cwd=place.folder,
-                env=lab.environment, timeout=HANGS_AFTER_SECONDS,
-            )  # fmt: skip
+                env=lab.environment,
+                timeout=HANGS_AFTER_SECONDS,
+            )
         is_refused(Ended(done.returncode, "", done.stderr, []))
 
     for words in (

@@ -28,9 +28,10 @@ RUN = "run"
 # Six steps, three checkpoints, of which the last one prunes the first.
 STEPS = 6
 TRAINING = [
-    *LEVELS, "--max-steps", str(STEPS), "--checkpoint-every", "2", "--keep-checkpoints", "2", "--eval-every", "2",
-    "--eval-sequences", "4", "--sample-tokens", "0", "--resume", "--out", RUN,
-]  # fmt: skip
+    *(*LEVELS, "--max-steps", str(STEPS), "--out", RUN),
+    *("--checkpoint-every", "2", "--keep-checkpoints", "2", "--eval-every", "2", "--eval-sequences", "4"),
+    *("--sample-tokens", "0", "--resume"),
+]
 COMPARED = ("step", "loss", "lr", "grad_norm", "val_loss")
 
 
@@ -65,9 +66,11 @@ class Lab:
         self.shim = build_shim(folder)
         kept = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "COLUMNS")}
         self.environment = kept | {
-            "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.shim),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "LD_PRELOAD": str(self.shim),
             "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+        }
         self.server = ForkServer(
             folder, self.environment, "torch.utils.tensorboard", "tensorboard.compat.tensorflow_stub"
         )
@@ -85,7 +88,7 @@ class Lab:
 
     @cached_property
     def undisturbed(self) -> tuple[Numbers, list[Call]]:
-        """The run without a fault, with all it has (TensorBoard, a cache of its own): its numbers, and its calls."""
+        """The run without a fault, with all it has (TensorBoard, a separate cache): its numbers, and its calls."""
         place = self.place()
         rules = [Rule(",".join(KINDS), "/", "1+", "log")]
         ended = place.vb(*place.training(tensorboard=True), rules=rules, XDG_CACHE_HOME=str(place.folder / "cache"))
@@ -126,9 +129,13 @@ class Place:
         return ["train", *base, "--data", str(self.lab.corpus), "--disk-path", str(self.folder), *TRAINING, *words]
 
     def start(
-        self, *words: str, rules: Sequence[Rule] = (), limits: dict[str, int] | None = None, cgroup: Path | None = None,
+        self,
+        *words: str,
+        rules: Sequence[Rule] = (),
+        limits: dict[str, int] | None = None,
+        cgroup: Path | None = None,
         **environment: str | None,
-    ) -> Child:  # fmt: skip
+    ) -> Child:
         """Start ``vb`` and return at once."""
         own: dict[str, str | None] = {"TMPDIR": str(self.folder)}
         if rules:
@@ -164,9 +171,13 @@ class Place:
         child.signal(signal.SIGCONT)
 
     def vb(
-        self, *words: str, rules: Sequence[Rule] = (), limits: dict[str, int] | None = None, cgroup: Path | None = None,
+        self,
+        *words: str,
+        rules: Sequence[Rule] = (),
+        limits: dict[str, int] | None = None,
+        cgroup: Path | None = None,
         **environment: str | None,
-    ) -> Ended:  # fmt: skip
+    ) -> Ended:
         """Run ``vb`` to its end."""
         return self.end(self.start(*words, rules=rules, limits=limits, cgroup=cgroup, **environment))
 

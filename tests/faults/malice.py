@@ -89,19 +89,23 @@ AUTO = {
 
 def code(lab: Lab, seed: int) -> Iterator[Try]:
     changes: dict[str, tuple[Change, bool]] = {
-        "pytorch_model.bin beside the weights": (_pickled("pytorch_model.bin", False), True),
+        "pytorch_model.bin next to the weights": (_pickled("pytorch_model.bin", False), True),
         "pytorch_model.bin alone": (_pickled("pytorch_model.bin", True), False),
         "model.pt alone": (_pickled("model.pt", True), False),
         "a pickle as model.safetensors": (_pickled("model.safetensors", False), False),
         "a pickle as tokenizer.json": (_pickled("tokenizer.json", False), True),
         "a pickle as training_args.bin": (_pickled("training_args.bin", False), True),
         "auto_map in config.json": (_own_code("config.json", auto_map=AUTO), True),
-        "auto_map of an unknown model": (_own_code("config.json", auto_map=AUTO, model_type="x", architectures=["X"]),
-        False),
-        "auto_map in tokenizer_config.json": (_own_code("tokenizer_config.json", auto_map=AUTO, tokenizer_class="X"),
-        True),
+        "auto_map of an unknown model": (
+            _own_code("config.json", auto_map=AUTO, model_type="x", architectures=["X"]),
+            False,
+        ),
+        "auto_map in tokenizer_config.json": (
+            _own_code("tokenizer_config.json", auto_map=AUTO, tokenizer_class="X"),
+            True,
+        ),
         "custom_generate": (_custom_generate, True),
-    }  # fmt: skip
+    }
     for what, (change, harmless) in changes.items():
         for title, words in {**COMMANDS, "generate --chat": (*GENERATE, "--chat")}.items():
             yield Try(f"{title}: {what}", partial(_try, words=words, change=change, harmless=harmless))
@@ -111,8 +115,8 @@ def code(lab: Lab, seed: int) -> Iterator[Try]:
 
 TEMPLATES = {
     "globals": "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{% if 'Popen' in c.__name__ %}{{ c('touch canary', shell=True) }}"
-    "{% endif %}{% endfor %}",
+    "subclasses": "{% for c in ''.__class__.__mro__[1].__subclasses__() %}{% if 'Popen' in c.__name__ %}"
+    "{{ c('touch canary', shell=True) }}{% endif %}{% endfor %}",
     "self": "{{ self._TemplateReference__context.cycler.__init__.__globals__.os.system('touch canary') }}",
     "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
     "import": "{% import 'os' as os %}{{ os.system('touch canary') }}",
@@ -147,9 +151,10 @@ def templates(lab: Lab, seed: int) -> Iterator[Try]:
         _try(place, (*TUNE, "--data", "talks.jsonl"), partial(written, text=text), harmless=True)
 
     for what, text in TEMPLATES.items():
-        yield Try(f"generate --chat: {what}",
-                  partial(_try, words=(*GENERATE, "--chat"), change=partial(written, text=text),
-                  harmless=True))  # fmt: skip
+        yield Try(
+            f"generate --chat: {what}",
+            partial(_try, words=(*GENERATE, "--chat"), change=partial(written, text=text), harmless=True),
+        )
         yield Try(f"train on conversations: {what}", partial(trained, text=text))
 
 
@@ -187,10 +192,14 @@ HEADERS: dict[str, Change] = {
     "a length of 2^62": _with_table(lambda table, size: table, length=2**62),
     "a length of 99 MB": _with_table(lambda table, size: table, length=99_000_000),
     "a length of 0": _with_table(lambda table, size: table, length=0),
-    "overlapping tensors": _with_table(lambda table, size: {
-        key: entry if key == "__metadata__" else entry | {"data_offsets": [0,
-        entry["data_offsets"][1] - entry["data_offsets"][0]]}
-        for key, entry in table.items()}),
+    "overlapping tensors": _with_table(
+        lambda table, size: {
+            key: entry
+            if key == "__metadata__"
+            else entry | {"data_offsets": [0, entry["data_offsets"][1] - entry["data_offsets"][0]]}
+            for key, entry in table.items()
+        }
+    ),
     "offsets beyond the end": _with_table(lambda table, size: _first(table, data_offsets=[size, size + 128])),
     "offsets of 2^63": _with_table(lambda table, size: _first(table, data_offsets=[2**63, 2**63 + 128])),
     "offsets below zero": _with_table(lambda table, size: _first(table, data_offsets=[-128, 0])),
@@ -211,10 +220,11 @@ HEADERS: dict[str, Change] = {
     "one name twice": _with_table(lambda table, size: json.dumps(table)[:-1] + "," + json.dumps(table)[1:]),
     "nested a hundred thousand deep": _with_table(lambda table, size: "[" * 100_000 + "]" * 100_000),
     "not UTF-8": _with_table(lambda table, size: table, raw=b'{"\xff\xfe": 1}'),
-    "a name with NUL": _with_table(lambda table, size: {f"{key}\x00": entry for key,
-    entry in table.items() if key != "__metadata__"}),
+    "a name with NUL": _with_table(
+        lambda table, size: {f"{key}\x00": entry for key, entry in table.items() if key != "__metadata__"}
+    ),
     "an empty table": _with_table(lambda table, size: {}),
-}  # fmt: skip
+}
 
 
 def headers(lab: Lab, seed: int) -> Iterator[Try]:
@@ -282,8 +292,8 @@ YAML = {
     "subprocess": "data: !!python/object/new:subprocess.Popen [[touch, canary]]\n",
     "a module": "!!python/module:os\n",
     "a name": "data: !!python/name:os.system\n",
-    "a billion laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-        f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
+    "a billion laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)),
     "nested lists": "data: " + "[" * 5000 + "]" * 5000,
     "nested maps": "architecture: " + "{a: " * 3000 + "1" + "}" * 3000,
     "a cycle": "architecture: &a {num_layers: *a}\n",
@@ -294,7 +304,7 @@ YAML = {
     "control characters": "data: \x07\n",
     "two documents": "max_steps: 1\n---\nmax_steps: 2\n",
     "the same key twice": "max_steps: 0\nmax_steps: -1\n",
-}  # fmt: skip
+}
 
 
 def yaml_files(lab: Lab, seed: int) -> Iterator[Try]:
@@ -324,11 +334,13 @@ def texts(lab: Lab, seed: int) -> Iterator[Try]:
 
     deep = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
     for what, content in {
-        "nested": deep, "nested conversations": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "nested": deep,
+        "nested conversations": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
         "nested after a good line": b'{"text": "def"}\n' + deep,
         "a number of a million digits": b'{"text": ' + b"9" * 1_000_000 + b"}\n",
-        "lone surrogate": b'{"text": "\\ud800"}\n' * 50, "NUL": b"\x00" * 5000,
-    }.items():  # fmt: skip
+        "lone surrogate": b'{"text": "\\ud800"}\n' * 50,
+        "NUL": b"\x00" * 5000,
+    }.items():
         yield Try(f"jsonl: {what}", partial(data, name="data.jsonl", content=content))
     yield Try("parquet: no parquet", partial(data, name="data.parquet", content=b"PAR1" + b"\xff" * 500 + b"PAR1"))
 
@@ -355,7 +367,7 @@ def texts(lab: Lab, seed: int) -> Iterator[Try]:
 CASES = [
     Case(
         "code-in-a-folder",
-        "pickles, auto_map, custom code beside or instead of weights, configuration, tokenizer",
+        "pickles, auto_map, custom code next to or instead of weights, configuration, tokenizer",
         "no code of the folder runs; harmless or exit 2 and one line",
         code,
         3,

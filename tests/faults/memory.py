@@ -16,18 +16,22 @@ MIB = 1 << 20
 ASKED = {
     "--host-memory 2GiB of 512 MiB": (["--host-memory", "2GiB"], 512),
     "--fast-memory 2GiB of 512 MiB": (["--fast-memory", "2GiB"], 512),
-    "7b of 2 GiB": (["--config", "7b", "--fast-memory", "256MiB", "--host-memory", "512MiB", "--disk-memory", "200GiB"],
-    2048),
+    "7b of 2 GiB": (
+        ["--config", "7b", "--fast-memory", "256MiB", "--host-memory", "512MiB", "--disk-memory", "200GiB"],
+        2048,
+    ),
     "7b of 2 GiB, all in RAM": (["--config", "7b", "--disk-memory", "0"], 2048),
-}  # fmt: skip
+}
 
 SMALL = ["--config", "small", "--fast-memory", "64MiB", "--host-memory", "128MiB", "--disk-memory", "16GiB"]
 
 
 def _asking(place: Place, words: list[str]) -> list[str]:
-    base = ["train", "--data", str(place.lab.corpus), "--vocab-size", "300", "--seq-length", "32", "--batch-size", "1",
-            "--max-steps", "1", "--device", "cpu", "--no-tensorboard", "--sample-tokens", "0", "--eval-sequences", "1",
-            "--disk-path", str(place.folder), "--out", "run"]  # fmt: skip
+    base = [
+        *("train", "--data", str(place.lab.corpus), "--disk-path", str(place.folder), "--out", "run"),
+        *("--vocab-size", "300", "--seq-length", "32", "--batch-size", "1", "--max-steps", "1", "--device", "cpu"),
+        *("--no-tensorboard", "--sample-tokens", "0", "--eval-sequences", "1"),
+    ]
     return [*base, *words]
 
 
@@ -86,11 +90,17 @@ def killed(lab: Lab, seed: int) -> Iterator[Try]:
         has_fired(ended, [rule])
         ends_as_undisturbed(place)
 
-    for kinds, text, number in (("write", "metrics.jsonl", 1), ("write", "metrics.jsonl", 3), ("write", "metrics.jsonl",
-    6),
-                                ("read", "(deleted)", 60), ("read", "(deleted)", 200), ("write", "(deleted)", 150),
-                                ("write", "/checkpoints", 60), ("rename", "/checkpoints", 2), ("write", "run/final",
-                                12)):  # fmt: skip
+    for kinds, text, number in (
+        ("write", "metrics.jsonl", 1),
+        ("write", "metrics.jsonl", 3),
+        ("write", "metrics.jsonl", 6),
+        ("read", "(deleted)", 60),
+        ("read", "(deleted)", 200),
+        ("write", "(deleted)", 150),
+        ("write", "/checkpoints", 60),
+        ("rename", "/checkpoints", 2),
+        ("write", "run/final", 12),
+    ):
         yield Try(f"{kinds} {number} of {text}", partial(eaten, rule=Rule(kinds, text, number, "eat")))
 
 

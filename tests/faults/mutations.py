@@ -146,9 +146,10 @@ def _flags(place: Place, draw: random.Random) -> list[str]:
 
     from vblackwell.train.config import TrainConfig, flag_of
 
-    costly = {"max_steps", "epochs", "eval_sequences", "sample_tokens", "vocab_size", "accumulation_steps", "out",
-    "data", "profile",
-              "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size"}  # fmt: skip
+    costly = {
+        "max_steps", "epochs", "eval_sequences", "sample_tokens", "vocab_size", "accumulation_steps", "out", "data",
+        "profile", "vgpu_auto", "preset", "batch_size", "seq_length", "auto_batch_size",
+    }  # fmt: skip
     fields = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in costly]
     words = place.training()[:-3] + ["--out", "run", "--max-steps", "1"]
     for name in draw.sample(fields, draw.choice((1, 1, 2, 3))):
@@ -169,15 +170,17 @@ def _other_flags(place: Place, draw: random.Random) -> list[str]:
     flags = {
         GENERATE: [
             "--top-k", "--top-p", "--min-p", "--temperature", "--seed", "--prefill-chunk", "--fast-memory",
-            "--host-memory",
-            "--disk-memory", "--disk-path", "--adapter", "--fp4-layers", "--keep", "--assignment", "--use-fp4",
-            "--device"],
+            "--host-memory", "--disk-memory", "--disk-path", "--adapter", "--fp4-layers", "--keep", "--assignment",
+            "--use-fp4", "--device",
+        ],
         QUANTIZE: [
             "--format", "--block-size", "--scale-search", "--pattern", "--keep", "--assignment", "--max-bits",
-            "--budget", "--device"],
+            "--budget", "--device",
+        ],
         ("estimate", "tiny", "--gpu-memory", "8GiB", "--no-advice"): [
             "--gpu", "--gpu-memory", "--optimizer", "--precision", "--host-memory", "--disk-memory", "--topology",
-            "--html"],
+            "--html",
+        ],
     }  # fmt: skip
     words = draw.choice(sorted(flags, key=str))
     changed = list(words)
@@ -189,13 +192,22 @@ def _other_flags(place: Place, draw: random.Random) -> list[str]:
 def _settings(place: Place, draw: random.Random) -> list[str]:
     """A YAML file of settings."""
     good = SMALL | {
-        "data": str(place.lab.corpus), "out": "run", "device": "cpu", "learning_rate": 0.01, "checkpoint_every": 1,
+        "data": str(place.lab.corpus),
+        "out": "run",
+        "device": "cpu",
+        "learning_rate": 0.01,
+        "checkpoint_every": 1,
         "tensorboard": False,
         "architecture": {"num_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2},
-        "warmup_steps": 0, "seed": 1,
-        "fast_memory": "128KiB", "host_memory": "512KiB", "update": "auto", "betas": 1, "precision": "fp32",
+        "warmup_steps": 0,
+        "seed": 1,
+        "fast_memory": "128KiB",
+        "host_memory": "512KiB",
+        "update": "auto",
+        "betas": 1,
+        "precision": "fp32",
         "fp4_layers": "all",
-    }  # fmt: skip
+    }
     del good["betas"]
     path = place.folder / "run.yaml"
     if draw.random() < 0.5:
@@ -207,8 +219,8 @@ def _settings(place: Place, draw: random.Random) -> list[str]:
         changed = mutated_value(bounded, draw)
         changed = changed | SMALL if isinstance(changed, dict) else changed
         path.write_text(json.dumps(changed), encoding="utf-8")  # JSON is YAML
-    return ["train", "--config", "run.yaml", *(word for pair in SMALL.items() for word in (f"--{pair[0].replace('_', '-')}", str(pair[1]))),
-            "--out", "run"]  # fmt: skip
+    small = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return ["train", "--config", "run.yaml", *small, "--out", "run"]
 
 
 def _folder_json(place: Place, draw: random.Random) -> list[str]:
@@ -286,8 +298,7 @@ def _with_data(place: Place, words: tuple[str, ...]) -> list[str]:
 
 KINDS: dict[str, Callable[[Place, random.Random], list[str]]] = {
     "flags of train": _flags, "flags of other commands": _other_flags, "YAML settings": _settings,
-    "JSON of a folder": _folder_json,
-    "safetensors table": _header, "jsonl lines": _lines, "files of a run": _stored,
+    "JSON of a folder": _folder_json, "safetensors table": _header, "jsonl lines": _lines, "files of a run": _stored,
 }  # fmt: skip
 
 
@@ -315,7 +326,8 @@ def _changed(folder: Path) -> str:
 CASES = [
     Case(
         "mutations",
-        "drawn changes to flags, YAML settings, JSON of folders, safetensors tables, jsonl lines, and files of a resumed run",
+        "drawn changes to flags, YAML settings, JSON of folders, safetensors tables, jsonl lines, and files of a "
+        "resumed run",
         "exit 0, or exit 2 and one line; no traceback, no hang, no death",
         mutations,
         7,

@@ -82,8 +82,16 @@ def learning_rates(lab: Lab, seed: int) -> Iterator[Try]:
             is_refused(ended, "--learning-rate")
         _finite_checkpoints(place)
 
-    for flag in ("--learning-rate", "--weight-decay", "--beta1", "--beta2", "--epsilon", "--max-grad-norm", "--epochs",
-                 "--min-learning-rate-ratio"):  # fmt: skip
+    for flag in (
+        "--learning-rate",
+        "--weight-decay",
+        "--beta1",
+        "--beta2",
+        "--epsilon",
+        "--max-grad-norm",
+        "--epochs",
+        "--min-learning-rate-ratio",
+    ):
         for value in ("nan", "inf", "-inf", "-1"):
             yield Try(f"{flag} {value}", partial(refused, flag=flag, value=value))
     for rate in ("1e10", "1e20", "1e30", "1e38"):

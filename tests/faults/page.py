@@ -19,18 +19,18 @@ from tests.faults.campaign import Outcome
 HEAD = """\
 # Reliability
 
-What happens to a run when something breaks: a process is killed, a disk fills up or fails, bits flip, memory runs out, a signal comes, a
-folder is damaged or made to do harm. All up to the kernels was written by the command that tries it, on real processes with real faults;
-nothing in it was typed.
+What happens to a run when something breaks: a process is killed, a disk fills up or fails, bits flip, memory runs out,
+a signal comes, a folder is damaged or made to do harm. All up to the kernels was written by the command that tries it,
+on real processes with real faults; nothing in it was typed.
 
-The run is a miniature: a decoder of 50 thousand parameters that streams through all three levels, six steps, three checkpoints. In every
-try one fault is put at one place, and the exit code and the words are looked at. A run is then resumed without the fault. **The same
-bits** means: the weights of the end are equal to those of an undisturbed run in every bit, and so are each step's loss, learning rate,
-gradient norm and validation loss; no step is missing or told twice; nothing half-written is left. **One line** means: `vb: error: ...`
-alone on standard error, and no traceback.
+The run is a miniature: a decoder of 50 thousand parameters that streams through all three levels, six steps, three
+checkpoints. In every try one fault is put at one place, and the exit code and the words are looked at. A run is then
+resumed without the fault. **The same bits** means: the weights of the end are equal to those of an undisturbed run in
+every bit, and so are each step's loss, learning rate, gradient norm and validation loss; no step is missing or told
+twice; nothing half-written is left. **One line** means: `vb: error: ...` alone on standard error, and no traceback.
 
-Faults at calls come from a library that is preloaded (`tests/faults/shim.c`): it counts the calls that reach a disk, and kills, fails,
-shortens or signals at a given one. Small disks and memory limits are real file systems and cgroups.
+Faults at calls come from a library that is preloaded (`tests/faults/shim.c`): it counts the calls that reach a disk,
+and kills, fails, shortens or signals at a given one. Small disks and memory limits are real file systems and cgroups.
 """
 
 KERNELS = "\n## Kernels under compute-sanitizer\n"  # from here on the page is kept as it is
@@ -52,7 +52,8 @@ def write_page(outcomes: Sequence[Outcome], seed: int, workers: int, seconds: fl
         "Commit": _commit(),
         "Machine": f"{os.cpu_count()} cores, {gpu}, {platform.system()} {platform.release().split('-')[0]}",
         "Load at the end": f"{os.getloadavg()[0]:.0f}",
-        "Versions": f"vblackwell {version('vblackwell')}, Python {platform.python_version()}, torch {torch.__version__}",
+        "Versions": f"vblackwell {version('vblackwell')}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
         "Seed": str(seed),
         "Time": f"{seconds:.0f} s with {workers} workers",
         "Tries": f"{tries}, of which {held} held and {tries - held} did not",
@@ -74,7 +75,8 @@ def write_page(outcomes: Sequence[Outcome], seed: int, workers: int, seconds: fl
         lines += [f"- `{outcome.case.name}`: {label}: {_shortly(said)}" for outcome, label, said in broken]
     lines += [
         "",
-        "`python -m tests.faults --only NAME` tries one case alone, `--tries N` a few of each; the suite draws a sample.",
+        "`python -m tests.faults --only NAME` tries one case alone, `--tries N` a few of each; the suite draws a "
+        "sample.",
     ]
     return "\n".join(lines) + "\n"
 

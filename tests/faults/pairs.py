@@ -12,7 +12,7 @@ from tests.faults.shim import Rule
 
 
 def on_one_run(lab: Lab, seed: int) -> Iterator[Try]:
-    """One of them trains, the other is refused, whoever came first; neither harms the other's files."""
+    """One of them trains, the other is refused, in either order; neither harms the other's files."""
 
     def both(place: Place, rule: Rule, resume: bool) -> None:
         words = place.training() if resume else [word for word in place.training() if word != "--resume"]
@@ -35,9 +35,13 @@ def on_one_run(lab: Lab, seed: int) -> Iterator[Try]:
         is_undisturbed(place)
 
     moments = {"before anything": Rule("open,create", "corpus.py", 1, "pause")}
-    for text, kinds in (("run/.lock", "create,lock,write"), ("run/settings", "create,rename"), ("run/metrics",
-    "create"),
-                        ("run/checkpoints", "lock,rename"), ("run/final", "lock,rename")):  # fmt: skip
+    for text, kinds in (
+        ("run/.lock", "create,lock,write"),
+        ("run/settings", "create,rename"),
+        ("run/metrics", "create"),
+        ("run/checkpoints", "lock,rename"),
+        ("run/final", "lock,rename"),
+    ):
         moments |= {
             f"{text} {label}": with_action(rule, "pause") for label, rule in list(calls_of(lab, text, kinds))[:3]
         }

@@ -71,18 +71,23 @@ def twice(lab: Lab, seed: int) -> Iterator[Try]:
 
 
 def starting(lab: Lab, seed: int) -> Iterator[Try]:
-    """While Python imports the command: a process of its own, as users start it."""
+    """While Python imports the command: a separate process, as users start it."""
 
     def signalled(place: Place, name: str, number: int) -> None:
         log = place.folder / "log"
         environment = lab.environment | {
-            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")), "VB_FAULTS_LOG": str(log),
+            "VB_FAULTS": str(Rule("open", name, 1, f"signal={number}")),
+            "VB_FAULTS_LOG": str(log),
             "TMPDIR": str(place.folder),
-        }  # fmt: skip
+        }
         done = subprocess.run(
-            [sys.executable, "-m", "vblackwell", *place.training()], cwd=place.folder, env=environment,
-            capture_output=True, text=True, timeout=HANGS_AFTER_SECONDS,
-        )  # fmt: skip
+            [sys.executable, "-m", "vblackwell", *place.training()],
+            cwd=place.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_AFTER_SECONDS,
+        )
         assert log.exists(), "the signal was not met"
         assert done.returncode in (-number, 128 + number), f"exit {done.returncode}\n{done.stderr}"
         assert "Traceback" not in done.stderr and "internal error" not in done.stderr, done.stderr
@@ -96,7 +101,8 @@ def starting(lab: Lab, seed: int) -> Iterator[Try]:
 CASES = [
     Case(
         "signal",
-        "SIGTERM or SIGINT at start, settings, tokenizing, reading data, step, between steps, checkpoint, export, report",
+        "SIGTERM or SIGINT at start, settings, tokenizing, reading data, step, between steps, checkpoint, export, "
+        "report",
         "exit 143 or 130 (0 where the run was ending anyway); resumed: the same bits as undisturbed",
         once,
         2,

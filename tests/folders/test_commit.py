@@ -210,17 +210,23 @@ def test_leftovers_go_and_work_in_progress_stays(tmp_path):
     with CommitFolder(tmp_path, "step-8") as folder:
         assert not (tmp_path / "step-7.tmp").exists()
         other = subprocess.run(
-            [sys.executable, "-c", "import sys; from pathlib import Path; from vblackwell.folders.commit import *\n"
-             "clean_leftovers(Path(sys.argv[1]))\n"
-             "try: CommitFolder(Path(sys.argv[1]), 'step-8').__enter__()\n"
-             "except DiskError as error: print(error)", str(tmp_path)],
-            capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                "import sys; from pathlib import Path; from vblackwell.folders.commit import *\n"
+                "clean_leftovers(Path(sys.argv[1]))\n"
+                "try: CommitFolder(Path(sys.argv[1]), 'step-8').__enter__()\n"
+                "except DiskError as error: print(error)",
+                str(tmp_path),
+            ],
+            capture_output=True,
+            text=True,
+        )
         assert "written by another process" in other.stdout and folder.path.is_dir(), other
     assert newest_complete(tmp_path) == [tmp_path / "step-8"]
 
 
-def test_what_others_left_beside_the_folder_stays(tmp_path):
+def test_what_others_left_next_to_the_folder_stays(tmp_path):
     """Users choose where a folder goes: what is there and ends in .tmp may be theirs."""
     for name in ("notes.tmp", "thesis.replaced.tmp", "step-by-step.tmp"):
         (tmp_path / name).mkdir()
@@ -229,8 +235,11 @@ def test_what_others_left_beside_the_folder_stays(tmp_path):
     with CommitFolder(tmp_path, "model") as folder:
         folder.add("a.bin", b"1")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "model", "notes.tmp", "step-by-step.tmp", "thesis.replaced.tmp",
-    ]  # fmt: skip
+        "model",
+        "notes.tmp",
+        "step-by-step.tmp",
+        "thesis.replaced.tmp",
+    ]
 
 
 def test_what_was_never_committed_is_not_replaced(tmp_path):

@@ -74,7 +74,7 @@ def test_seed_decides(model, tokenizer):
 
 
 def test_the_callers_state_is_left_alone(model, tokenizer):
-    model.train().layers[1].eval()  # a part may have a mode of its own
+    model.train().layers[1].eval()  # a part may have another mode
     rng, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     generate(model, tokenizer, "x", 3)
     assert model.training and torch.equal(rng, torch.get_rng_state())

@@ -43,7 +43,7 @@ def shape_of(model, rows: int) -> CacheShape:
 
 
 def write(model, rows: int, cache, chunk=None):
-    """Tokens, and the logits behind the last of them."""
+    """Tokens, and the logits after the last of them."""
     logits = []
     handle = model.register_forward_hook(lambda module, args, output: logits.append(output.logits[:, -1]))
     tokens = list(columns(model, NUMBERS[-rows:], COUNT, Sampling(temperature=0), 0, chunk, cache))

@@ -51,7 +51,7 @@ def test_steady_steps_are_those_of_a_growing_cache(kv_heads):
 
 
 @torch.no_grad()
-def test_whoever_looks_on_sees_a_step():
+def test_hooks_of_the_caller_see_a_step():
     model, prompt, token = decoder(), torch.arange(7)[None], torch.tensor([[3]])
     logits, seen = [], []
     for hooks in (0, 1):
@@ -122,7 +122,7 @@ def test_a_replayed_step_writes_the_same_tokens(dtype, fp4, monkeypatch):
         step = stepping(fewest)
         step(prompt)
         found.append(torch.cat([step(given[:, place : place + 1]).float().clone() for place in range(count)]))
-    # Three layers round some ten times each on the way to a logit, either way in places of its own: to 2^-8.8 RMS at
+    # Three layers round some ten times each on the way to a logit, either way in different places: to 2^-8.8 RMS at
     # most in bf16 (half a unit of 8 bits over sqrt(3)), so both together differ by 2^-8.8 * sqrt(60), and by as much
     # again because a layer's softmax sees what the one before it differs by. In fp32 units have 16 bits less, but sums
     # of 512 products go in other orders.

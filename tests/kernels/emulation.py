@@ -33,7 +33,7 @@ from vblackwell.kernels.runtime import nvrtc
 from vblackwell.numerics.formats import FORMATS
 
 STALE = 1001  # counters that a launch has to clear
-BEHIND = 1 << 19  # bytes after a buffer that nobody may write
+GUARD_BYTES = 1 << 19  # bytes after a buffer that nobody may write
 HERE = Path(__file__).parent
 BUILT = HERE.parents[1] / ".pytest_cache" / "emulation"  # what was built; git ignores it
 Args = list[Any]  # tensors, numbers, and None where there is no tensor
@@ -163,7 +163,7 @@ def _call_all(
     calls: Sequence[Args],
     lagging: range = range(0),
 ) -> None:
-    """Runs ``main`` with the arguments of one call behind the other's in a stream, whose kernels begin as early as they
+    """Runs ``main`` with the arguments of one call after the other's in a stream, whose kernels begin as early as they
     may.
 
     ``lagging`` warps of each block are often late, or, if there are none, some that are drawn.
@@ -199,8 +199,9 @@ def linear(
     processors: int = wgmma_plan.MULTIPROCESSORS,
     lagging: range = range(0),
 ) -> Tensor:
-    """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x; starts as
-    NaN.
+    """Output of the kernel of ``plan``, an mma plan with a norm's gain: fp32, or ``rounded`` to the type of x.
+
+    It starts as NaN.
     """
     x_MK, k = fp4_launch.aligned(x_MK)
     m = x_MK.shape[0]
@@ -231,7 +232,7 @@ def linear_layers(
     lagging: range = range(0),
 ) -> list[Tensor]:
     """Rounded outputs of square weights, each the next one's x, of launches that begin early and share what a layer
-    needs besides.
+    needs in addition.
     """
     m, k = x_MK.shape
     written = [torch.full_like(x_MK, torch.nan) for _ in layers]
@@ -317,7 +318,7 @@ def run_w4a8_layers(
 ) -> list[Tensor]:
     """Outputs of `run_w4a8` with one weight after the other, each of which is the next one's x (then N is K).
 
-    They share all that a layer needs besides, and the counters as ``kernels/runtime/counters.py`` hands them out.
+    They share all that a layer needs in addition, and the counters as ``kernels/runtime/counters.py`` hands them out.
     """
     m, k = x_MK.shape
     assert len(layers) == 1 or n == k
@@ -326,7 +327,7 @@ def run_w4a8_layers(
     lengths = [tokens * sizes.steps * 128, sizes.columns * sizes.steps * plan.features * 128, 4 * m]
     lengths += [4 * STALE] * 2 + [2 * m * n] * len(layers)
     assert sizes.counters <= STALE
-    written = [torch.full((length + BEHIND,), 0xFF, dtype=torch.uint8) for length in lengths]
+    written = [torch.full((length + GUARD_BYTES,), 0xFF, dtype=torch.uint8) for length in lengths]
     (image, weight, scale_M, *counters), outputs = written[:5], written[5:]
     counters[0][: 4 * STALE] = 0
     calls, used = [], STALE
@@ -338,7 +339,7 @@ def run_w4a8_layers(
         used = sizes.counters
     _call_all(w4a8.FILES, plan.macros(x_MK.dtype == torch.float16, k), _W4A8_MAIN, calls, lagging)
     for length, buffer in zip(lengths, written, strict=True):
-        assert (buffer[length:] == 0xFF).all(), "written behind its end"
+        assert (buffer[length:] == 0xFF).all(), "written after its end"
     assert not counters[len(layers) % 2][: 4 * STALE].any(), "counters of the launch before are left"
     return [y[: 2 * m * n].view(x_MK.dtype).view(m, n) for y in outputs]
 

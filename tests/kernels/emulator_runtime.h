@@ -56,6 +56,6 @@ void multiply_e4m3(float* d, const Operands& operands);  // 64 rows of `a` by `c
 void let_next_start();
 void wait_for_previous();
 extern bool in_order;  // blocks start in the order of a grid, as a GPU starts them, not in one that is drawn
-// Behind what was launched before, `body(context)` for every thread of every block; a cluster is all blocks along y. They run when all is launched.
+// After what was launched before, `body(context)` for every thread of every block; a cluster is all blocks along y. They run when all is launched.
 void launch_threads(int grid_x, int grid_y, int grid_z, int threads, int shared_bytes, void (*body)(const void*), void* context,
                     void (*free_context)(void*));

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-// 16 bytes, `offset` behind the beginning of a row.
+// 16 bytes, `offset` after the beginning of a row.
 static const u8* bytes_of(u32 operand, int row, int offset) {
     const u32 at = (operand << 4) + row / 8 * 1024 + row % 8 * 128 + offset;
     return shared_at(running->rank, at ^ ((at >> 7 & 7) << 4), 16);

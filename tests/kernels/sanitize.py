@@ -162,10 +162,12 @@ def run(tool: str | None, names: Iterable[str], log: Path) -> Found:
     command = [sys.executable, "-m", "tests.kernels.sanitized", *names]
     if tool is not None:
         command = [
-            str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS), "--print-limit", "1000",
-            "--launch-timeout", "120",
-            "--target-processes", "application-only", "--show-backtrace", "no", *OPTIONS[tool], *command,
-        ]  # fmt: skip
+            *(str(sanitizer()), "--tool", tool, "--error-exitcode", str(ERRORS)),
+            *("--print-limit", "1000", "--launch-timeout", "120", "--target-processes", "application-only"),
+            *("--show-backtrace", "no"),
+            *OPTIONS[tool],
+            *command,
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "VBLACKWELL_LINE_INFO": "1"}
     if tool == "memcheck":  # an allocation a tensor: what reads beyond one does not end in another
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -193,8 +195,8 @@ def verdict(reports: Iterable[Report]) -> tuple[list[Report], list[str], list[st
         if false and seen[rule.reported] and not seen[rule.held]:
             standing = [report for report in standing if report not in false]
             said.append(
-                f"racecheck, {rule.case}: {len(false)} reports are false; of the same barriers it reports {seen[rule.reported]} "
-                f"({rule.reported}), of barriers that it understands none ({rule.held})"
+                f"racecheck, {rule.case}: {len(false)} reports are false; of the same barriers it reports "
+                f"{seen[rule.reported]} ({rule.reported}), of barriers that it understands none ({rule.held})"
             )
     missed = [f"racecheck: sees no race in {name}, which is one" for name in RACES if not seen[name]]
     return standing, said, missed

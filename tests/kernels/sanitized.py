@@ -44,8 +44,8 @@ REDUCED = Path(__file__).with_name("false_reports.cu")
 # Its kernels, and how many threads they have.
 REDUCED_KERNELS = {
     "handed_over_beside_part": 384, "handed_over_by_whole": 384, "handed_over_in_a_race": 384,
-    "counted_by_one_lane": 64,
-    "counted_by_all_lanes": 64, "counted_in_a_race": 64, "peer_that_waits_for_mail": 32, "peer_that_meets": 32,
+    "counted_by_one_lane": 64, "counted_by_all_lanes": 64, "counted_in_a_race": 64, "peer_that_waits_for_mail": 32,
+    "peer_that_meets": 32,
 }  # fmt: skip
 N, K = 100, 1600  # of FP4 weights: no multiple of a block's rows, 25 windows
 
@@ -218,10 +218,20 @@ def attend(plan: Any, head: int, mask: torch.Tensor | None, queries: int, keys: 
     """Forward and backward in this thread, which a chosen plan needs."""
     q, k, v = inputs(1, 2, 1, queries, keys, head, torch.float16)
     options = attention_launch.Options(
-        None if mask is None else here(mask)[None, None], None, None, None, None, queries, keys, head**-0.5, None,
-        right, False,
-        0.0, 0.0,
-    )  # fmt: skip
+        None if mask is None else here(mask)[None, None],
+        None,
+        None,
+        None,
+        None,
+        queries,
+        keys,
+        head**-0.5,
+        None,
+        right,
+        False,
+        0.0,
+        0.0,
+    )
     plans = {} if plan is None else {"forward": plan}
     with use_plans(**plans):
         out, lse = attention_launch.forward(q, k, v, options)
@@ -236,17 +246,26 @@ def masks(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @case(
-    "forward.attend", "backward.query_gradient", "backward.key_gradient",
-    "blocks.pack_bits", "blocks.judge_bits", "blocks.judge_values",
-    "blocks.collect_tiles", "blocks.order_lines",
-)  # fmt: skip
+    "forward.attend",
+    "backward.query_gradient",
+    "backward.key_gradient",
+    "blocks.pack_bits",
+    "blocks.judge_bits",
+    "blocks.judge_values",
+    "blocks.collect_tiles",
+    "blocks.order_lines",
+)
 def attention() -> None:
     length = 261 if DEVICE == "cuda" else 21
     for mask in (None, *masks(length, length)):
         attend(
             attention_plan.plan_for("forward", 64, 2, 227 << 10) if DEVICE == "cuda" else None,
-            64 if DEVICE == "cuda" else 16, mask, length, length, 0 if mask is None else None,
-        )()  # fmt: skip
+            64 if DEVICE == "cuda" else 16,
+            mask,
+            length,
+            length,
+            0 if mask is None else None,
+        )()
 
 
 @case("hopper.attend_hopper", hopper=True)

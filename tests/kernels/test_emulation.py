@@ -62,7 +62,7 @@ def test_a_mistake_is_named_and_the_next_launch_is_right(mistake, message):
 
 
 def test_who_waits_for_a_launch_is_named():
-    for _ in range(20):  # in some orders there is no room beside the first one
+    for _ in range(20):  # in some orders there is no room next to the first one
         with pytest.raises(emulation.EmulationError, match="nobody can go on") as caught:
             emulation._call(("ring.cuh",), {"FP16": 0}, LAUNCH, [0])
         if "32 threads wait for the end of launch 0" in str(caught.value):

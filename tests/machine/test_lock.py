@@ -1,4 +1,4 @@
-"""Locks of processes: who made a folder has it, whoever looks for leftovers meanwhile."""
+"""Locks of processes: who made a folder has it, also while others look for leftovers."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ except DiskError as error:
 
 
 def test_a_file_size_limit_is_met_at_allocation(disk_path: str, program: Callable[..., str]):
-    """A real limit of the system, in a process of its own."""
+    """A real limit of the system, in a separate process."""
     assert program(LIMITED, disk_path) == "refused\n"
 
 

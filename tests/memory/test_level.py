@@ -1,4 +1,4 @@
-"""What every level promises, whatever it is made of (vblackwell/memory/level.py).
+"""What every level guarantees, whatever it is made of (vblackwell/memory/level.py).
 The NULL level's bytes are not compared.
 """
 

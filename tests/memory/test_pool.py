@@ -97,9 +97,16 @@ def test_statistics_add_up(make_stack):
     stats = stack.get_stats()
     assert set(stats) == {"levels", "links", "stall_seconds"} and stats["stall_seconds"] > 2
     assert set(stats["levels"][0]) == {
-        "device", "capacity_bytes", "used_bytes", "peak_bytes", "hits", "misses", "evictions", "promotions",
+        "device",
+        "capacity_bytes",
+        "used_bytes",
+        "peak_bytes",
+        "hits",
+        "misses",
+        "evictions",
+        "promotions",
         "demotions",
-    }  # fmt: skip
+    }
     assert [level["device"] for level in stats["levels"]] == ["arena", "cpu", "ssd"]
     assert counts(stack, "hits") == [3, 1, 2] and counts(stack, "misses") == [3, 2, 0]
     assert counts(stack, "promotions") == [2, 0, 0]

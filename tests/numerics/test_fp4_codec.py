@@ -1,4 +1,4 @@
-"""The codecs' promises beyond rounding: shapes, accuracy, memory, joint scales, storage and what is refused."""
+"""What codecs guarantee beyond rounding: shapes, accuracy, memory, joint scales, storage and what is refused."""
 
 import json
 

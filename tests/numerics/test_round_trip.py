@@ -1,4 +1,4 @@
-"""The straight-through rounding against the codec, bit for bit: random, on boundaries and beside them, extreme, not
+"""The straight-through rounding against the codec, bit for bit: random, on boundaries and next to them, extreme, not
 finite.
 
 Both ways are tested here: that of a CPU, which looks for elements to compare again, and that of a GPU, which compares
@@ -65,7 +65,7 @@ def test_nvfp4_around_every_boundary_of_every_scale(amax, way):
     u = (w / max_tensor_scale(amax, form)).view(-1, 16)[:378].view(126, 48) / scale.float()[:, None]
     on = torch.isin(u.abs().double(), torch.tensor(E2M1_BOUNDARIES, dtype=torch.float64))
     exact = torch.isin(w[:378].view(126, 48).abs().double() / unit[:, None], torch.tensor(E2M1_BOUNDARIES).double())
-    assert (on & ~exact).any() or amax in (2688.0,)  # quotients that fp32 puts on a boundary beside which they are
+    assert (on & ~exact).any() or amax in (2688.0,)  # quotients that fp32 puts on a boundary next to which they are
     assert_same_bits(w, form)
 
 

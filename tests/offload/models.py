@@ -109,7 +109,7 @@ def _transformer(name: str, use_checkpoint: bool) -> nn.Module:
                 image_size=32,
                 patch_size=8,
                 num_labels=7,
-            )  # fmt: skip
+            )
         )
     if use_checkpoint:
         # transformers is renaming this: take the new name where there is one.

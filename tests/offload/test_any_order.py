@@ -103,7 +103,7 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "in_backward", "place"), [(1, True, "home"), (1, True, 0.5), (2, True, 0.5), (2, False, "home")]
+    ("accumulation", "in_backward", "place"), [(1, True, "host"), (1, True, 0.5), (2, True, 0.5), (2, False, "host")]
 )
 def test_any_order_gives_the_bits_of_pytorch(
     accumulation: int, in_backward: bool, place: str | float, choose: Callable[[int], None], make_stack: MakeStack
@@ -113,12 +113,12 @@ def test_any_order_gives_the_bits_of_pytorch(
     for seed, host_bytes in (
         (1, 500 << 10),
         (2, 4 << 20),
-    ):  # states and sums are staged from a disk, or updates anticipated
+    ):  # states and sums are staged from a disk, or updates start early
         choose(seed)
         model = build(MLP)
         enable_vgpu_stack_optimization(model, make_stack(128 << 10, host_bytes), update=place)
         engine = offload_of(model)
-        engine.step_control.follow_clipping = False  # anticipate steps that then clip
+        engine.step_control.follow_clipping = False  # start steps early that then clip
         optimizer = VGPUAdamW(
             model.parameters(), max_grad_norm=1.0, update_in_backward=in_backward, accumulation_steps=accumulation
         )
@@ -130,13 +130,13 @@ def test_any_order_gives_the_bits_of_pytorch(
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_any_order_gives_one_result_in_bf16(accumulation: int, choose: Callable[[int], None], make_stack: MakeStack):
-    """Masters, sums of gradients in a range of their own, and without undo gradients that land where weights were."""
+    """Masters, sums of gradients in a separate range, and without undo gradients that land where weights were."""
     found = []
     for seed in (0, 1, 2):
         choose(seed)
         model = build(MLP)
         enable_vgpu_stack_optimization(
-            model, make_stack(64 << 10, host_bytes=700 << 10), update="home", compute_dtype=torch.bfloat16
+            model, make_stack(64 << 10, host_bytes=700 << 10), update="host", compute_dtype=torch.bfloat16
         )
         optimizer = VGPUAdamW(
             model.parameters(), update_in_backward=True, undo=accumulation > 1, accumulation_steps=accumulation

@@ -20,7 +20,7 @@ from vblackwell.offload.engine import Offload
 from vblackwell.offload.layout.groups import find_groups
 from vblackwell.offload.optimizer import VGPUAdamW
 
-# The first pass records the order of the groups, the second is the first that follows it, and an update may lag behind
+# The first pass records the order of the groups, the second is the first that follows it, and an update may lag after
 # its step: from the third step on all are alike.
 STEPS, ACCUMULATION = 4, 2
 # Among the norms of each model some are above and some below: both branches of clipping are taken.
@@ -61,9 +61,12 @@ def _in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def train_offloaded(case: Case, model: nn.Module, update_in_backward: bool) -> list[float]:
     optimizer = VGPUAdamW(
-        parameter_groups(model), betas=(0.9, 0.95), max_grad_norm=MAX_NORM[case.name],
-        update_in_backward=update_in_backward, accumulation_steps=ACCUMULATION,
-    )  # fmt: skip
+        parameter_groups(model),
+        betas=(0.9, 0.95),
+        max_grad_norm=MAX_NORM[case.name],
+        update_in_backward=update_in_backward,
+        accumulation_steps=ACCUMULATION,
+    )
     losses = []
     torch.manual_seed(1)
     for step in range(STEPS):
@@ -83,7 +86,7 @@ def tight_level0(model: nn.Module) -> int:
 
 
 @pytest.mark.each_pair
-@pytest.mark.parametrize("update", ["home", "level0"])
+@pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("update_in_backward", [False, True], ids=["at-step", "in-backward"])
 @pytest.mark.parametrize("use_checkpoint", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

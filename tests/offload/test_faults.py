@@ -89,7 +89,7 @@ class WritesItself(nn.Module):
         return x.square().mean()
 
 
-def test_what_a_forward_writes_reaches_home(make_stack: MakeStack):
+def test_what_a_forward_writes_reaches_the_storage(make_stack: MakeStack):
     torch.manual_seed(0)
     plain = WritesItself()
     model = copy.deepcopy(plain)
@@ -130,7 +130,7 @@ class WritesData(nn.Module):
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_a_forward_writes_through_data_reaches_home(
+def test_what_a_forward_writes_through_data_reaches_the_storage(
     write: Callable[[torch.Tensor], object], inference: bool, make_stack: MakeStack
 ):
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ def test_a_failed_load_is_an_error_each_time_and_never_numbers(make_stack: MakeS
     assert equal(model, plain)
 
 
-def test_an_interrupted_forward_is_left_behind(make_stack: MakeStack):
+def test_an_interrupted_forward_is_given_up(make_stack: MakeStack):
     plain, model = build(MLP), build(MLP)
     enable_vgpu_stack_optimization(model, make_stack(LEVEL0))
     optimizer, reference = VGPUAdamW(model.parameters()), torch.optim.AdamW(plain.parameters(), fused=True)
@@ -419,7 +419,7 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
     assert before is not None
     first = before.clone()
     monkeypatch.setattr(
-        VGPUStack, "write", lambda self, home, source: write(self, home, getattr(source, "bytes_there", source))
+        VGPUStack, "write", lambda self, target, source: write(self, target, getattr(source, "bytes_there", source))
     )
     room = storage.take_host("incoming", group.num_bytes)
     with pytest.raises(InsufficientMemory):
@@ -431,7 +431,8 @@ def test_host_memory_that_the_worker_is_about_to_give_back_is_waited_for(
         view = reservation.view()
         assert view is not None
         view.copy_(first)
-        leaving = GradientBuffer(group, reservation, OnGpu(view), len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+        slots = dict.fromkeys(group.slots)
+        leaving = GradientBuffer(group, reservation, OnGpu(view), len(group.slots), slots)  # type: ignore[arg-type]
         engine.gradients._send_to_sum(leaving, ())
     engine.worker.drain()
     for slot in group.slots:  # twice, three times, and four times a number, in the order of the sum
@@ -527,9 +528,10 @@ def test_a_gradient_that_a_gpu_cannot_send_to_its_sum_keeps_no_host_memory(
     engine, group = engine_of(model), engine_of(model).groups[0]
     reservation = engine.storage.take("leaving", group.num_bytes, 0)
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), dict.fromkeys(group.slots))  # type: ignore[arg-type]
+    slots = dict.fromkeys(group.slots)
+    leaving = GradientBuffer(group, reservation, on_gpu, len(group.slots), slots)  # type: ignore[arg-type]
     before = stack.levels[1].used_bytes
-    monkeypatch.setattr(stack, "write", lambda home, source: DoneTransfer())
+    monkeypatch.setattr(stack, "write", lambda target, source: DoneTransfer())
     monkeypatch.setattr(*{"write": (stack, "write"), "submit": (engine.worker, "submit")}[where], breaking)
     with pytest.raises(Broken):
         engine.gradients._send_to_sum(leaving, ())
@@ -635,7 +637,7 @@ def test_ctrl_c_right_after_something_was_begun_keeps_nothing_and_overwrites_not
 def test_a_gradient_that_failed_to_arrive_is_not_stepped_with(
     which: str, update_in_backward: bool, make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever catches the failure and goes on: refused until gradients are given up, and right from then on."""
+    """A caller that catches the failure and goes on: refused until gradients are given up, and right from then on."""
     plain = build(MLP)
     model = enable_vgpu_stack_optimization(copy.deepcopy(plain), make_stack(128 << 10), placement="streamed")
     options: dict[str, Any] = {"update_in_backward": update_in_backward, "accumulation_steps": 2}
@@ -658,7 +660,7 @@ def test_a_gradient_that_failed_to_arrive_is_not_stepped_with(
     for _ in range(2):
         with pytest.raises((StaleTensor, OSError), match="incomplete.*zero_grad|said no"):
             ours.step()
-    while True:  # each failure is raised once, by whoever comes first
+    while True:  # each failure is raised once, where it is seen first
         try:
             ours.zero_grad()
             break
@@ -706,7 +708,7 @@ def fail() -> None:
 def test_an_early_update_is_undone_although_another_failure_came_first(make_stack: MakeStack):
     """The failure is raised instead of the rollback, which the next call must make up for."""
     plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="host")
     engine = engine_of(model)
     ours = VGPUAdamW(model.parameters(), update_in_backward=True)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
@@ -722,7 +724,7 @@ def test_an_early_update_is_undone_although_another_failure_came_first(make_stac
 
 def test_an_early_update_that_cannot_begin_keeps_no_shadows(make_stack: MakeStack):
     model, stack = build(MLP), make_stack(LEVEL0)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host")
     engine = engine_of(model)
     VGPUAdamW(model.parameters(), update_in_backward=True)
     group, before = engine.groups[0], stack.levels[1].used_bytes
@@ -736,7 +738,7 @@ def test_an_early_update_that_cannot_begin_keeps_no_shadows(make_stack: MakeStac
 
 def test_a_committed_update_that_fails_leaves_what_the_group_was(make_stack: MakeStack):
     """Its step came while it waited for the worker: no half-written shadow is read, and no further step is made."""
-    model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update="home")
+    model = enable_vgpu_stack_optimization(build(MLP), make_stack(LEVEL0), placement="streamed", update="host")
     optimizer = VGPUAdamW(model.parameters(), update_in_backward=True)
     engine, go = engine_of(model), threading.Event()
     before = {name: held["weight"] for name, held in export_state(model)}

@@ -1,4 +1,4 @@
-"""The same promises on a GPU: no bit depends on level 0's size, memory is given back, and races do not show.
+"""The same guarantees on a GPU: no bit depends on level 0's size, memory is given back, and races do not show.
 
 Run by `make test-gpu`. AdamW is one arithmetic wherever it runs (docs/numerics.md); attention is the deterministic math
 kernel.
@@ -48,13 +48,21 @@ def gpu_stack(fast_mb: float) -> VGPUStack:
 
 
 def train(
-    model: torch.nn.Module, steps: int, update_in_backward: bool, accumulation: int = 2, max_norm: float | None = 1.0,
+    model: torch.nn.Module,
+    steps: int,
+    update_in_backward: bool,
+    accumulation: int = 2,
+    max_norm: float | None = 1.0,
     undo: bool = True,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     optimizer = VGPUAdamW(
-        model.parameters(), lr=1e-3, max_grad_norm=max_norm, update_in_backward=update_in_backward, undo=undo,
+        model.parameters(),
+        lr=1e-3,
+        max_grad_norm=max_norm,
+        update_in_backward=update_in_backward,
+        undo=undo,
         accumulation_steps=accumulation,
-    )  # fmt: skip
+    )
     losses = []
     for _ in range(steps):
         for micro in range(accumulation):
@@ -97,18 +105,18 @@ def test_level0_size_changes_no_bit(dtype: torch.dtype | None, update_in_backwar
 def test_where_bytes_live_and_where_adamw_runs_change_no_bit(
     dtype: torch.dtype | None, accumulation: int, max_norm: float | None
 ):
-    """Resident, and streamed with the update on level 0, at home, shared, with and without a way back, some kept:
+    """Resident, and streamed with the update on level 0, on the host, shared, with and without rollback, some kept:
     one result.
     """
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
     initial.gradient_checkpointing = True
     ways: list[tuple[str, str | float, bool, bool]] = [
-        ("resident", "auto", False, True), ("streamed", "level0", True, True), ("streamed", "level0", False, True),
-        ("streamed", "home", True, True), ("streamed", 0.5, True, True),
+        ("resident", "auto", False, True), ("streamed", "device", True, True), ("streamed", "device", False, True),
+        ("streamed", "host", True, True), ("streamed", 0.5, True, True),
     ]  # fmt: skip
     if max_norm is None:
-        ways.append(("streamed", "level0", True, False))
+        ways.append(("streamed", "device", True, False))
     ways.append(("kept", 0.5, True, max_norm is not None))
     runs = []
     for placement, update, in_backward, undo in ways:
@@ -167,7 +175,7 @@ def test_close_to_plain_pytorch():
 def test_a_forward_holds_no_weights():
     """With checkpointing, what is left between forward and backward is boundary activations and the loaded groups.
 
-    Updated at home, because updates on level 0 have a ring of states there, from the start on.
+    Updated on the host, because updates on level 0 have a ring of states there, from the start on.
     """
     torch.manual_seed(0)
     initial = Decoder(CONFIG)
@@ -175,7 +183,7 @@ def test_a_forward_holds_no_weights():
     tokens = torch.randint(4096, (1, 65)).cuda()
     with gpu_stack(512) as stack:
         before = torch.cuda.memory_allocated()
-        model = enable_vgpu_stack_optimization(initial, stack, placement="streamed", update="home")
+        model = enable_vgpu_stack_optimization(initial, stack, placement="streamed", update="host")
         for _ in range(2):
             loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             held = torch.cuda.memory_allocated() - before
@@ -191,7 +199,7 @@ def test_memory_is_given_back():
     model = Decoder(CONFIG).cuda()
     whole = torch.cuda.memory_allocated() - before
     with gpu_stack(64) as stack:
-        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host")
         assert torch.cuda.memory_allocated() - before < 0.01 * whole
         train(model, 1, False)
         offload_of(model).finish()
@@ -207,7 +215,7 @@ FASTEST = {"resident_bytes": "26MiB", "weight_bytes": "30MiB", "activations": "h
 
 @pytest.mark.parametrize(
     ("update", "accumulation", "more"),
-    [("level0", 1, {}), ("level0", 2, {}), ("home", 2, {}), (0.4, 1, {}), (0.4, 1, FASTEST)],
+    [("device", 1, {}), ("device", 2, {}), ("host", 2, {}), (0.4, 1, {}), (0.4, 1, FASTEST)],
 )
 def test_stress_with_delays_everywhere(update: str | float, accumulation: int, more: dict[str, str]):
     chance = random.Random(0)
@@ -228,7 +236,7 @@ def test_stress_with_delays_everywhere(update: str | float, accumulation: int, m
             set_transfer_delay(delay if delayed else None)
             set_worker_delay((lambda: torch.cuda.synchronize() if chance.random() < 0.1 else None) if delayed else None)
             try:
-                steps = 100 if update == "level0" or more else 30
+                steps = 100 if update == "device" or more else 30
                 free = {"max_norm": None, "undo": False} if more else {}
                 runs.append(train(model, steps, True, accumulation, **free))
             finally:

@@ -44,7 +44,7 @@ def twins(make_stack: MakeStack) -> Callable[..., Twins]:
     def make(plain: nn.Module | None = None, **options: object) -> Twins:
         plain = build(MLP) if plain is None else plain
         model = copy.deepcopy(plain)
-        enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="home")
+        enable_vgpu_stack_optimization(model, make_stack(LEVEL0), placement="streamed", update="host")
         ours = VGPUAdamW(model.parameters(), update_in_backward=True, **options)
         return Twins(model, ours, offload_of(model), plain, torch.optim.AdamW(plain.parameters(), fused=True))
 
@@ -154,7 +154,7 @@ def test_a_final_update_that_has_not_begun_is_made_although_its_step_never_comes
     for hold in (False, True):
         model = build(MLP)
         enable_vgpu_stack_optimization(
-            model, make_stack(LEVEL0), placement="streamed", update="home", compute_dtype=dtype
+            model, make_stack(LEVEL0), placement="streamed", update="host", compute_dtype=dtype
         )
         VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
         if hold:

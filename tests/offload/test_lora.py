@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, PhimoeConfig, Qwen2MoeConfig
 
-from tests.offload.test_round_trip_models import CONFIGS, RATES, same_bits, step, tokens, written  # noqa: F401 - a fixture
+from tests.offload.test_round_trip_models import (
+    CONFIGS,
+    RATES,
+    same_bits,
+    step,
+    tokens,
+    written,  # noqa: F401 - a fixture
+)
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.folders.weights import parameters_on_meta
 from vblackwell.generate.adapters import adapted, check_base, fingerprint, read_lora, save_adapter
@@ -62,8 +69,13 @@ def test_training_is_that_of_peft(kind, written, make_stack, tmp_path):  # noqa:
     assert isinstance(offload_of(model), Offload) and all(
         is_adapter(name) for name, p in model.named_parameters() if p.requires_grad
     )
-    config = peft.LoraConfig(**{key: value for key, value in adapted(model).config.items() if key in (
-        "r", "lora_alpha", "target_modules", "fan_in_fan_out", "task_type")})  # fmt: skip
+    config = peft.LoraConfig(
+        **{
+            key: value
+            for key, value in adapted(model).config.items()
+            if key in ("r", "lora_alpha", "target_modules", "fan_in_fan_out", "task_type")
+        }
+    )
     plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).train()
     theirs = dict(plain.base_model.model.named_parameters())
     with torch.no_grad():
@@ -273,10 +285,16 @@ def test_what_cannot_be_adapted_is_refused(written, make_stack, tmp_path):  # no
 
 def test_names_that_peft_takes_for_experts_get_no_adapters():
     config = Qwen2MoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
         num_experts=3,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     with parameters_on_meta():
         model, other = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     stated = add_adapters(model, Lora(2))
@@ -288,10 +306,14 @@ def test_names_that_peft_takes_for_experts_get_no_adapters():
 
 def test_a_router_that_is_a_linear_by_class_gets_no_adapter():
     config = PhimoeConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_local_experts=3, num_hidden_layers=1,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_local_experts=3,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-    )  # fmt: skip
+    )
     falcon = FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     with parameters_on_meta():
         model, plain = (AutoModelForCausalLM.from_config(each) for each in (config, falcon))

@@ -95,8 +95,7 @@ def test_logits_of_a_streamed_model(fp4, folder):
 
 @pytest.mark.parametrize("fp4", [None, "nvfp4"])
 def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
-    """Beside the workspace's 512 MiB there is room for all; for keys and values, and three layers; for three layers
-    alone.
+    """Next to the workspace's 512 MiB fit all; keys and values, and three layers; three layers alone.
 
     Steps over the stack's bytes launch the same kernels wherever those come from, and so do calls of the model: each
     writes the same text in any room. They are not compared with one another bit by bit: a step's attention and norms
@@ -135,12 +134,12 @@ def test_the_text_is_the_same_however_little_fits(fp4, folder, monkeypatch):
         assert moved[kind, extra] > 5 * moved["steps", all_stays]  # which loads once, at its prompt
     # A step's token is the model's up to what rounding may turn round: logits are off by less than 2^-4.3 of their
     # spread (as in test_steps.py), the highest of 512 by four and a half times that, and so may the chosen one
-    # be. Most are behind by three.
+    # be. Most are short by three.
     assert logits_BSV is not None
     chosen_BS = logits_BSV.gather(-1, texts["steps", all_stays][..., None])[..., 0]
-    behind_BS = (logits_BSV.amax(-1) - chosen_BS) / logits_BSV.std(-1)
-    assert float(behind_BS.max()) < 2 * 4.5 * 2**-4.3
-    assert float(behind_BS.median()) == 0
+    short_BS = (logits_BSV.amax(-1) - chosen_BS) / logits_BSV.std(-1)
+    assert float(short_BS.max()) < 2 * 4.5 * 2**-4.3
+    assert float(short_BS.median()) == 0
 
 
 def carried(stack) -> int:

@@ -35,8 +35,8 @@ MEASURED = Rates(779e12, 50e12, 4.27e12, 55e9, 55e9, 49.6e9, 49.6e9, 1.9e9)
     ("said", "card"),
     [
         ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA GeForce RTX 4060", "RTX 4060"), ("NVIDIA GeForce RTX 3090", "RTX 3090"), ("NVIDIA TITAN V", None),
+        ("NVIDIA A10", "A10"), ("NVIDIA GeForce RTX 4060", "RTX 4060"), ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA TITAN V", None),
     ],
 )  # fmt: skip
 def test_what_a_driver_calls_a_card(said, card):
@@ -74,14 +74,23 @@ def test_rates_are_kept_and_read_again(tmp_path, monkeypatch):
 def test_doctors_numbers_become_rates():
     found = measuring.as_rates(
         {
-            "host_to_gpu_gbps": 55.0, "gpu_to_host_gbps": 54.0, "both_ways_gbps": 49.6, "memory_gbps": 4270.0,
+            "host_to_gpu_gbps": 55.0,
+            "gpu_to_host_gbps": 54.0,
+            "both_ways_gbps": 49.6,
+            "memory_gbps": 4270.0,
             "matmul_half_tflops": 779.0,
-            "matmul_fp32_tflops": 50.0, "adamw_gparams": 100.0, "cpu_adamw_beside_copies_gparams": 1.9, "issue_us": 6.0,
-            "streamed_group_us": 1800.0, "streamed_home_group_us": 600.0, "issue_beside_updates_us": 9.0,
+            "matmul_fp32_tflops": 50.0,
+            "adamw_gparams": 100.0,
+            "cpu_adamw_beside_copies_gparams": 1.9,
+            "issue_us": 6.0,
+            "streamed_group_us": 1800.0,
+            "streamed_home_group_us": 600.0,
+            "issue_beside_updates_us": 9.0,
             "issue_of_loop_us": 1.5,
-            "read_us": 3.0, "adds_per_update": 2.5,
+            "read_us": 3.0,
+            "adds_per_update": 2.5,
         }
-    )  # fmt: skip
+    )
     streaming = {
         "group_issues": 300.0, "home_group_issues": 100.0, "busy_issues": 1.5, "loop_issues": 0.25, "read_issues": 0.5,
         "adds_per_update": 2.5,
@@ -137,7 +146,7 @@ def test_samples_of_a_host_that_is_disturbed_do_not_count(monkeypatch):
     assert samples.loop == pytest.approx(19.5 / (measuring.LOOP_PARAMETERS * measuring.LOOP))
 
 
-def test_updates_run_beside_a_block_and_end_with_it(monkeypatch):
+def test_updates_run_during_a_block_and_end_with_it(monkeypatch):
     update = HostUpdate(1 << 16)
     before, updates = set(threading.enumerate()), []
     monkeypatch.setattr(measuring.MasterLoop, "run", lambda loop: updates.append(loop))

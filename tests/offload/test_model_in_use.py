@@ -85,7 +85,7 @@ def test_what_was_read_stays_a_snapshot_that_refuses_writes(stack: VGPUStack):
             write()
 
 
-def test_in_place_writes_reach_home(stack: VGPUStack):
+def test_in_place_writes_reach_the_storage(stack: VGPUStack):
     model = offloaded(stack, build(MLP))
     with torch.no_grad():
         model.head.weight.fill_(0.5)
@@ -145,21 +145,21 @@ def test_a_write_after_a_state_dict_that_keeps_parameters_is_not_lost(stack: VGP
 
 
 def test_a_state_dict_looks_at_each_parameter_as_often_in_any_model(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
-    looks: list[Slot] = []
+    samples: list[Slot] = []
     original = Offload.slots
 
     def slots(engine: Offload) -> Iterator[Slot]:
         for slot in original(engine):
-            looks.append(slot)
+            samples.append(slot)
             yield slot
 
     monkeypatch.setattr(Offload, "slots", slots)
     per_layer = []
     for num_layers in (4, 12):
         model = offloaded(stack, nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))))
-        looks.clear()
+        samples.clear()
         model.state_dict()
-        per_layer.append(len(looks) / num_layers)
+        per_layer.append(len(samples) / num_layers)
         release(model)
     assert per_layer[0] == per_layer[1]
 

@@ -29,10 +29,15 @@ CONFIGS = {
     "gemma": lambda: transformers.GemmaConfig(**SHAPE, head_dim=8),
     "phi": lambda: transformers.PhiConfig(**SHAPE),
     "opt": lambda: transformers.OPTConfig(
-        **ENDS, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4, max_position_embeddings=64,
-        word_embed_proj_dim=32
+        **ENDS,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
     ),
-}  # fmt: skip
+}
 RATES = {"lr": 1e-2, "weight_decay": 0.1}
 
 

@@ -43,7 +43,7 @@ def test_written_by_one_stack_read_by_another_and_by_none(case: Case, make_stack
     def tight(model: nn.Module) -> None:
         enable_vgpu_stack_optimization(model, make_stack(110 << 10))
 
-    def on_disk(model: nn.Module) -> None:  # weights at home in RAM, most of the rest in the file
+    def on_disk(model: nn.Module) -> None:  # weights stored in RAM, most of the rest in the file
         enable_vgpu_stack_optimization(model, make_stack(128 << 10, host_bytes=400 << 10))
 
     def resident(model: nn.Module) -> None:
@@ -112,7 +112,7 @@ def test_learning_rate_schedulers_drive_it(make_stack: MakeStack):
         for step in range(5):
             MLP.loss(module, step).backward()
             if step == 2:
-                optimizer.param_groups[0]["lr"] *= 0.5  # after backward: what was anticipated used the old rate
+                optimizer.param_groups[0]["lr"] *= 0.5  # after backward: early updates used the old rate
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

@@ -1,4 +1,4 @@
-"""Updates behind the backward, and every way in which their step may come differently or not at all."""
+"""Updates after the backward, and every way in which their step may come differently or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vblackwell.offload.optimizer import VGPUAdamW, clip_grad_norm_, select_top_
 
 MLP, DECODER, GPT2, T5, VIT = CASES
 LEVEL0 = 128 << 10
-UPDATES = pytest.mark.parametrize("update", ["home", "level0"])
+UPDATES = pytest.mark.parametrize("update", ["host", "device"])
 
 
 @pytest.mark.each_value
@@ -83,7 +83,7 @@ def test_a_gradient_that_is_kept_is_what_clipping_left(make_stack: MakeStack, up
 def test_a_gradient_is_scaled_after_the_update_that_is_due_has_read_it(how: str, make_stack: MakeStack, update: str):
     plain, model = build(MLP), build(MLP)
     enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
-    if update == "level0":
+    if update == "device":
         offload_of(model).level0.at_once = False  # as on a GPU
     for module, optimizer in (
         (model, VGPUAdamW(model.parameters())),
@@ -103,7 +103,7 @@ def test_a_gradient_is_scaled_after_the_update_that_is_due_has_read_it(how: str,
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_kept_gradient_is_the_same_wherever_adamw_runs(dtype: torch.dtype | None, make_stack: MakeStack):
     ends = []
-    for update in ("home", "level0"):
+    for update in ("host", "device"):
         model = build(DECODER)
         enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update, compute_dtype=dtype)
         optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e-2)
@@ -257,7 +257,7 @@ def test_without_undo_the_result_is_the_same(
         total = sum(map(sum, without["bytes_by_level"].values()))
         # 12 bytes a parameter with split masters, 14 with whole ones; the smallest parameters here are 32 elements in
         # 256-element places.
-        assert total <= (12 if update == "level0" else 14) * elements * 1.06
+        assert total <= (12 if update == "device" else 14) * elements * 1.06
 
 
 @UPDATES
@@ -306,7 +306,7 @@ def test_gradients_that_a_final_update_consumes_are_not_ranked_and_nothing_is_lo
 
 @UPDATES
 def test_an_abandoned_update_has_consumed_its_gradient(make_stack: MakeStack, update: str):
-    """Whoever steps again in spite of the error: there is no gradient, least of all the bytes that lie in its place."""
+    """A caller steps again despite the error: there is no gradient, least of all the bytes that lie in its place."""
     model = build(DECODER)
     enable_vgpu_stack_optimization(
         model, make_stack(LEVEL0), placement="streamed", compute_dtype=torch.bfloat16, update=update
@@ -355,12 +355,12 @@ def test_delays_change_no_bit(update_in_backward: bool, delays: object, make_sta
     plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
     # Weights in RAM, most states in the file: every kind of copy takes part.
     enable_vgpu_stack_optimization(
-        model, make_stack((96 if update == "home" else 128) << 10, host_bytes=500 << 10), update=update
+        model, make_stack((96 if update == "host" else 128) << 10, host_bytes=500 << 10), update=update
     )
-    # More steps where most runs beside each other: updates ahead of their step, on streams of their own. Rare orders
+    # More steps where most runs at the same time: updates ahead of their step, on separate streams. Rare orders
     # are not left to luck here: test_any_order.py and test_disk_lane.py run work in orders of which most show a missing
     # wait.
-    steps, micros = (12, 1) if update_in_backward and update == "level0" else (8, 2)
+    steps, micros = (12, 1) if update_in_backward and update == "device" else (8, 2)
     ours = VGPUAdamW(
         model.parameters(), max_grad_norm=0.5, update_in_backward=update_in_backward, accumulation_steps=micros
     )
@@ -413,9 +413,9 @@ def main_thread_waits() -> bool:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_an_interrupted_wait_is_waited_for_again(early: bool, make_stack: MakeStack):
-    """Ctrl-C while the forward waits for an update, or for its way back: who needs the group next must wait as well."""
+    """Ctrl-C while the forward waits for an update, or for its rollback: who needs the group next must wait as well."""
     plain, model = build(MLP), build(MLP)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="home")
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="host")
     ours = VGPUAdamW(model.parameters(), update_in_backward=early)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     reached, interrupted = threading.Event(), threading.Event()
@@ -465,13 +465,13 @@ def test_gradients_made_zero_right_after_the_step(make_stack: MakeStack, update:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_ways_back_take_what_is_foreseen(make_stack: MakeStack, dtype: torch.dtype | None):
-    """All of what an update at home overwrites, the compute weight beside a master, too."""
+    """All of what an update on the host overwrites, the compute weight next to a master, too."""
     model, stack = build(MLP), make_stack(96 << 10)
     wishes = StreamingOptions(dtype, update="host")
     capacities = [level.capacity_bytes for level in stack.levels]
     seconds = {"forward": 1.0, "backward": 1.0}
     told = forecast_step(build(MLP), capacities, wishes, seconds, undo=True).bytes_by_level["undo"]
-    enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="home")
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=dtype, update="host")
     optimizer = VGPUAdamW(model.parameters(), max_grad_norm=1e9, update_in_backward=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
         MLP.loss(model, 0).backward()

@@ -20,10 +20,9 @@ from vblackwell.offload.optimizer import VGPUAdamW
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 OPTIONS = {
     "max_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
-    "learning_rate": 1e-2,
-    "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine", "logging_steps": 1, "save_steps": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 2, "use_cpu": True, "dataloader_pin_memory": False, "disable_tqdm": True, "report_to": "none",
+    "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "cosine", "logging_steps": 1,
+    "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "use_cpu": True, "dataloader_pin_memory": False,
+    "disable_tqdm": True, "report_to": "none",
 }  # fmt: skip
 PLAIN = (torch.optim.AdamW, {"lr": OPTIONS["learning_rate"], "fused": True})
 OURS = (VGPUAdamW, {"lr": OPTIONS["learning_rate"]})
@@ -109,8 +108,8 @@ def test_training_is_that_of_a_plain_trainer_and_goes_on_from_its_checkpoints(ki
             assert same(weights(again.model), weights(plain.model))
 
 
-def test_clipping_by_the_optimizer_behind_the_backward(trainer):
-    """The Trainer then only measures, which takes back no update: the factor was not in doubt before the step."""
+def test_clipping_by_the_optimizer_after_the_backward(trainer):
+    """The Trainer then only measures, which rolls back no update: the factor was not in doubt before the step."""
     plain = trainer("llama", "plain", PLAIN)
     ahead = (VGPUAdamW, OURS[1] | {"max_grad_norm": 0.5, "update_in_backward": True, "accumulation_steps": 2})
     ours = trainer("llama", "ours", ahead, max_grad_norm=0.0)

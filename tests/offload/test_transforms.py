@@ -59,7 +59,7 @@ def test_a_function_of_the_inputs_is_transformed(use: Callable[[nn.Module, torch
     x = torch.randn(3, WIDTH)
     found, wanted = use(model, x), use(plain, x)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    model(x).sum().backward()  # and nothing is left behind
+    model(x).sum().backward()  # and nothing is left over
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -52,7 +52,7 @@ def rings(members: list[list[int]], machine: Machine, owned: dict[int, list[tupl
         messages = []
         for ring in members:
             for place, gpu in enumerate(ring):
-                # Gather: what I own goes round. Reduce: the sum for an owner starts behind it and ends there.
+                # Gather: what I own goes round. Reduce: the sum for an owner starts after it and ends there.
                 owner = ring[(place - k - 1) % size] if reduce else ring[(place - k) % size]
                 messages.append((gpu, ring[(place + 1) % size], owned[owner]))
         machine.step(messages, add=reduce, give=reduce)

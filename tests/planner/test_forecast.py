@@ -68,8 +68,10 @@ def test_checkpointing_and_checkpoints_in_ram_take_less_of_the_gpu(small):
         return small.step_bytes(which, small.trace(which.checkpointing, which.batch_size))
 
     without, with_it, in_ram = (
-        step(choice(checkpointing=False, activations="level0")), step(choice(activations="level0")), step(choice()),
-    )  # fmt: skip
+        step(choice(checkpointing=False, activations="level0")),
+        step(choice(activations="level0")),
+        step(choice()),
+    )
     assert without > with_it > in_ram
     inputs = 4 * SEQ * 512 * 2  # of a block: tokens, hidden size, bf16
     assert with_it - in_ram == (8 - 5) * inputs  # of eight blocks five stay
@@ -90,7 +92,7 @@ def test_streaming_fits_where_residing_does_not_and_never_beyond_its_bounds(smal
     assert isinstance(tiny, Lacking)
 
 
-def test_a_way_back_takes_ram_and_the_links_time(small):
+def test_rollback_takes_ram_and_the_links_time(small):
     without = small.predict(choice())
     undo = on(small, undo=True, may_clip=True).predict(choice(), in_full=True)
     assert not isinstance(without, Lacking) and not isinstance(undo, Lacking)
@@ -144,7 +146,7 @@ def test_a_disk_is_told_the_bytes_that_a_real_run_moves(tmp_path, precision, mic
         enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host", compute_dtype=dtype)
         optimizer = VGPUAdamW(
             model.parameters(), update_in_backward=True, max_grad_norm=1e9, accumulation_steps=micro_batches
-        )  # fmt: skip
+        )
         tokens = torch.zeros(2, 16, dtype=torch.int64)
 
         def moved() -> list[int]:
@@ -284,7 +286,7 @@ def test_a_plan_has_a_disk_where_the_run_will_have_one(tmp_path):
 
 
 def test_the_turn_comes_before_more_weights(small):
-    """Without a way back the first groups get their states onto level 0 before other weights stay,
+    """Without rollback the first groups get their states onto level 0 before other weights stay,
     and steps are shorter for it.
     """
     roomier = on(small, bounds=Bounds(340 * MiB, 8 * GiB))
@@ -338,9 +340,12 @@ def test_the_disk_of_the_largest_model_as_it_was_measured():
     """
     config = DecoderConfig(32000, 8192, 28672, 22, 64, 8)
     options = StreamingOptions(
-        compute_dtype=torch.bfloat16, update="device", resident_bytes=95_552_303_923, activation_bytes=3_623_878_656,
+        compute_dtype=torch.bfloat16,
+        update="device",
+        resident_bytes=95_552_303_923,
+        activation_bytes=3_623_878_656,
         weight_bytes=12 * 855_654_400,
-    )  # fmt: skip
+    )
     capacities = [int(0.95 * 143_771 * MiB), 108 * GiB, int(52e9)]
     model = Decoder(config, device="meta", dtype=torch.bfloat16)
     lanes = forecast_step(model, capacities, options, {"forward": 0.3, "backward": 0.9}).lanes

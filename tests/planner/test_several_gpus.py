@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.planner.test_estimate import SMALL
+from tests.planner.test_memory_estimate import SMALL
 from vblackwell.errors import ConfigurationError
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.memory_estimate import Run, state_bytes
@@ -27,7 +27,7 @@ def test_what_compute_covers_is_hidden_and_no_more():
         moved = 3 * sum(unit.weight_bytes for unit in units) - units[-1].weight_bytes
         assert sent == pytest.approx(moved * (p - 1) / p)
         assert 0 < exposed <= total
-        # The first gather and the last scatter have nothing to hide behind.
+        # The first gather and the last scatter overlap with nothing.
         ends = [cost_of(kind, units[0].weight_bytes, p).seconds(link) for kind in ("all_gather", "reduce_scatter")]
         assert exposed >= sum(ends) * (1 - 1e-9)
     assert flow([Unit(1000, 1.0, 2.0)] * 8, 4, "ring", Link(0.0, 1e18))[2] == pytest.approx(0)

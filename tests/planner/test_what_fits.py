@@ -31,8 +31,8 @@ def small_models(monkeypatch):
     for name, width in zip(NAMES, (64, 128, 256), strict=True):
         fields = {
             "model_type": "llama", "vocab_size": 4096, "hidden_size": width, "intermediate_size": 4 * width,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False,
+            "max_position_embeddings": 2048,
         }  # fmt: skip
         monkeypatch.setitem(KNOWN_MODELS, name, fields)
     monkeypatch.setattr(what_fits, "SEQ_LENGTH", 64)
@@ -63,7 +63,7 @@ def test_running_is_bound_by_what_must_be_read():
     slow = replace(wide, rates=replace(wide.rates, memory=wide.rates.memory / 1e3))
     fast_fit, slow_fit = (answers.fit("run", "tiny-c", each) for each in (wide, slow))
     assert fast_fit and slow_fit and fast_fit.resident and fast_fit.disk == 0
-    packed = fast_fit.host  # all weights, whose home is there
+    packed = fast_fit.host  # all weights, which are stored there
     assert 0.5 * 3.4e6 < packed < 2 * 4.6e6  # blocks packed, embedding and head in bf16
     read = packed - 2 * 4096 * 256  # of the embedding one row
     assert slow_fit.tokens_per_second < slow.rates.memory / read

@@ -14,9 +14,11 @@ from vblackwell.units import KiB, MiB
 
 # (free? index of a live block : size); small, middle and large ones, and sizes around each rule's boundary
 SIZES = st.one_of(
-    st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(8 * MiB, 45 * MiB),
+    st.integers(1, 4 * KiB),
+    st.integers(1, 3 * MiB),
+    st.integers(8 * MiB, 45 * MiB),
     st.sampled_from([512, 513, MiB, MiB + 1, 10 * MiB - 512, 10 * MiB, 20 * MiB, 20 * MiB + 1]),
-)  # fmt: skip
+)
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 1000), SIZES), max_size=60)
 
 
@@ -129,12 +131,17 @@ def test_expandable_segments_hold_whole_pages_around_what_is_allocated(actions, 
 @pytest.mark.parametrize(
     ("size", "rounded", "segment"),
     [
-        (1, 512, 2 * MiB), (512, 512, 2 * MiB), (513, 1024, 2 * MiB), (MiB, MiB, 2 * MiB), (MiB + 1, MiB + 512,
-        20 * MiB),
-        (10 * MiB - 512, 10 * MiB - 512, 20 * MiB), (10 * MiB, 10 * MiB, 10 * MiB), (11 * MiB, 11 * MiB, 12 * MiB),
+        (1, 512, 2 * MiB),
+        (512, 512, 2 * MiB),
+        (513, 1024, 2 * MiB),
+        (MiB, MiB, 2 * MiB),
+        (MiB + 1, MiB + 512, 20 * MiB),
+        (10 * MiB - 512, 10 * MiB - 512, 20 * MiB),
+        (10 * MiB, 10 * MiB, 10 * MiB),
+        (11 * MiB, 11 * MiB, 12 * MiB),
         (20 * MiB + 1, 20 * MiB + 512, 22 * MiB),
     ],
-)  # fmt: skip
+)
 def test_rounding(size, rounded, segment):
     assert round_size(size) == rounded and segment_size(rounded) == segment
     allocator = CachingAllocator()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vblackwell.trace.recorder as recording
-from tests.planner.test_estimate import trace_of
+from tests.planner.test_memory_estimate import trace_of
 from vblackwell.trace.meta_answers import MetaAnswers
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def twice(func: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (aten.native_layer_norm.default, (meta(2, 3, 8), [8], meta(8), None, 1e-5)),
         (aten.var_mean.correction, (meta(6, 7), [0])),
     ],
-)  # fmt: skip
+)
 def test_remembered_answers_are_new_tensors_of_the_same_form(func, args):
     answers = MetaAnswers()
     first, second = answers.call(func, args, {}), answers.call(func, args, {})

@@ -181,7 +181,7 @@ def test_our_decoder_takes_its_fused_kernels(recompute):
     assert inner in temporary
 
 
-def test_autocast_reaches_attention_whoever_calls_it():
+def test_autocast_reaches_attention_from_any_caller():
     """By torch's own name in another module, as transformers does:
     fp32 queries are cast, and so is what attention keeps.
     """
@@ -285,10 +285,13 @@ def test_convolutions_of_fp32_are_computed_in_tf32_where_there_is_one():
     model = nn.Conv2d(16, 16, 3, bias=False)
     make = lambda: torch.zeros(1, 16, 16, 16, device="cuda")  # noqa: E731
     kinds = [
-        {each.kind for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of,
-        steps=1).work if each.flops}
+        {
+            each.kind
+            for each in trace_training(model, make, lambda m, b: m(b).sum(), None, capability=of, steps=1).work
+            if each.flops
+        }
         for of in ((7, 0), (9, 0))
-    ]  # fmt: skip
+    ]
     assert kinds == [{""}, {"tf32"}]
 
 
@@ -352,7 +355,7 @@ def test_what_checkpointing_repeats_is_what_the_forward_did(reentrant):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint(
                 self.layer if self.through_module else self.layer.forward, self.first(x), use_reentrant=reentrant
-            )  # fmt: skip
+            )
 
     direct, called = (trace_training(Model(each), rows(), square, None, steps=1) for each in (False, True))
     assert (direct.sizes, direct.events) == (called.sizes, called.events)
@@ -432,10 +435,12 @@ def test_nothing_of_the_disguise_remains():
     with cuda_on_meta():
         assert torch.zeros(2, device="cuda:0").to("cuda").is_cuda
     assert names == (
-        functional.scaled_dot_product_attention, torch.cuda.get_device_capability, torch.is_autocast_enabled,
+        functional.scaled_dot_product_attention,
+        torch.cuda.get_device_capability,
+        torch.is_autocast_enabled,
         nn.Module.__call__,
         torch.autograd._engine_run_backward,
-    )  # fmt: skip
+    )
     assert torch.zeros(2, device="meta").is_meta
 
 
@@ -482,7 +487,7 @@ def test_a_packed_linear_multiplies_as_a_plain_one_does():
 
 @pytest.mark.parametrize("used", [1, 2, 3])
 def test_gradients_of_a_value_that_is_used_again_are_added_where_the_first_one_lies(used):
-    """As on a GPU: beside the value's own gradient no sum takes memory."""
+    """As on a GPU: apart from the value's own gradient no sum takes memory."""
 
     class Used(nn.Module):
         def __init__(self) -> None:

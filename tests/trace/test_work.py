@@ -44,9 +44,11 @@ def test_attention_counts_the_products_of_its_queries_heads(sizes, heads_of_keys
     as_many = [(batch, 8, *each.shape[2:]) for each in (key, value)]
     forward = work_of("forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value), {}, (out,))
     backward = OPS._scaled_dot_product_flash_attention_backward.default
-    behind = work_of("backward", backward, (out, query, key, value), {}, (query, key, value))
+    backward_work = work_of("backward", backward, (out, query, key, value), {}, (query, key, value))
     assert forward is not None and forward.flops == sdpa_flop_count(query.shape, *as_many)
-    assert behind is not None and behind.flops == sdpa_backward_flop_count(out.shape, query.shape, *as_many)
+    assert backward_work is not None and backward_work.flops == sdpa_backward_flop_count(
+        out.shape, query.shape, *as_many
+    )
     causal = work_of(
         "forward", OPS._scaled_dot_product_flash_attention.default, (query, key, value, 0.0, True), {}, (out,)
     )
@@ -95,8 +97,10 @@ def test_the_host_is_slower_for_the_part_of_a_step_in_which_the_cpu_updates():
 def test_an_optimizers_loop_has_a_rate_of_its_own():
     rates = replace(assumed_rates(find_gpu("H200")), issue_seconds=1e-5, loop_issues=0.25)
     one, many, forward = (
-        Work("optimizer", 0.0, 4, 4), Work("optimizer", 0.0, 4, 4, issues=7.0), Work("forward", 0.0, 4, 4)
-    )  # fmt: skip
+        Work("optimizer", 0.0, 4, 4),
+        Work("optimizer", 0.0, 4, 4, issues=7.0),
+        Work("forward", 0.0, 4, 4),
+    )
     assert host_seconds(one, rates) == pytest.approx(0.25 * host_seconds(forward, rates))
     assert host_seconds(many, rates) == pytest.approx(7e-5)  # a foreach operator is no loop
 
@@ -133,10 +137,13 @@ def test_products_and_sums_are_those_of_the_gpu_that_is_meant(num_sms):
     """A layer's gradients: products in tiles by its multiprocessors, and a bias's sum in parts of as many blocks."""
     rows, wide = 4096, 1536
     trace = trace_training(
-        nn.Linear(wide, wide), lambda: torch.zeros(rows, wide, device="cuda"), lambda model,
-        x: model(x).square().mean(), None,
-        num_sms=num_sms, steps=1,
-    )  # fmt: skip
+        nn.Linear(wide, wide),
+        lambda: torch.zeros(rows, wide, device="cuda"),
+        lambda model, x: model(x).square().mean(),
+        None,
+        num_sms=num_sms,
+        steps=1,
+    )
     shares = {work.share for work in trace.work if work.share}
     assert shares == {tiled_share(rows, wide, wide, 1, num_sms), tiled_share(wide, wide, rows, 1, num_sms)}
     assert reduction_bytes(rows, wide, num_sms) in trace.sizes

@@ -18,12 +18,17 @@ def test_every_setting_has_a_help_text():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"mixed_precision": True, "precision": "fp32"}, "contradicts"), ({"beta2": 1.0}, "--beta2"),
-        ({"min_learning_rate_ratio": 2.0}, "--min-learning-rate-ratio"), ({"max_grad_norm": float("inf")}, "finite"),
-        ({"model": "x", "architecture": {"num_layers": 1}}, "--model"), ({"seed": True}, "--seed"),
-        ({"epochs": 0.0}, "--epochs"), ({"host_memory": "-3"}, "--host-memory"), ({"device": "tpu"}, "tpu"),
+        ({"mixed_precision": True, "precision": "fp32"}, "contradicts"),
+        ({"beta2": 1.0}, "--beta2"),
+        ({"min_learning_rate_ratio": 2.0}, "--min-learning-rate-ratio"),
+        ({"max_grad_norm": float("inf")}, "finite"),
+        ({"model": "x", "architecture": {"num_layers": 1}}, "--model"),
+        ({"seed": True}, "--seed"),
+        ({"epochs": 0.0}, "--epochs"),
+        ({"host_memory": "-3"}, "--host-memory"),
+        ({"device": "tpu"}, "tpu"),
     ],
-)  # fmt: skip
+)
 def test_values_out_of_range(values, said):
     with pytest.raises(ConfigurationError, match=said):
         TrainConfig(**values)

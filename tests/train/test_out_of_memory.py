@@ -54,24 +54,36 @@ def build():
 
     def make(placement: str, micro_batch: int = SEQUENCES) -> tuple[Trainer, list]:
         config = TrainConfig(
-            max_steps=STEPS, batch_size=micro_batch, accumulation_steps=SEQUENCES // micro_batch, seq_length=LENGTH,
+            max_steps=STEPS,
+            batch_size=micro_batch,
+            accumulation_steps=SEQUENCES // micro_batch,
+            seq_length=LENGTH,
             eval_every=0,
             checkpoint_every=1,
-        )  # fmt: skip
+        )
         stack = VGPUStack({"levels": [{"device": "arena", "capacity_mb": 0.02}, {"device": "cpu", "capacity_mb": 1}]})
         model = Toy({})
         enable_vgpu_stack_optimization(model, stack, placement=placement)
         opened.append((model, stack))
         optimizer = VGPUAdamW(
-            model.parameters(), lr=0.1, max_grad_norm=1.0, update_in_backward=True,
+            model.parameters(),
+            lr=0.1,
+            max_grad_norm=1.0,
+            update_in_backward=True,
             accumulation_steps=config.accumulation_steps,
-        )  # fmt: skip
+        )
         corpus = Corpus(np.arange(2000, dtype=np.uint16) % 16, None, 16, None, "", "toy")  # type: ignore[arg-type]
         train, held = (PackedDataset(corpus, LENGTH, split) for split in ("train", "validation"))
         parts = Parts(
-            model, optimizer, stack, train, held, Schedule(0.1, 0.1, 0, STEPS), None,
+            model,
+            optimizer,
+            stack,
+            train,
+            held,
+            Schedule(0.1, 0.1, 0, STEPS),
+            None,
             torch.device("cpu"),
-        )  # fmt: skip
+        )
         records, states = [], []
 
         def checkpoint(state: TrainerState) -> None:
@@ -139,7 +151,8 @@ def test_at_any_place_the_step_is_begun_again_smaller(build, placement, capsys):
         smaller += 1
         begun = sum(end < place for end in mode.ends)  # whole steps before it
         assert said == [
-            f"step {begun + 1}: out of memory with 6 sequences in a forward; begun again with 3, 2 forwards a step, the same 48 tokens"
+            f"step {begun + 1}: out of memory with 6 sequences in a forward; begun again with 3, "
+            "2 forwards a step, the same 48 tokens"
         ]
         assert (trainer.now.micro_batch, trainer.accumulation_steps) == (3, 2)
         reference, (expected, _) = build(placement, 3)

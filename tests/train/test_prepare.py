@@ -105,9 +105,14 @@ def test_a_run_is_held_against_its_state_and_not_against_its_caps(lacks, preset_
 
 @pytest.mark.parametrize(
     ("level0", "options"),
-    [("8MiB", {}), ("128KiB", {}), ("128KiB", {"precision": "bf16"}), ("8MiB", {"precision": "bf16"}), ("128KiB",
-    {"use_fp4": True})],
-)  # fmt: skip
+    [
+        ("8MiB", {}),
+        ("128KiB", {}),
+        ("128KiB", {"precision": "bf16"}),
+        ("8MiB", {"precision": "bf16"}),
+        ("128KiB", {"use_fp4": True}),
+    ],
+)
 def test_a_preset_begins_with_the_same_bits_wherever_it_lives(level0, options, preset_corpus):
     shape = {"num_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
     config = TrainConfig(

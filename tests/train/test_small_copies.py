@@ -25,11 +25,11 @@ def test_a_late_number_is_that_of_its_moment(device: str):
 
 
 @pytest.mark.gpu
-def test_reading_does_not_wait_for_what_comes_behind():
+def test_reading_does_not_wait_for_later_work():
     value = torch.tensor(1.0, device="cuda")
     read = send_back(value)
-    behind = torch.cuda.Event()
+    later = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
-    behind.record()
-    assert read() == 1.0 and not behind.query()
+    later.record()
+    assert read() == 1.0 and not later.query()
     torch.cuda.synchronize()

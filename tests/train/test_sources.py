@@ -44,17 +44,27 @@ BOMB = "[&a [x], " + ", ".join(f"&{b} [{', '.join(['*' + a] * 10)}]" for a, b in
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a\n", "list"), ("a: [\n", "not YAML"), ("node: 2\n", "'node'"), ("resume: 3\n", "true or false"),
-        ("out: 3\n", "not text"), ("batch_size: 1.5\n", "whole number"), ("learning_rate: .nan\n", "finite"),
-        ("precision: fp8\n", "fp8"), ("architecture: 3\n", "mapping"), ("seed: " + "[" * 1000, "not YAML"),
-        ("seed: 2024-13-45\n", "not YAML"), ("out: !!python/object/apply:os.system [ls]\n", "not YAML"),
-        ("seed: !!timestamp x\n", "not YAML"), ("max_steps: [3]\n", "'max_steps' holds a list"), ("? [seed]\n: 3\n",
-        "not YAML"),
-        ("architecture: {num_layers: [3]}\n", "'architecture' holds"), ("seed: [1]\n", "holds a list"),
+        ("- a\n", "list"),
+        ("a: [\n", "not YAML"),
+        ("node: 2\n", "'node'"),
+        ("resume: 3\n", "true or false"),
+        ("out: 3\n", "not text"),
+        ("batch_size: 1.5\n", "whole number"),
+        ("learning_rate: .nan\n", "finite"),
+        ("precision: fp8\n", "fp8"),
+        ("architecture: 3\n", "mapping"),
+        ("seed: " + "[" * 1000, "not YAML"),
+        ("seed: 2024-13-45\n", "not YAML"),
+        ("out: !!python/object/apply:os.system [ls]\n", "not YAML"),
+        ("seed: !!timestamp x\n", "not YAML"),
+        ("max_steps: [3]\n", "'max_steps' holds a list"),
+        ("? [seed]\n: 3\n", "not YAML"),
+        ("architecture: {num_layers: [3]}\n", "'architecture' holds"),
+        ("seed: [1]\n", "holds a list"),
         (f"seed: {BOMB}\n", "'seed' holds a list"),
         (f"architecture: {{a: {BOMB}}}\n", "'architecture' holds"),
     ],
-)  # fmt: skip
+)
 def test_yaml_is_checked_like_flags(tmp_path, text, said):
     file = tmp_path / "run.yaml"
     file.write_text(text)

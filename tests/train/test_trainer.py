@@ -79,15 +79,24 @@ def make():
         enable_vgpu_stack_optimization(model, stack, placement="streamed")
         opened.append((model, stack))
         optimizer = VGPUAdamW(
-            model.parameters(), lr=0.1, max_grad_norm=1.0, update_in_backward=True,
+            model.parameters(),
+            lr=0.1,
+            max_grad_norm=1.0,
+            update_in_backward=True,
             accumulation_steps=config.accumulation_steps,
-        )  # fmt: skip
+        )
         tokens = np.arange(2000, dtype=np.uint16) % 16
         corpus = Corpus(tokens, None, 16, None, "", "toy")
         parts = Parts(
-            model, optimizer, stack, PackedDataset(corpus, config.seq_length, "train"),
-            PackedDataset(corpus, config.seq_length, "validation"), Schedule(0.1, 0.1, 0, 6), scaler, CPU,
-        )  # fmt: skip
+            model,
+            optimizer,
+            stack,
+            PackedDataset(corpus, config.seq_length, "train"),
+            PackedDataset(corpus, config.seq_length, "validation"),
+            Schedule(0.1, 0.1, 0, 6),
+            scaler,
+            CPU,
+        )
         records, states = [], []
         stop = stop or SimpleNamespace(wanted=False)
         torch.manual_seed(3)

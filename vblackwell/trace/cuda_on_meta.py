@@ -38,9 +38,8 @@ _DROPOUT = (functional.dropout, torch.dropout)
 _ONE_AT_A_TIME = threading.RLock()
 
 # What autocast computes in the lower precision and what in fp32 (torch's amp.html, "CUDA Op-Specific Behavior").
-_LOWER, _FP32 = (
-    {getattr(owner, name) for owner, names in lists for name in names.split() if hasattr(owner, name)}
-    for lists in ((
+_AUTOCAST = (
+    (
         (torch, "matmul bmm mm addmm addbmm baddbmm addmv mv conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
                 "prelu einsum"),
         (Tensor, "matmul __matmul__ __rmatmul__ bmm mm addmm addbmm baddbmm addmv mv prelu"),
@@ -52,8 +51,12 @@ _LOWER, _FP32 = (
                  "softmax log_softmax logsumexp"),
         (functional, "softmax log_softmax layer_norm group_norm cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss "
                      "kl_div cosine_similarity softplus normalize"),
-    ))
+    ),
 )  # fmt: skip
+_LOWER, _FP32 = (
+    {getattr(owner, name) for owner, names in lists for name in names.split() if hasattr(owner, name)}
+    for lists in _AUTOCAST
+)
 
 
 class CudaOnMeta(TorchFunctionMode):

@@ -123,9 +123,19 @@ def _one(rng: random.Random, number: int, name: str) -> Case:
         precision, attention = "bf16", "sdpa"
     optimizer, expandable = rng.choice(OPTIMIZERS), rng.random() < 0.25
     return Case(
-        number, name, size, optimizer, precision, checkpointing, attention, batch, seq, expandable and not stack, stack,
+        number,
+        name,
+        size,
+        optimizer,
+        precision,
+        checkpointing,
+        attention,
+        batch,
+        seq,
+        expandable and not stack,
+        stack,
         GiB if stack else 0,
-    )  # fmt: skip
+    )
 
 
 CARDS = (8 * GiB, 16 * GiB, 24 * GiB)

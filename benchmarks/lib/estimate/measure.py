@@ -70,9 +70,14 @@ class Training:
         host = 16 * sum(p.numel() for p in model.parameters()) + 2 * GiB
         stack = create_vgpu_stack(case.level0_bytes, host, 0, device=self.device, cap_process=False)
         enable_vgpu_stack_optimization(
-            model, stack, placement="streamed", compute_dtype=torch.bfloat16, update="level0", activations="level0",
+            model,
+            stack,
+            placement="streamed",
+            compute_dtype=torch.bfloat16,
+            update="device",
+            activations="level0",
             accelerate=False,
-        )  # fmt: skip
+        )
         self.model, self.optimizer = model, VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
         engine = offload_of(model)
         assert engine is not None, "the model was just put into a stack"
@@ -196,9 +201,14 @@ def boundary(values: dict[str, Any], device: str, claim: int, card: int = 0, exp
 
 
 def search(
-    runs: Callable[[int], bool], low: int, high: int, step: int, expected: int, known: list[tuple[int, bool]],
-    is_late: Callable[[], bool]
-) -> tuple[int, int]:  # fmt: skip
+    runs: Callable[[int], bool],
+    low: int,
+    high: int,
+    step: int,
+    expected: int,
+    known: list[tuple[int, bool]],
+    is_late: Callable[[], bool],
+) -> tuple[int, int]:
     """(fails, runs): limits at most ``step`` apart, of which the lower is known to be too small and the upper to be
     enough.
 

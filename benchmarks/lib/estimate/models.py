@@ -84,9 +84,10 @@ def _decoder(case: Any, dtype: torch.dtype) -> Built:
     )
     model.gradient_checkpointing = case.checkpointing
     return Built(
-        model.train(), tokens(32000, case.batch, case.seq), lambda model,
-        batch: model(batch["input_ids"], batch["labels"])
-    )  # fmt: skip
+        model.train(),
+        tokens(32000, case.batch, case.seq),
+        lambda model, batch: model(batch["input_ids"], batch["labels"]),
+    )
 
 
 def _language(auto: str, fields: Fields) -> Callable[[Any, torch.dtype], Built]:
@@ -133,11 +134,17 @@ def _llama_like(model_type: str, vocab_size: int, tied: bool, groups: int, **mor
     def fields(width: int, layers: int, heads: int) -> dict[str, Any]:
         shared = groups if heads % groups == 0 else 7  # 14 heads, as Qwen2.5-0.5B has them
         return {
-            "model_type": model_type, "vocab_size": vocab_size, "hidden_size": width, "num_hidden_layers": layers,
-            "intermediate_size": -(-width * 8 // 3 // 64) * 64, "num_attention_heads": heads,
-            "num_key_value_heads": heads // shared, "max_position_embeddings": 4096, "tie_word_embeddings": tied,
+            "model_type": model_type,
+            "vocab_size": vocab_size,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "intermediate_size": -(-width * 8 // 3 // 64) * 64,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // shared,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": tied,
             **more,
-        }  # fmt: skip
+        }
 
     return fields
 

@@ -1,4 +1,4 @@
-"""Runs tasks in processes of their own, several abreast, from a parent that has loaded everything and started no CUDA.
+"""Runs tasks in separate processes, several at a time, from a parent that has loaded everything and started no CUDA.
 
 A child is a fork of the parent (no import to pay for) or, where CUDA does not start in a fork, a fresh interpreter. A
 child that raises, is killed, or takes too long is a result with its error; the others go on. The GPU's bytes are shared

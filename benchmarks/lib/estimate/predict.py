@@ -28,9 +28,13 @@ def trace_case(case: Case, capability: tuple[int, int]) -> Trace:
     built = build(case)
     autocast = torch.bfloat16 if case.precision == "autocast" else None
     return trace_training(
-        built.model, built.batch("cuda"), built.loss, OPTIMIZERS[case.optimizer], autocast=autocast,
-        capability=capability
-    )  # fmt: skip
+        built.model,
+        built.batch("cuda"),
+        built.loss,
+        OPTIMIZERS[case.optimizer],
+        autocast=autocast,
+        capability=capability,
+    )
 
 
 def chosen_batch(case: Case, capability: tuple[int, int]) -> int:
@@ -51,9 +55,12 @@ def smallest_cap(trace: Trace, low: int, high: int, expandable: bool) -> int:
 
 
 def predict(
-    case: Case, capability: tuple[int, int], with_cap: bool = False, gpu: str = "H200",
-    measured: dict[str, Any] | None = None
-) -> dict[str, Any]:  # fmt: skip
+    case: Case,
+    capability: tuple[int, int],
+    with_cap: bool = False,
+    gpu: str = "H200",
+    measured: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The estimate of ``case`` as JSON values; for a card, of the batch that it chooses first.
 
     Args:
@@ -104,7 +111,12 @@ def _through_stack(case: Case, trace: Trace, capability: tuple[int, int]) -> dic
     total = stack.level0 + stack.step
     reserved = total + stack.fragmentation
     return {
-        "parameters": trace.num_parameters, "allocated": total, "reserved": reserved, "context": context,
+        "parameters": trace.num_parameters,
+        "allocated": total,
+        "reserved": reserved,
+        "context": context,
         "peak_p50": reserved + context,
-        "peak_p99": int(reserved * STREAMED_P99) + P99_BYTES + context, "host": stack.host, "level0": stack.level0,
-    }  # fmt: skip
+        "peak_p99": int(reserved * STREAMED_P99) + P99_BYTES + context,
+        "host": stack.host,
+        "level0": stack.level0,
+    }

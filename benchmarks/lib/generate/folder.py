@@ -31,13 +31,25 @@ SPREAD = 0.02
 def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
     """The config.json."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
-        "vocab_size": shape.vocab_size, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-        "bos_token_id": 1, "eos_token_id": 2, "dtype": dtype,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": dtype,
+    }
 
 
 def shards_of(shape: Shape) -> Iterator[list[tuple[str, tuple[int, ...]]]]:

@@ -60,7 +60,7 @@ class Result:
     """What was measured.
 
     Attributes:
-        tokens_per_second: by the median step behind the first five.
+        tokens_per_second: by the median step after the first five.
         peak_reserved, peak_allocated: torch's, from the first step on, bytes.
         opened_seconds: until the first step began. trained: parameters of the adapters.
     """

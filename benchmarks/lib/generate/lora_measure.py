@@ -29,7 +29,7 @@ from vblackwell.machine.device import cap_process
 from vblackwell.nn.convert.lora import fill_adapter, is_adapter
 
 SKIPPED = 5
-TOLD = 5  # steps between two looks at the loss, which the host waits for
+TOLD = 5  # steps between two reads of the loss, which the host waits for
 FIRST_TOKEN = 3  # of bytes
 Step = Callable[[torch.Tensor, float], torch.Tensor]
 
@@ -62,9 +62,15 @@ def ours(case: Case, device: torch.device, result: Result) -> Step:
     stack = create_vgpu_stack(case.cap_bytes, case.host_bytes, 0, device=device, cap_process=False)
     dtype = getattr(torch, case.dtype)
     model: Any = load_causal_lm(
-        case.folder, stack, dtype=dtype, lora=Lora(case.rank, case.alpha), fp4="nvfp4",
-        placement=case.placement, compute_dtype=dtype, seed=case.seed,
-    )  # fmt: skip
+        case.folder,
+        stack,
+        dtype=dtype,
+        lora=Lora(case.rank, case.alpha),
+        fp4="nvfp4",
+        placement=case.placement,
+        compute_dtype=dtype,
+        seed=case.seed,
+    )
     engine = offload_of(model)
     result.placement = engine.placement if engine is not None else ""
     accelerate_causal_lm(model)

@@ -135,9 +135,11 @@ class Accelerate(System):
             torch.cuda.empty_cache()
         self.offloaded, room = self._room(rows)
         self.model = AutoModelForCausalLM.from_pretrained(
-            case.folder, dtype=getattr(torch, case.dtype), device_map="auto" if self.cuda else None,
+            case.folder,
+            dtype=getattr(torch, case.dtype),
+            device_map="auto" if self.cuda else None,
             max_memory={0: room, "cpu": case.host_bytes} if self.cuda else None,
-        ).eval()  # fmt: skip
+        ).eval()
         self.rows = rows
 
     def _room(self, rows: int) -> tuple[bool, int]:

@@ -39,7 +39,7 @@ class Peer:
         return None if importlib.util.find_spec(self.module) else "not installed"
 
     def layers(self, w_NK: Tensor, count: int) -> list[Callable[[Tensor], Tensor]]:
-        """``count`` layers of the weight's values, each with memory of its own.
+        """``count`` layers of the weight's values, each with separate memory.
 
         Raises:
             RuntimeError: its product is not that of the weight.

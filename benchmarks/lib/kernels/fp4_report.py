@@ -25,7 +25,7 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def print_table(rows: list[dict[str, object]], shapes: Sequence[tuple[int, int]]) -> None:
-    """Ratios by system and shape; how long the best peer takes beside ours where there is one."""
+    """Ratios by system and shape; how long the best peer takes compared with ours where there is one."""
     for system in dict.fromkeys(str(row["system"]) for row in rows if not str(row["system"]).startswith("cublas")):
         print(f"{system}: ratio to {COMPARED.get(system, 'cuBLAS bf16')} (us; do_bench)")
         for n, k in shapes:

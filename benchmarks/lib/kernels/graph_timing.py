@@ -72,9 +72,9 @@ def alternating_us(systems: Sequence[Sequence[Callable[[], object]]], rounds: in
 def turns_us(graphs: Sequence[Replay], rounds: int) -> list[float]:
     """Median time of a replay of each graph, in us.
 
-    In turns, because a GPU lowers its clocks under load: whoever is timed first, by itself, looks faster. One round
-    goes before. Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody shall
-    always follow the same one. So an odd number of rounds is rounded up.
+    In turns, because a GPU lowers its clocks under load: the one that is timed first, by itself, seems faster. One
+    round goes before. Every other round goes backwards: who follows a lighter system finds a higher clock, and nobody
+    shall always follow the same one. So an odd number of rounds is rounded up.
     """
     rounds += rounds % 2
     times: list[list[float]] = [[] for _ in graphs]

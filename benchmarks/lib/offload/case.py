@@ -60,14 +60,14 @@ class Recipe:
     """Choices of our own systems that others do not have; None leaves the package's default.
 
     Attributes:
-        update: where AdamW runs: 'auto', 'level0' (streamed states), 'home' (the CPU) or the share of it at home.
+        update: where AdamW runs: 'auto', 'device' (streamed states), 'host' (the CPU) or the share on the host.
             Streamed only.
         resident_bytes: level-0 bytes for groups that live there. Streamed only.
         weight_bytes: level-0 bytes for loaded weights. Streamed only.
         level0_bytes: of level 0, less than the cap: what activations need stays outside. Streamed only.
         activations: where checkpoints' inputs wait for backward: 'level0' or 'host'. Streamed only.
-        undo: False: an update behind the backward is final, there is no log to undo it.
-        update_in_backward: start a group's update behind its backward.
+        undo: False: an update after the backward is final, there is no log to undo it.
+        update_in_backward: start a group's update after its backward.
         loss_chunk_tokens: tokens whose logits exist at a time.
     """
 
@@ -82,7 +82,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """``'update=level0,undo=false'``.
+        """``'update=device,undo=false'``.
 
         Raises:
             ValueError: an unknown name, or a value of the wrong type.

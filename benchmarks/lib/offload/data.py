@@ -5,7 +5,7 @@ taken with probabilities 0.60, 0.20, 0.15 and 0.05; sequences begin anywhere. A 
 (the loss falls from ln V towards ln 1024 = 6.9), then the successors (1.06 nats are left), so a few steps show whether
 it trains.
 
-Weights: every tensor has a generator of its own, seeded by its name, on the device that computes: drawing 2.7 G normal
+Weights: every tensor has a separate generator, seeded by its name, on the device that computes: drawing 2.7 G normal
 numbers takes minutes on a CPU and a blink on a GPU, and no system needs more than one tensor of them there.
 """
 

@@ -2,9 +2,9 @@
 
 What it has to say goes to standard output as lines that begin with ``@ `` and hold JSON; anything else is other
 people's chatter. The loop is that of a careful user, for every system: tokens come from pinned memory and are sent one
-step before they are needed, a loss is read while the next step runs, both on a stream of their own. Step times are the
-intervals between events on the computing stream behind each step (on a CPU: between the moments at which the calls
-return). Work that runs on behind the step (updates under the next forward) is in the next interval; the *drained* rate
+step before they are needed, a loss is read while the next step runs, both on a separate stream. Step times are the
+intervals between events on the computing stream after each step (on a CPU: between the moments at which the calls
+return). Work that runs on after the step (updates under the next forward) is in the next interval; the *drained* rate
 covers all measured steps between two moments at which nothing at all was under way.
 """
 

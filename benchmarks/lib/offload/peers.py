@@ -86,12 +86,12 @@ def build_deepspeed(case: Case, device: torch.device) -> System:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    home = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     settings = {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": home, "offload_param": home},
+        "zero_optimization": {"stage": 3, "offload_optimizer": host, "offload_param": host},
         "gradient_clipping": case.max_grad_norm or 0.0,
         "optimizer": {"type": "AdamW", "params": adamw_settings(case)},
         "steps_per_print": 1 << 30,

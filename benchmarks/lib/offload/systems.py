@@ -1,4 +1,4 @@
-"""The systems that are compared: plain PyTorch and ours, behind one small face. The others' offloading is in peers.py.
+"""The systems that are compared: plain PyTorch and ours, with one interface. The others' offloading is in peers.py.
 
 plain      transformers' causal model, fp32 weights, autocast to bf16, torch's fused AdamW, checkpointing, SDPA
 lines      the same model through the three lines of the README, which choose everything but the cap and the precision
@@ -38,7 +38,7 @@ class System:
         loss_of: (B, S) token numbers on the device to the mean loss over next tokens.
         clip: clips gradients before the step and returns their 2-norm; None where the optimizer does it, or nobody.
         norm_of: the last step's norm, where the optimizer clips.
-        finish: waits for what still runs behind the step.
+        finish: waits for what still runs after the step.
         stats: ``VGPUStack.get_stats`` of ours.
         notes: what a reader of the result should know.
     """
@@ -86,22 +86,38 @@ def hf_config(shape: Shape, seq: int) -> Any:
     from transformers import AutoConfig
 
     same = {
-        "vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied, "use_cache": False,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied,
+        "use_cache": False,
         "attn_implementation": "sdpa",
-    }  # fmt: skip
+    }
     if shape.family == "gpt2":
         return AutoConfig.for_model(
-            "gpt2", n_embd=shape.hidden_size, n_inner=shape.intermediate_size, n_layer=shape.num_layers,
-            n_head=shape.num_heads, n_positions=shape.positions, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+            "gpt2",
+            n_embd=shape.hidden_size,
+            n_inner=shape.intermediate_size,
+            n_layer=shape.num_layers,
+            n_head=shape.num_heads,
+            n_positions=shape.positions,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
             **same,
-        )  # fmt: skip
+        )
     whole = {"sliding_window": None} if shape.family == "mistral" else {}
     return AutoConfig.for_model(
-        shape.family, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads or shape.num_heads, max_position_embeddings=max(seq, 2048),
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **same, **whole,
-    )  # fmt: skip
+        shape.family,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads or shape.num_heads,
+        max_position_embeddings=max(seq, 2048),
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **same,
+        **whole,
+    )
 
 
 def hf_model(case: Case, device: torch.device | str) -> Any:
@@ -204,13 +220,13 @@ def build_streamed(case: Case, device: torch.device) -> System:
     if device.type == "cuda" and placing.get("update", "auto") == "auto":
         link, cpu = rates_together(device)
         system.notes.append(
-            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way beside {cpu / 1e9:.2f} G parameters/s"
+            f"the CPU's share follows from {link / 1e9:.1f} GB/s each way and {cpu / 1e9:.2f} G parameters/s"
         )
     return system
 
 
 def place_or_share(text: str) -> str | float:
-    """'level0', 'home', or a share such as 0.25."""
+    """'device', 'host', or a share such as 0.25."""
     try:
         return float(text)
     except ValueError:
@@ -227,9 +243,14 @@ def _build_decoder(
     shape, streamed = case.decoder, placement == "streamed"
     stack = our_stack(case, device, streamed=streamed)
     config = DecoderConfig(
-        shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers, shape.num_heads,
-        shape.num_kv_heads, max_position=max(case.seq, 2048),
-    )  # fmt: skip
+        shape.vocab_size,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        max_position=max(case.seq, 2048),
+    )
     model = Decoder(config, device="meta").to_empty(device="cpu" if streamed else device)
     drawn_weights(case, model, device)
     model.gradient_checkpointing = True

@@ -1,9 +1,9 @@
 """Compiles attention kernels for GPUs that are not there, and says what they need:
 ``python -m tests.kernels.attention.compile 90``.
 
-A process of its own: Triton's interpreter must be off. Arguments: compute capability, and cases as
-``kernel,head,mask``, with ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) behind it, the kernel being forward, dq, dkv
-or, on 90, specialized; and behind those ``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one
+A separate process: Triton's interpreter must be off. Arguments: compute capability, and cases as
+``kernel,head,mask``, with ``,fp32`` or ``,bf16,FEATURE`` (of `FEATURES`) after it, the kernel being forward, dq, dkv
+or, on 90, specialized; and after those ``,128x64x8x2`` or ``,128x64x8x2x128`` for another plan than the shipped one
 (rows, columns, warps, stages, most registers). Default: every one of
 the first three by head width, kind of mask and feature, which takes minutes. Prints a line of JSON a case: name with
 registers of a thread, how many programs a multiprocessor holds and, of each loop that has matrix products, instructions
@@ -219,7 +219,7 @@ def loops(cubin: bytes) -> Loops:
             code.append(instruction[1])
     last = max(
         i for i, words in enumerate(code) if "EXIT" in words
-    )  # behind it come second tries of waits, which jump back
+    )  # after it come second tries of waits, which jump back
     found = []
     for end, words in enumerate(code[:last]):
         target = re.search(r"BRA.*?(\.L_\w+)", words)

@@ -48,19 +48,35 @@ def gradients(function: Any, tensors: list[Tensor], dtype: torch.dtype | None = 
 
 
 def plain(
-    *, mask: Tensor | None = None, causal: bool = False, bottom_right: bool = False, window: int | None = None,
-    scale: float | None = None, softcap: float | None = None, alibi_slopes_N: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bottom_right: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes_N: Tensor | None = None,
     dropout: float = 0.0,
     keep_BNST: Tensor | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """``attention_reference`` with the options of ``flash_attention``."""
     left, right = bounds(causal, window)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention_reference(
-            q, k, v, mask=mask, left=left, right=right, bottom_right=bottom_right, scale=scale, softcap=softcap or 0.0,
-            slopes_N=alibi_slopes_N, dropout=dropout, keep_BNST=keep_BNST,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=mask,
+            left=left,
+            right=right,
+            bottom_right=bottom_right,
+            scale=scale,
+            softcap=softcap or 0.0,
+            slopes_N=alibi_slopes_N,
+            dropout=dropout,
+            keep_BNST=keep_BNST,
+        )
 
     return function
 

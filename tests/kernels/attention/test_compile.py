@@ -47,7 +47,7 @@ for words in sys.argv[1:]:
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_kernels_fit(cases, program, tmp_path):
-    """In a process of its own, because this one may have Triton's interpreter on."""
+    """In a separate process, because this one may have Triton's interpreter on."""
     words = [" ".join((str(capability), *kernels)) for capability, kernels in cases.items()]
     said = program(PROGRAM, *words, TRITON_CACHE_DIR=str(tmp_path))
     found = [json.loads(line) for line in said.splitlines()]

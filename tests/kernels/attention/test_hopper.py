@@ -1,5 +1,5 @@
-"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, beside float64 and PyTorch's own
-attention.
+"""On a Hopper GPU: the forward with specialised warps, which no interpreter runs, compared with float64 and with
+PyTorch's own attention.
 """
 
 from __future__ import annotations
@@ -40,10 +40,20 @@ def check(shape, dtype=torch.bfloat16, *, mask=None, causal=False, bottom_right=
     (queries, keys, head), (q, k, v) = shape[3:], inputs(*shape, dtype=dtype)
     left, right = bounds(causal, window)
     options = attention_launch.Options(
-        None if mask is None else mask[(None,) * (4 - mask.dim())], None, None, None, None, queries, keys, head**-0.5,
-        left, right,
-        bottom_right, 0.0, 0.0,
-    )  # fmt: skip
+        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        None,
+        None,
+        None,
+        None,
+        queries,
+        keys,
+        head**-0.5,
+        left,
+        right,
+        bottom_right,
+        0.0,
+        0.0,
+    )
     plan = SPECIALIZED[max(64, padded_head(head))]
     with use_plans(forward=plan), poisoned():
         out, lse = attention_launch.forward(q, k, v, options)

@@ -1,4 +1,4 @@
-"""On a GPU: bf16 errors beside PyTorch's own attention, every backend that accepts runs, graphs,
+"""On a GPU: bf16 errors compared with PyTorch's own attention, every backend that accepts runs, graphs,
 compilation, memory.
 """
 
@@ -156,7 +156,7 @@ def test_masks_leave_every_bit_whatever_is_tuned(shape, head):
         mask[(None,) * (4 - mask.dim())], None, None, None, None, 1000, 520, 0.125, None, None, False, 0.0, 0.0
     )
     properties = torch.cuda.get_device_properties(0)
-    # By name, as the GPU may have a forward of its own, which adds in another order.
+    # By name, as the GPU may have a separate forward, which adds in another order.
     plans = {
         kernel: attention_plan.plan_for(kernel, head, 2, properties.shared_memory_per_block_optin, "boolean")
         for kernel in attention_plan.KERNELS

@@ -1,7 +1,7 @@
 """Every path of the FP4 kernels on a GPU against float64, a line a step: ``python -m tests.kernels.fp4.paths``
 (fp4/test_paths_gpu.py).
 
-A process of its own, because a kernel that waits for ever cannot be ended from within: the last line says which plan
+A separate process, because a kernel that waits for ever cannot be ended from within: the last line says which plan
 was running.
 """
 
@@ -162,7 +162,8 @@ def check_w4a8_product(width: int, m: int, n: int, k: int, dtype: torch.dtype, a
     codes, scales, tensor_scale = tiled
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     plan = replace(w4a8.of_width(width), head_rows=w4a8.plan_w4a8(m, n, k, processors).head_rows)
-    launch = lambda: w4a8.run_w4a8(plan, x_MK, (codes, scales, tensor_scale, top), bias_N, activation, n, k)  # noqa: E731
+    weight = (codes, scales, tensor_scale, top)
+    launch = lambda: w4a8.run_w4a8(plan, x_MK, weight, bias_N, activation, n, k)  # noqa: E731
     y_MN = launch()
     rows_MK = q_MK.double() * scale_M1.double()
     exact_MN = reference.activate(rows_MK @ w_NK.double().t() + bias_N.double(), activation)
@@ -201,7 +202,7 @@ def check_w4a8_launches() -> None:
             with torch.cuda.stream(stream):
                 outputs.append((at, run(at)))
     torch.cuda.synchronize()
-    assert all(torch.equal(y_MN, wanted[at]) for at, y_MN in outputs), "launches in a row, or beside each other"
+    assert all(torch.equal(y_MN, wanted[at]) for at, y_MN in outputs), "launches in a row, or at the same time"
     graphs, kept = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph, part in zip(graphs, (order[:8], order[:5]), strict=True):
         with torch.cuda.graph(graph, pool=graphs[0].pool() if kept else None):

@@ -19,7 +19,7 @@ MMA = [  # plan, rows, n, k: one of each shape of block, chunked and whole, padd
     (MmaPlan(32, 1, 2, 1, 1, x_bytes=16384), 33, 64, 512),
     (MmaPlan(16, 2, 2, 2, 2, chunk=4, x_stages=2), 11, 70, 1088),
     (MmaPlan(4, 1, 3, 1, 2, chunk=6, x_stages=2), 3, 33, 960),
-    (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a first round of its own, stages that come round
+    (MmaPlan(8, 1, 2, 1, 2, chunk=8, x_stages=2), 5, 40, 1600),  # a separate first round, stages that come round
 ]
 WGMMA = [
     (WgmmaPlan(32, 1, 1, 2, 4), 20, 40, 392),
@@ -75,7 +75,7 @@ def test_the_first_round_of_x_does_not_stand_for_the_others():
 
 @pytest.mark.parametrize(("m", "n", "processors", "halves"), [(60, 330, 2, 2), (260, 300, 5, 1)])
 def test_a_last_round_of_half_as_high_blocks(m, n, processors, halves):
-    """Behind two blocks, or two in each of two columns; the second has no row in the other half of its last block,
+    """After two blocks, or two in each of two columns; the second has no row in the other half of its last block,
     which is left out.
     """
     plan, k = WgmmaPlan(256, 2, 1, 4), 72

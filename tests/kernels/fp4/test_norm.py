@@ -51,16 +51,24 @@ def request(**changes):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "mma"), ({"k": 14336}, "mma"), ({"m": 8, "n": 8192, "k": 8192}, "mma"), ({"m": 9, "n": 8192, "k": 8192},
-        "separate"),
-        ({"m": 4, "k": 4104}, "separate"), ({"m": 2, "k": 4104}, "mma"), ({"m": 5, "k": 1000}, "separate"), ({"m": 4,
-        "k": 1000}, "mma"),
-        ({"m": 1, "n": 28672, "k": 8192}, "mma"), ({"n": 28672, "k": 8192, "capability": (8, 6)}, "mma"),
-        ({"m": 17, "capability": (8, 6)}, "separate"), ({"m": 1, "dtype": torch.float16}, "separate"),
-        ({"m": 1, "dtype": torch.float32}, "separate"), ({"m": 1, "k": 4100}, "separate"),
-        ({"m": 1, "format": "nf4"}, "separate"), ({"m": 1, "device": torch.device("cpu")}, "separate"),
+        ({}, "mma"),
+        ({"k": 14336}, "mma"),
+        ({"m": 8, "n": 8192, "k": 8192}, "mma"),
+        ({"m": 9, "n": 8192, "k": 8192}, "separate"),
+        ({"m": 4, "k": 4104}, "separate"),
+        ({"m": 2, "k": 4104}, "mma"),
+        ({"m": 5, "k": 1000}, "separate"),
+        ({"m": 4, "k": 1000}, "mma"),
+        ({"m": 1, "n": 28672, "k": 8192}, "mma"),
+        ({"n": 28672, "k": 8192, "capability": (8, 6)}, "mma"),
+        ({"m": 17, "capability": (8, 6)}, "separate"),
+        ({"m": 1, "dtype": torch.float16}, "separate"),
+        ({"m": 1, "dtype": torch.float32}, "separate"),
+        ({"m": 1, "k": 4100}, "separate"),
+        ({"m": 1, "format": "nf4"}, "separate"),
+        ({"m": 1, "device": torch.device("cpu")}, "separate"),
     ],
-)  # fmt: skip
+)
 def test_one_kernel_where_it_is_faster(changes, name):
     assert choose("fp4_norm_linear", fp4_norm.NORM_LINEAR, request(**changes)).name == name
 

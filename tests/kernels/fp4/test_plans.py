@@ -248,7 +248,7 @@ def test_no_derivative_is_no_zero(function):
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     with pytest.raises(Unsupported, match="forward-mode derivative"):
         tangent(function, x)
-    function(x)  # and nothing stays behind
+    function(x)  # and nothing is left over
 
 
 @pytest.mark.filterwarnings(

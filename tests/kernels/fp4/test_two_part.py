@@ -28,8 +28,8 @@ extern "C" void run(const u16* x, const u8* codes, const u8* fine, const u8* sca
            [=] { fp4_mma(x, codes, fine, scales, ts, bias, y, M, N, K, act, windows, chunks, 1, shared); });
 }"""
 ROUND_MAIN = """
-extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride, int aligned,
-        int gx) {
+extern "C" void run(const Source* w, const u8* scales, const float* ts, Target* out, int N, int K, int stride,
+        int aligned, int gx) {
     launch(gx, 1, 1, ROUND_THREADS, 16, [=] { two_part_round(w, scales, ts, out, N, K, stride, aligned); });
 }"""
 
@@ -120,9 +120,10 @@ def test_op_and_gradients_against_float64(activation):
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
     torch.library.opcheck(
-        torch.ops.vblackwell.two_part_linear, (x, *parts, bias, "nvfp4", activation, n, k),
+        torch.ops.vblackwell.two_part_linear,
+        (x, *parts, bias, "nvfp4", activation, n, k),
         test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
+    )
 
 
 @emulation.needs_compiler
@@ -148,7 +149,7 @@ def test_kernel_source_within_the_bound_of_float64(plan, m, n, k):
     tiled = layout.parts_to_tiled(*parts, n, k)
     y_MN = emulated(plan, x_MK, tiled, None, "none", n)
     assert emulation.error_over_bound(y_MN, x_MK, bf16_weight(parts, n, k)) <= 1
-    # And beside the unrounded weight: half a unit in the last of bf16's 8 bits, 2^-8 of each product at most.
+    # And compared with the unrounded weight: half a unit in the last of bf16's 8 bits, 2^-8 of each product at most.
     exact = x_MK.double() @ w_NK.double().t()
     bound = 2**-8 * (x_MK.double().abs() @ w_NK.double().abs().t()) * 1.01
     assert ((y_MN - exact).abs() <= bound).all()
@@ -297,8 +298,11 @@ def test_what_is_queued_is_of_the_weight_at_hand(k, whole, monkeypatch):
 def test_weights_are_rounded_on_the_gpu_whatever_came_before():
     w_NK, other = wide_weight(70, 96, torch.bfloat16), wide_weight(70, 96, torch.bfloat16) * 3
     for weight, dtype in (
-        (w_NK, torch.bfloat16), (other, torch.bfloat16), (w_NK.contiguous(), torch.float32), (w_NK, torch.float64),
-    ):  # fmt: skip
+        (w_NK, torch.bfloat16),
+        (other, torch.bfloat16),
+        (w_NK.contiguous(), torch.float32),
+        (w_NK, torch.float64),
+    ):
         scales = separation.training_scales(weight)
         found = two_part_round.rounded(weight.cuda(), scales.block.cuda(), scales.tensor.cuda(), dtype)
         assert torch.equal(found.cpu(), separation.round_to_parts(weight, scales, dtype))
@@ -372,9 +376,7 @@ def test_kernel_on_the_gpu(m, n, k):
     x_MK = torch.randn(m, k).bfloat16().cuda()
     for clusters in (True, False) if torch.cuda.get_device_capability()[0] == 9 else (False,):
         plan = two_part.plan_two_part(m, n, k, clusters)
-        first, second = (
-            fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2)
-        )  # fmt: skip
+        first, second = (fp4_launch.run_mma(plan, x_MK, tiled, None, "none", n, torch.float32) for _ in range(2))
         assert torch.equal(first, second)
         assert emulation.error_over_bound(first.cpu(), x_MK.cpu(), bf16_weight(parts, n, k)) <= 1, plan
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -50,9 +50,16 @@ class States:
 
     def update(self, numbers: AdamWStep, sums: Tensor | None = None) -> None:
         adamw_piece(
-            self.weight, self.remainder, self.exp_avg, self.exp_avg_sq, self.gradient, numbers,
-            previous=self.previous, factor=self.factor, square_sums=sums,
-        )  # fmt: skip
+            self.weight,
+            self.remainder,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.gradient,
+            numbers,
+            previous=self.previous,
+            factor=self.factor,
+            square_sums=sums,
+        )
 
     def assert_same_bits(self, other: States) -> None:
         for field, mine, its in zip(fields(self), self._values(), other._values(), strict=True):
@@ -109,11 +116,20 @@ def update_with_torch(states: States, numbers: AdamWStep) -> States:
     bits = torch.empty(n, dtype=torch.int32)
     master = states.weight if states.remainder is None else join(states.weight, states.remainder, bits)
     torch._fused_adamw_(
-        [master], [gradient], [states.exp_avg], [states.exp_avg_sq], [], [torch.tensor(float(numbers.step))],
+        [master],
+        [gradient],
+        [states.exp_avg],
+        [states.exp_avg_sq],
+        [],
+        [torch.tensor(float(numbers.step))],
         lr=numbers.lr,
-        beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps, amsgrad=False,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
         maximize=False,
-    )  # fmt: skip
+    )
     if states.remainder is not None:
         split(bits, states.weight, states.remainder, torch.empty(n, dtype=torch.int32))
     return states

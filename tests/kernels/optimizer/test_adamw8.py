@@ -72,10 +72,15 @@ class States8:
 
     def update(self, numbers: AdamWStep, sums: Tensor | None = None, seed: int = 5, offset: int = 0) -> None:
         adamw8_piece(
-            *self.written, self.gradient, numbers, previous=self.previous, factor=self.factor, square_sums=sums,
+            *self.written,
+            self.gradient,
+            numbers,
+            previous=self.previous,
+            factor=self.factor,
+            square_sums=sums,
             seed=seed,
             offset=offset,
-        )  # fmt: skip
+        )
 
     def assert_same_bits(self, other: "States8") -> None:
         for place, (mine, its) in enumerate(zip(self.written, other.written, strict=True)):
@@ -85,7 +90,8 @@ class States8:
             integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[mine.element_size()]
             wrong = (mine.cpu().view(integer) != its.cpu().view(integer)).nonzero().flatten()
             assert len(wrong) == 0, (
-                f"argument {place}: {len(wrong)} of {len(mine)} differ: {mine[wrong[:4]]} {its[wrong[:4]]} at {wrong[:4]}"
+                f"argument {place}: {len(wrong)} of {len(mine)} differ: {mine[wrong[:4]]} {its[wrong[:4]]} "
+                f"at {wrong[:4]}"
             )
 
 

@@ -1,7 +1,7 @@
 """Every fused kernel compiles for its GPUs without one, in bf16 and at the sizes that need most: registers without
 spills, shared memory.
 
-In a process of its own, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
+In a separate process, because where there is no GPU this one has Triton's interpreter on, which compiles nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def cases(capability):
         yield rows_triton._rms_norm, *rms(width, rows_triton.forward_stages(width, 2, 2, True, shared))
         shape, warps = rms(width, rows_triton.backward_stages(width, 2, True, shared))
         yield rows_triton._rms_norm_backward, shape, warps if shape["TILE"].block <= 4096 else 32
-    shape, warps = rms(16384, rows_triton.forward_stages(16384, 2, 2, False, shared))  # its weight comes through shared memory, too
+    # The weight of this one comes through shared memory, too.
+    shape, warps = rms(16384, rows_triton.forward_stages(16384, 2, 2, False, shared))
     yield rows_triton._rms_norm, {**shape, "residual_ptr": None}, warps
     yield rows_triton._sum, {"D": 2560, "ROWS": 512, "COLUMNS": rows_triton.SUM_COLUMNS}, 4
     yield rows_triton._swiglu, {"BLOCK": rows_triton.SWIGLU_BLOCK}, rows_triton.SWIGLU_WARPS
@@ -50,10 +51,13 @@ def cases(capability):
     yield encode_triton._words, {"BLOCK": encode_triton.TILE_BLOCK}, 4
     yield encode_triton._scales, {"BLOCK": encode_triton.TILE_BLOCK}, 4
 
-FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr", "top_ptr",
-    "mass_ptr", "temperature_ptr")
+FP32 = ("scale_ptr", "partial_ptr", "loss_ptr", "factor_ptr", "cos_ptr", "sin_ptr", "tensor_scale_ptr", "sum_ptr",
+    "top_ptr", "mass_ptr", "temperature_ptr")
 STRIDES = {  # of each tensor a tuple
-    "_rotate": (("i32",) * 3,) * 4 + (("i32",) * 2,) * 2, "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,), "_attend": ("i32",) * 3}
+    "_rotate": (("i32",) * 3,) * 4 + (("i32",) * 2,) * 2,
+    "_store": (("i32",) * 2,) * 3 + (("i32",) * 3,),
+    "_attend": ("i32",) * 3,
+}
 def type_of(name, kernel):
     if kernel == "_words" and name in ("codes_ptr", "out_ptr"):
         return "*i32"
@@ -78,12 +82,14 @@ def type_of(name, kernel):
 found = []
 every = [(capability, *case) for capability in json.loads(sys.argv[1]) for case in cases(capability)]
 for capability, kernel, constants, warps in every[::int(sys.argv[3])]:
-    signature = {name: "constexpr" if name in constants else type_of(name, kernel.__name__) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else type_of(name, kernel.__name__) for name in names}
+    source = ASTSource(kernel, signature, constexprs={(names.index(name),): v for name, v in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     pathlib.Path(sys.argv[2]).write_bytes(compiled.asm["cubin"])
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "--dump-resource-usage", sys.argv[2]], check=True, capture_output=True, text=True).stdout
+    command = [tool, "--dump-resource-usage", sys.argv[2]]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     local = max(int(value) for value in re.findall(r"(?:STACK|LOCAL):(\\d+)", usage))
     found.append([capability, kernel.__name__ + str(constants), compiled.metadata.shared, local])
 print(json.dumps(found))

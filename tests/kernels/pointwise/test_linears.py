@@ -98,7 +98,7 @@ def separately(x, norm, *weights):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_normed_against_float64(dtype):
-    # the norm and each output are rounded, the input's gradient after each of three products and behind the norm
+    # the norm and each output are rounded, the input's gradient after each of three products and after the norm
     assert max(errors(together, "rms_norm", normed_case(dtype), plain)) <= 4 * TOLERANCE[dtype]
 
 

@@ -150,12 +150,15 @@ def test_ties_masks_and_rows_that_are_no_logits(backend):
     infinite = float("inf")
     logits = torch.tensor(
         [
-            [1.0, 3.0, 3.0, 0.0], [-infinite, 0.0, -infinite, -infinite], [-infinite] * 4, [0.0, float("nan"), 1.0,
-            2.0],
-            [0.0, infinite, 0.0, 0.0], [-0.0, 0.0, -0.0, -1.0],
+            [1.0, 3.0, 3.0, 0.0],
+            [-infinite, 0.0, -infinite, -infinite],
+            [-infinite] * 4,
+            [0.0, float("nan"), 1.0, 2.0],
+            [0.0, infinite, 0.0, 0.0],
+            [-0.0, 0.0, -0.0, -1.0],
         ],
         device=DEVICE,
-    )  # fmt: skip
+    )
     with use_backend("sampling", backend):
         assert sample_tokens(logits, 0, temperature=0.0).tolist() == [1, 1, -1, -1, -1, 0]
         # In the interpreter the cases that differ in code: none, and the search that top-k and top-p share.
@@ -185,15 +188,21 @@ def test_what_lanes_have_dropped_is_looked_for(monkeypatch):
     spread = normal(83, seed=5) * 3
     one_lane = spread + 20.0 * (lanes == 3)
     rows: list[tuple[torch.Tensor, int, float]] = [
-        (spread, 5, 1.0), (spread, 0, 0.97), (one_lane, 5, 1.0), (one_lane, 0, 0.97), (torch.linspace(-9, 9, 83,
-        device=DEVICE), 70, 0.4),
-        (spread.round(), 4, 1.0), (torch.where(lanes < 14, float("-inf"), spread), 0, 0.4), (spread * 0 + 0.5, 1, 0.4),
-    ]  # fmt: skip
+        (spread, 5, 1.0),
+        (spread, 0, 0.97),
+        (one_lane, 5, 1.0),
+        (one_lane, 0, 0.97),
+        (torch.linspace(-9, 9, 83, device=DEVICE), 70, 0.4),
+        (spread.round(), 4, 1.0),
+        (torch.where(lanes < 14, float("-inf"), spread), 0, 0.4),
+        (spread * 0 + 0.5, 1, 0.4),
+    ]
     scaled = torch.stack([row for row, _, _ in rows]) / 0.8 + 0.0
     cuts = (
-        column(*(k for _, k, _ in rows), dtype=torch.int32), column(*(p for _, _, p in rows), dtype=torch.float32),
+        column(*(k for _, k, _ in rows), dtype=torch.int32),
+        column(*(p for _, _, p in rows), dtype=torch.float32),
         torch.zeros(len(rows), device=DEVICE),
-    )  # fmt: skip
+    )
     temperature = torch.full((len(rows),), 0.8, device=DEVICE)
     least = sampling_triton.least_keys(torch.stack([row for row, _, _ in rows]), temperature, *cuts)
     possible = scaled > float("-inf")  # what is not has no probability: whether it is kept is nobody's concern
@@ -244,9 +253,10 @@ def test_lanes_that_drop_words_on_a_gpu():
     for options in ({"top_k": 50}, {"top_k": 3000}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.5}):
         top_k, top_p = options.get("top_k", 0), options.get("top_p", 1.0)
         cuts = (
-            column(*[top_k] * 3, dtype=torch.int32), column(*[top_p] * 3, dtype=torch.float32), column(0, 0, 0,
-            dtype=torch.float32),
-        )  # fmt: skip
+            column(*[top_k] * 3, dtype=torch.int32),
+            column(*[top_p] * 3, dtype=torch.float32),
+            column(0, 0, 0, dtype=torch.float32),
+        )
         least = sampling_triton.least_keys(logits, column(1, 1, 1, dtype=torch.float32), *cuts)
         kept = from_key_on(logits, least)
         # fp32 sums of 128,000 terms against float64: a few words at the edge of top_p may fall on its other side

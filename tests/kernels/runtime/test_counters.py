@@ -66,7 +66,7 @@ def test_threads_that_share_a_stream_take_turns(places):
         list(pool.map(launch, [9, 300, 5000, 9] * 20))
 
 
-def test_a_launch_that_fails_leaves_nothing_behind(places):
+def test_a_launch_that_fails_leaves_no_counters(places):
     launch(9)
     with pytest.raises(RuntimeError, match="refused"), counters.zeroed(9, CPU) as (now, _, _):
         now[:9] = 7

@@ -18,8 +18,9 @@ import torch
 from tests.kernels.emulation import random_weight
 from tests.kernels.fp4.test_two_part import random_parts
 from vblackwell.kernels.fp4 import launch as fp4_launch
-from vblackwell.kernels.fp4 import layout, two_part, w4a8
+from vblackwell.kernels.fp4 import layout, w4a8
 from vblackwell.kernels.fp4.mma_plan import plan_mma
+from vblackwell.kernels.fp4.two_part import plan_two_part
 from vblackwell.kernels.fp4.wgmma_plan import plan_wgmma
 from vblackwell.kernels.runtime import counters, launch, nvrtc
 from vblackwell.kernels.runtime.launch import may_overlap
@@ -122,9 +123,11 @@ def driver(monkeypatch, capturing):
     monkeypatch.setattr(launch, "_kernels", {})
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
-        "get_device_capability": lambda device: (9, 0), "get_device_properties": lambda device: properties,
-        "device": lambda device: nullcontext(), "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
-    }.items():  # fmt: skip
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_properties": lambda device: properties,
+        "device": lambda device: nullcontext(),
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return found
 
@@ -142,9 +145,9 @@ def test_every_kernel_that_loads_a_weight_early_minds_who_wrote_it(driver, monke
         "fp4_dequantize": (coarse, lambda: fp4_launch.run_dequantize(coarse, n, k, torch.bfloat16)),
         "prepare_e4m3": ((*coarse, top), lambda: w4a8.run_prepare_e4m3(x, (*coarse, top), n, k)),
         "w4a8_head": ((*coarse, top), lambda: w4a8.run_w4a8(w4a8.of_width(256), x, (*coarse, top), None, "none", n, k)),
-        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(two_part.plan_two_part(3, n, k, True), x, two, None, "none", n)),
+        "fp4_mma, two parts": (two, lambda: fp4_launch.run_mma(plan_two_part(3, n, k, True), x, two, None, "none", n)),
         "fp4_dequantize, two parts": (two, lambda: fp4_launch.run_dequantize(two, n, k, torch.bfloat16)),
-    }  # fmt: skip
+    }
     early = set()
     for path in nvrtc.KERNELS.glob("*/cuda/*.cu"):  # what a kernel loads before its first wait
         for part in path.read_text().split('extern "C" __global__')[1:]:

@@ -258,7 +258,7 @@ def test_moving_by_hand(make_stack):
     stack = make_stack(1, 2, 4)
     stack.register("a", page(1), priority=10)
     stack.register("b", page(2), priority=10)
-    stack.move("b", 0)  # whoever is there
+    stack.move("b", 0)  # whichever is there
     assert levels(stack) == {"a": 1, "b": 0}
     held = stack.access("b")
     with pytest.raises(StaleTensor, match="'b' cannot leave arena"):
@@ -440,7 +440,7 @@ def test_prefetch_serves_parameters_through_who_knows_them(make_stack):
 
 
 def test_a_resident_access_is_quick(make_stack):
-    """The promise is 10 us; the bench measures it, this only notices when something slow gets into the path."""
+    """The aim is 10 us; the bench measures it, this only notices when something slow gets into the path."""
     import timeit
 
     stack = make_stack(4, 4)
@@ -481,7 +481,7 @@ def test_a_dropped_stack_is_freed_at_once():
         gc.enable()
 
 
-def test_inference_mode_leaves_nothing_behind(make_stack):
+def test_inference_mode_leaves_no_trace(make_stack):
     stack = make_stack(2, 4, 8)
     with torch.inference_mode():
         for i in range(5):

@@ -126,16 +126,16 @@ def test_packed_tensors_come_to_the_gpu(stack: VGPUStack):
 
 def test_reservations_stream(stack: VGPUStack):
     """As the offload engine does: host to a ring on the GPU and back, counted, with events only."""
-    ring, home = stack.reserve("ring", 4 * MiB, 0), stack.reserve("home", 4 * MiB, 1)
+    ring, host = stack.reserve("ring", 4 * MiB, 0), stack.reserve("host", 4 * MiB, 1)
     source = random_bytes(4 * MiB)
-    stack.write(home, source).wait()
+    stack.write(host, source).wait()
     view = ring.view()
     assert view is not None and view.is_cuda
-    stack.read(home, view).wait_on(torch.cuda.current_stream())
+    stack.read(host, view).wait_on(torch.cuda.current_stream())
     view += 1
-    stack.write(home, view).wait()
+    stack.write(host, view).wait()
     out = torch.zeros_like(source)
-    stack.read(home, out).wait()
+    stack.read(host, out).wait()
     assert torch.equal(out, source + 1)
     links = {(link["source"], link["destination"]): link for link in stack.get_stats()["links"]}
     assert links["cpu", "cuda:0"]["bytes"] == 4 * MiB and links["cpu", "cuda:0"]["seconds"] > 0

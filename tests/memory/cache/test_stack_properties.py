@@ -104,7 +104,7 @@ class StackMachine(RuleBasedStateMachine):
             try:
                 self.stack.update(key, value)
             except InsufficientMemory:
-                pass  # the old bytes are held, and there is no room for the new ones beside them
+                pass  # the old bytes are held, and there is no room for the new ones next to them
             else:
                 self.model[key] = value
 

@@ -30,7 +30,7 @@ NEW, GREEDY = 5, Sampling(temperature=0)
 SHORT = [IDS[0].tolist(), IDS[1, :7].tolist()]
 OWN_STATE = ["mamba", "openai-gpt", "recurrent_gemma", "rwkv", "xlnet", "xlstm"]
 WRITTEN = [*OWN_STATE, "arcee", "granitemoehybrid", "roberta"]
-# transformers' generate gives them positions from 0 on, where their forward, which we call, counts from behind the
+# transformers' generate gives them positions from 0 on, where their forward, which we call, counts from after the
 # padding token's number.
 OTHER_POSITIONS = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"}
 # Of these nothing is packed to either format, and it is said why.
@@ -47,7 +47,7 @@ def selected(kinds: list[str], always: list[str]):
 
 
 def text_of(model, ids: list[int], new: int = NEW) -> list[int]:
-    """What transformers writes behind ``ids``, alone: some of its models mix rows up."""
+    """What transformers writes after ``ids``, alone: some of its models mix rows up."""
     ids_1S = torch.tensor([ids])
     if model.config.model_type in OTHER_POSITIONS:
         with torch.no_grad():
@@ -86,7 +86,7 @@ def test_the_text_is_that_of_transformers(kind, tmp_path, make_stack):  # noqa: 
     ],
     ids=str,
 )
-def test_arcee_writes_the_text_of_transformers_from_every_seed(changes, dtype, seed, tmp_path, make_stack):  # noqa: F811
+def test_arcee_writes_the_text_of_transformers(changes, dtype, seed, tmp_path, make_stack):  # noqa: F811
     """Its feed forward, with a squared ReLU and without a gate, was suspected of another text: 24 tokens, each way."""
     made = tiny_model("arcee", seed=seed, **changes).to(dtype)
     if seed % 2:  # texts of small weights repeat one word

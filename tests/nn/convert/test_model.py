@@ -1,4 +1,4 @@
-"""Converting whole models: what is replaced, what is left and why, that they compute the same, and the way back."""
+"""Converting whole models: what is replaced, what is left and why, equal results, and the conversion back."""
 
 from __future__ import annotations
 

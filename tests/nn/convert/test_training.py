@@ -72,14 +72,14 @@ def test_the_loss_is_the_same_and_its_logits_are_never_whole(name, monkeypatch):
     report = fuse(model)
     assert has_fused_loss(model) == (name != "Gemma2")  # its logits are capped on their way to the loss
     assert report is not None and ("a scale or a cap" in str(report)) == (name == "Gemma2")
-    (loss, grads, most), (expected, right, most_plain) = step(model), step(plain)
+    (loss, grads, largest), (expected, right, plain_largest) = step(model), step(plain)
     # fp32 sums in another order: a mean of 39 terms, gradients of as many.
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for grad, other in zip(grads, right, strict=True):
         assert grad is not None and other is not None and (grad - other).norm() <= 1e-5 * other.norm() + 1e-9
-    assert most_plain >= TOKENS * VOCABULARY
+    assert plain_largest >= TOKENS * VOCABULARY
     if name == "Qwen2":  # nothing else of it has as many elements a token as there are words
-        assert most < TOKENS * VOCABULARY
+        assert largest < TOKENS * VOCABULARY
 
 
 def test_routers_count_in_training_alone():

@@ -22,8 +22,7 @@ SIZES: dict[str, Any] = {
     "attention_window_size": 8, "chunk_size": 8,
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "emb_dim": 64, "word_embed_proj_dim": 64, "lru_width": 64,
     "intermediate_size": 96, "ffn_dim": 96, "n_inner": 96, "d_ff": 96, "ffn_hidden_size": 96, "decoder_ffn_dim": 96,
-    "encoder_ffn_dim": 96,
-    "ffn_intermediate_size": 96, "dff": 96, "dim_ff": 96,
+    "encoder_ffn_dim": 96, "ffn_intermediate_size": 96, "dff": 96, "dim_ff": 96,
     "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "decoder_layers": 4, "encoder_layers": 1,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
     "attention_heads": 4,
@@ -37,11 +36,10 @@ SIZES: dict[str, Any] = {
     "expert_intermediate_size": 32,
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "moe_k": 2, "moe_topk": 2, "moe_top_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "n_shared_experts": 1, "num_shared_experts": 1,
-    "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+    "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "mamba_expand": 2, "mamba_d_ssm": 128, "state_size": 16, "ssm_state_size": 16,
+    "mamba_head_dim": 32, "mamba_expand": 2, "mamba_d_ssm": 128, "state_size": 16, "ssm_state_size": 16,
     "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "num_kv_shared_layers": 0,
     "is_decoder": True,
 }  # fmt: skip
@@ -67,24 +65,32 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "kimi_linear": {
-        **WHOLE_HEADS, "layer_types": MIXED, "mlp_layer_types": ["dense"] + ["sparse"] * 3, "linear_head_dim": 16,
+        **WHOLE_HEADS,
+        "layer_types": MIXED,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "linear_head_dim": 16,
         "linear_num_heads": 4,
         "num_experts_per_token": 2,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "longcat_flash": {**WHOLE_HEADS, "zero_expert_num": 2, "head_dim": 8},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention", "moe", "attention"], "n_groups": 1,
+        "layers_block_type": ["mamba", "attention", "moe", "attention"],
+        "n_groups": 1,
         "moe_shared_expert_intermediate_size": 32,
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * 4, "hash_seed": 0},
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "layers_block_type": ["mamba", "hybrid"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
-    "roc_bert": {"pronunciation_vocab_size": 96, "shape_vocab_size": 96, "pronunciation_embed_dim": 16,
-                 "shape_embed_dim": 16},
+    "roc_bert": {
+        "pronunciation_vocab_size": 96,
+        "shape_vocab_size": 96,
+        "pronunciation_embed_dim": 16,
+        "shape_embed_dim": 16,
+    },
     "xlstm": {"qk_dim_factor": 1.0, "num_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
-}  # fmt: skip
+}
 # Those of transformers 5.23 that are text models and small by sizes alone.
 KINDS = """
     afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird
@@ -102,7 +108,7 @@ KINDS = """
     reformer rembert roberta roberta-prelayernorm roc_bert roformer rwkv seed_oss smollm3 solar_open stablelm
     starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm youtu zamba2 zaya
 """
-# Of these, transformers before 5.23 has other configurations, or faults of its own: doge's `generate` writes other text
+# Of these, transformers before 5.23 has other configurations, or faults: doge's `generate` writes other text
 # than its forward.
 SINCE_5_23 = {"deepseek_v4", "doge", "longcat_flash", "zamba2"}
 MAX_PARAMETERS = 3_000_000

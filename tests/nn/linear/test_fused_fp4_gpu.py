@@ -1,4 +1,4 @@
-"""On a GPU: the codecs give the CPU's bits, a packed layer keeps its promises on memory, and states move both ways."""
+"""On a GPU: the codecs give the CPU's bits, a packed layer takes the documented memory, and states move both ways."""
 
 import copy
 

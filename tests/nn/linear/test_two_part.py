@@ -74,14 +74,19 @@ def test_start_costs_no_work():
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"drift_threshold": 0.0}, {"drift_threshold": 1.5}, {"drift_threshold": float("nan")},
+        {"drift_threshold": 0.0},
+        {"drift_threshold": 1.5},
+        {"drift_threshold": float("nan")},
         {"drift_threshold": "0.1"},
-        {"refresh_every": 0}, {"refresh_every": True}, {"mode": "fast"}, {"replace_pattern": "("},
+        {"refresh_every": 0},
+        {"refresh_every": True},
+        {"mode": "fast"},
+        {"replace_pattern": "("},
         {"replace_pattern": "nothing"},
         {"enable_fp4": False, "enable_quantization": False},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_refused_leaves_the_model_as_it_was(arguments):
     model = model_of()
     before = list(model.modules())
@@ -345,10 +350,10 @@ def test_on_the_gpu(rows):
     coarse = layer(x)
     layer.attach_fine(fine)
     assert sqnr(exact, layer(x)) > sqnr(exact, coarse) + 10
-    home = copy.deepcopy(layer).cpu()
-    assert torch.equal(home.packed.dequantize(torch.float32), weight.cpu())
+    on_cpu = copy.deepcopy(layer).cpu()
+    assert torch.equal(on_cpu.packed.dequantize(torch.float32), weight.cpu())
     assert all(
-        torch.equal(a, b.cpu()) for a, b in zip(home.state_dict().values(), layer.state_dict().values(), strict=True)
+        torch.equal(a, b.cpu()) for a, b in zip(on_cpu.state_dict().values(), layer.state_dict().values(), strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""The order of use that is learned stays of a length, whoever calls the model's parts."""
+"""The order of use that is learned keeps its length, however the model's parts are called."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def test_weights_that_fit_stay_and_others_come_twice_a_step():
 def test_bytes_of_states_and_gradients():
     up = simulate(LanePlan(chain(), 6 * 2000, 20000), FAST)
     assert up.up_bytes == pytest.approx(6 * 10_000, rel=0.01) and up.down_bytes == pytest.approx(6 * 12_000, rel=0.01)
-    late = simulate(LanePlan(chain(deferred=True), 6 * 2000, 20000), FAST)  # their gradients go home and come back
+    late = simulate(
+        LanePlan(chain(deferred=True), 6 * 2000, 20000), FAST
+    )  # their gradients are written back and come up
     assert late.up_bytes == pytest.approx(6 * 12_000, rel=0.01) and late.down_bytes == pytest.approx(
         6 * 14_000, rel=0.01
     )
@@ -67,10 +69,10 @@ def test_a_narrow_ring_holds_updates_back():
     assert narrow.step_seconds > 1.2 * wide.step_seconds
 
 
-def test_groups_that_live_on_level_0_take_no_journey():
+def test_groups_that_live_on_level_0_take_no_transfer():
     kept = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000), FAST)
     assert kept.up_bytes == kept.down_bytes == 0 and kept.busy["gpu"] == pytest.approx(1.0, rel=1e-3)
-    # With a way back there is none from level 0: their gradients go home, and come back for the step.
+    # With rollback there is none from level 0: their gradients are written back, and come up for the step.
     undo = simulate(LanePlan(chain(resident=True), 2 * 2000, 20000, stores_gradients=True), FAST)
     assert undo.up_bytes == undo.down_bytes == pytest.approx(6 * 2000, rel=0.01)
 
@@ -85,10 +87,10 @@ def test_while_steps_clip_states_and_gradients_wait_for_the_norm():
     link = replace(FAST, up=4e3, up_both=4e3, down=4e3, down_both=4e3)
     free, clipped = (simulate(LanePlan(chain(), 12000, 20000, clips=clips), link) for clips in (False, True))
     assert clipped.up_bytes == pytest.approx(6 * 12_000, rel=0.01)  # gradients come back
-    # Nothing hides behind backward, three quarters of the compute: the forward and the link are what is left.
+    # Nothing overlaps with backward, three quarters of the compute: the forward and the link are what is left.
     assert clipped.step_seconds > free.step_seconds + 6
     home = simulate(LanePlan(chain(on_host=True), 12000, 20000, clips=True), replace(FAST, cpu_adamw=1000.0))
-    assert home.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin behind backward, and end before forward's last
+    assert home.step_seconds >= 6 * 3 + 6  # the CPU's six seconds begin after backward, and end before forward's last
 
 
 def test_micro_batches_pass_weights_and_gradients_again():
@@ -101,8 +103,8 @@ def test_micro_batches_pass_weights_and_gradients_again():
 
 
 @pytest.mark.parametrize("where", ["on_host", "deferred"])
-def test_the_cpu_adds_up_what_the_last_micro_batch_brings_home(where: str):
-    """Also of groups whose update is late: their gradients pass home before it, in fp32 on their way back."""
+def test_the_cpu_adds_up_what_the_last_micro_batch_writes_back(where: str):
+    """Also of groups whose update is late: their gradients pass the host before it, and come up in fp32."""
     cpu = replace(FAST, cpu_adamw=2000.0, adds_per_update=0.5)  # an update takes half a second, a sum one
     times = simulate(LanePlan(chain(**{where: True}), 12000, 20000, micro_batches=2), cpu)
     updates = 6 * 0.5 * (1 + 2 / 28) if where == "on_host" else 0  # of a gradient that is 2 bytes wider
@@ -112,7 +114,7 @@ def test_the_cpu_adds_up_what_the_last_micro_batch_brings_home(where: str):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_a_way_back_needs_the_sum_of_all_micro_batches_on_host(micro_batches: int):
+def test_rollback_needs_the_sum_of_all_micro_batches_on_host(micro_batches: int):
     cpu = replace(FAST, cpu_adamw=2000.0, adds_per_update=0.5)
     plan = LanePlan(chain(), 12000, 20000, micro_batches=micro_batches, stores_gradients=True)
     times = simulate(plan, cpu)
@@ -211,7 +213,7 @@ H200 = Rates(
 
 
 def llama(share: float, weight_gib: float) -> LanePlan:
-    """What the engine plans: groups at home spread over all but the first 15 %, the last 15 % of the others late."""
+    """What the engine plans: groups on the host spread over all but the first 15 %, the others' last 15 % late."""
     sizes = [EDGE, *[BLOCK] * LAYERS, EDGE]
     compute = TOKENS / RESIDENT - sum(sizes) * 28 / H200.memory
     block, head = 2 * BLOCK * TOKENS + 2 * TOKENS * SEQ * HIDDEN, 2 * EDGE * TOKENS

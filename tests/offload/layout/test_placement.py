@@ -35,9 +35,9 @@ def test_both_are_done_together(link: float, cpu: float):
     if 0.02 < share < 0.5:
         whole = share / OVERLAP  # if the CPU had all of the step
         used = LINK_USE * link
-        up, at_home = (PASS_BYTES + (1 - whole) * STATE_BYTES) / used, whole / cpu
+        up, on_host = (PASS_BYTES + (1 - whole) * STATE_BYTES) / used, whole / cpu
         # Shares are rounded to hundredths, so each side is off by 0.005 of its slope at most.
-        assert abs(up - at_home) <= 0.0051 / OVERLAP * (STATE_BYTES / used + 1 / cpu)
+        assert abs(up - on_host) <= 0.0051 / OVERLAP * (STATE_BYTES / used + 1 / cpu)
 
 
 def test_what_stays_loaded_leaves_less_to_the_cpu():
@@ -59,11 +59,11 @@ def test_what_lives_on_level0_asks_nobody():
     def share(**sizes: int) -> float:
         return share_of_all(groups, StreamingOptions(**sizes), lambda: rates)
 
-    way_back = 50e9, 1.6e9 / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
-    assert share() == share_for(*way_back, 4.0) < share_for(*rates, 4.0)
+    with_rollback = 50e9, 1.6e9 / (1 + CPU_SHADOW_BYTES / CPU_UPDATE_BYTES)
+    assert share() == share_for(*with_rollback, 4.0) < share_for(*rates, 4.0)
     # Of the other eight, two stay loaded.
     few = share(weight_bytes=5 * groups[0].num_bytes, resident_bytes=kept_bytes)
-    assert few == round(0.8 * share_for(*way_back, 3.0), 2)
+    assert few == round(0.8 * share_for(*with_rollback, 3.0), 2)
 
 
 def test_updates_wait_for_the_forward_only_if_nothing_lives_on_level0():

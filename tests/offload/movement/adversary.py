@@ -85,7 +85,7 @@ class LateMark:
         self.passed = False
 
     def query(self) -> bool:
-        return self.passed  # nothing happens meanwhile: whoever asks may hold a lock
+        return self.passed  # nothing happens meanwhile: the caller may hold a lock
 
     def synchronize(self) -> None:
         self._adversary.until(lambda: self.passed)
@@ -140,7 +140,7 @@ class LateQueue:
 
 
 class LateQueues(Queues):
-    """Three late queues, and late ones for what the model computes, loads and sends home."""
+    """Three late queues, and late ones for what the model computes, loads and writes back."""
 
     def __init__(self, adversary: Adversary) -> None:
         self.adversary = adversary
@@ -257,9 +257,12 @@ class LateContinuations(Continuations):
 
 class LateChain(Transfer):
     def __init__(
-        self, adversary: Adversary, first: Transfer, start_next: Callable[[], list[Transfer]],
+        self,
+        adversary: Adversary,
+        first: Transfer,
+        start_next: Callable[[], list[Transfer]],
         finish: Callable[[BaseException | None], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._adversary, self._first, self._start_next, self._finish = adversary, first, start_next, finish
         self._started: list[Transfer] | None = None
         self._error: BaseException | None = None

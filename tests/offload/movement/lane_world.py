@@ -1,6 +1,6 @@
 """One lane over an arena, RAM and a disk, driven by a random program; and what every range must hold when it is over.
 
-Beside the lane runs the plainest reference: whole groups, one after the other, in memory of their own. Memory that a
+With the lane runs the plainest reference: whole groups, one after the other, in separate memory. Memory that a
 job gives back is filled with garbage as soon as its transfers say that it may be.
 """
 
@@ -131,7 +131,7 @@ class World:
         return torch.rand(num_bytes // dtype.itemsize, generator=generator).to(dtype).view(torch.uint8)
 
     def _write(self, group: Group, kind: str) -> torch.Tensor:
-        """The host writes fresh bytes to a range at home, as loading a checkpoint does."""
+        """The host writes fresh bytes to a range of the storage, as loading a checkpoint does."""
         values = self._values(self.storage.range(group, kind).num_bytes, kind)
         opened = self.storage.open(group, kind, load=False)
         opened.copy_(values)
@@ -166,7 +166,7 @@ class World:
         return load
 
     def update(self, group: Group, *, final: bool, late: bool) -> None:
-        """An update behind the group's backward, or ``late``: from the gradient at home."""
+        """An update after the group's backward, or ``late``: from the gradient on the host."""
         self.step += 1
         numbers = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=self.step)
         values = self._values(group.num_bytes, "gradient")
@@ -184,7 +184,7 @@ class World:
         if late:
             job.gradient_kind = "gradient"
             sources["gradient"] = self.storage.range(group, "gradient")
-            self._send_home(group, values)
+            self._write_back(group, values)
         else:
             gradient = torch.full((group.num_bytes,), GARBAGE, dtype=torch.uint8)
             self.queues.run(self.queues.model, lambda: gradient.copy_(values))
@@ -205,10 +205,10 @@ class World:
         else:
             self.open[group] = Open(group, shadows, after)
 
-    def _send_home(self, group: Group, values: torch.Tensor) -> None:
-        """A gradient goes home; it was computed with the weights of the last update."""
-        home = self.storage.range(group, "gradient").view()
-        if home is None:
+    def _write_back(self, group: Group, values: torch.Tensor) -> None:
+        """A gradient is written back; it was computed with the weights of the last update."""
+        stored = self.storage.range(group, "gradient").view()
+        if stored is None:
             if group in self.ends:
                 self.ends[group].computed.wait()
             opened = self.storage.open(group, "gradient", load=False)
@@ -217,8 +217,8 @@ class World:
             return
         if group in self.ends:
             self.ends[group].computed.wait_on(self.queues.gradients_out)
-        self.queues.run(self.queues.gradients_out, lambda: home.fill_(GARBAGE))
-        self.queues.run(self.queues.gradients_out, lambda: home.copy_(values))
+        self.queues.run(self.queues.gradients_out, lambda: stored.fill_(GARBAGE))
+        self.queues.run(self.queues.gradients_out, lambda: stored.copy_(values))
 
     def _spoil_after(self, transfer: Transfer, memory: torch.Tensor) -> None:
         """As soon as ``transfer`` is over the memory is somebody else's."""
@@ -254,7 +254,7 @@ class World:
         self.truth[group][kind] = self._write(group, kind)
 
     def host_reads(self, group: Group) -> None:
-        """What is at home is what the reference has."""
+        """What is stored is what the reference has."""
         if group in self.ends:
             self.ends[group].stored.wait()
         for kind, expected in self.truth[group].items():
@@ -290,7 +290,7 @@ class World:
         self.finish()
 
     def something(self) -> None:
-        """Now and then: a pump, a look at what is at home, a change of it, time."""
+        """Now and then: a pump, a look at what is stored, a change of it, time."""
         if self.chance.random() < 0.3:
             self.lane.pump()
         closed = [group for group in self.groups if group not in self.open]

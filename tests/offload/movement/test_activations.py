@@ -64,7 +64,7 @@ class Chain(nn.Module):
         self.watch = watch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * 1  # not a leaf, as behind an embedding
+        x = x * 1  # not a leaf, as after an embedding
         for number, layer in enumerate(self.layers):
             self.watch(number, x)
             x = checkpoint(layer, x)
@@ -243,10 +243,17 @@ def test_what_does_not_leave(stack: VGPUStack):
         store.leave_out(weights)
         x = torch.randn(64, 64, requires_grad=True) * 1
         stay = [
-            weight, x[0], x[:, :16], x.detach().requires_grad_(), nn.Parameter(torch.randn(64, 64)), x.to_sparse(),
-            torch.empty(64, 64, device="meta"), torch.view_as_complex(x.reshape(-1, 2)).conj(), torch.empty(0, 99),
+            weight,
+            x[0],
+            x[:, :16],
+            x.detach().requires_grad_(),
+            nn.Parameter(torch.randn(64, 64)),
+            x.to_sparse(),
+            torch.empty(64, 64, device="meta"),
+            torch.view_as_complex(x.reshape(-1, 2)).conj(),
+            torch.empty(0, 99),
             "no",
-        ]  # fmt: skip
+        ]
         assert all(store.pack(tensor) is tensor for tensor in stay[:-1])
         assert store.pack(x) is not x
         assert all(store.unpack(tensor) is tensor for tensor in stay[:-1])

@@ -97,7 +97,7 @@ def test_bits_and_memory():
     with gpu_stack() as stack, contextlib.closing(ActivationStore(stack)) as store:
         seen, peak = train(model, store, 6)
         assert not differing(seen, expected)
-        # What is left of 24 boundaries: the window, two on their way back, and one that is in use.
+        # What is left of 24 boundaries: the window, two that are being written back, and one that is in use.
         assert plain_peak - peak >= (depth - NEWEST - 4) * boundary
         assert moved(stack)[1] == 6 * (depth - NEWEST) * boundary
 

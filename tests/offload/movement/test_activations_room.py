@@ -43,7 +43,7 @@ def all_may_leave(monkeypatch) -> Iterator[None]:
 def train(model: nn.Module, stack: VGPUStack, batches: tuple[int, ...], where: str, may_stay: bool = False) -> Tensor:
     """All weights after a step on each of ``batches``."""
     torch.manual_seed(1)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0", activations=where)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="device", activations=where)
     engine = offload_of(model)
     if engine.activations is not None:
         engine.activations._may_stay = may_stay  # as a GPU's default has it

@@ -1,6 +1,6 @@
 """Updates that wait for the forward, as they do on a GPU, and everything that may come between a step and them.
 
-Also what an update behind the backward must not do: touch parameters that are frozen, or another optimizer's, or lose a
+Also what an update after the backward must not do: touch parameters that are frozen, or another optimizer's, or lose a
 NaN.
 """
 
@@ -31,7 +31,7 @@ Optimizers = tuple[VGPUAdamW, torch.optim.Optimizer]
 def pair(make_stack: MakeStack) -> tuple[nn.Module, nn.Module]:
     """A streamed model whose updates wait for their groups, and a plain one with the same weights."""
     plain, model = build(DECODER, use_checkpoint=True), build(DECODER, use_checkpoint=True)
-    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="level0")
+    enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update="device")
     offload_of(model).level0.at_once = False
     return model, plain
 
@@ -64,7 +64,7 @@ def read(module: nn.Module) -> float:
     return sum(float(param.detach().abs().sum()) for param in module.parameters())
 
 
-def test_an_interrupt_while_an_update_is_queued_comes_behind_it(
+def test_an_interrupt_while_an_update_is_queued_comes_after_it(
     pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ):
     """It was queued, so it must not be queued again by the forward that follows."""
@@ -109,7 +109,7 @@ def test_an_interrupted_wait_for_what_is_stored_is_waited_for_again(pair: tuple[
 
 
 @pytest.mark.parametrize("between", [id, clamp, read, lambda module: module.state_dict()])
-def test_whoever_comes_first_finds_the_step_done(
+def test_the_first_to_come_finds_the_step_done(
     pair: tuple[nn.Module, nn.Module], between: Callable[[nn.Module], object]
 ):
     optimizers = optimizers_of(pair)
@@ -160,12 +160,12 @@ def test_micro_batches_and_single_ones_in_turn(pair: tuple[nn.Module, nn.Module]
     assert equal(*pair)
 
 
-# -- what is not whole is not anticipated ------------------------------------------------------------------------------
+# -- what is not whole is not updated early ---------------------------------------------------------------------------
 
 
 @pytest.mark.each_pair
 @pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("update", ["home", "level0"])
+@pytest.mark.parametrize("update", ["host", "device"])
 @pytest.mark.parametrize("which", ["biases frozen", "adapters only", "one group's optimizer"])
 def test_parameters_that_are_not_updated_keep_their_bits(which: str, update: str, undo: bool, make_stack: MakeStack):
     plain, model = build(MLP), build(MLP)
@@ -195,7 +195,7 @@ def test_parameters_that_are_not_updated_keep_their_bits(which: str, update: str
         assert torch.equal(param, before[name]) != wanted(name), name
 
 
-@pytest.mark.parametrize("update", ["home", "level0"])
+@pytest.mark.parametrize("update", ["host", "device"])
 def test_a_scaled_loss_without_undo(update: str, make_stack: MakeStack):
     plain, model = build(MLP), build(MLP)
     enable_vgpu_stack_optimization(model, make_stack(LEVEL0), update=update)
@@ -210,9 +210,9 @@ def test_a_scaled_loss_without_undo(update: str, make_stack: MakeStack):
     assert equal(model, plain)
 
 
-@pytest.mark.parametrize("update", ["home", "level0"])
+@pytest.mark.parametrize("update", ["host", "device"])
 def test_gradients_are_gone_after_a_final_update(update: str, make_stack: MakeStack):
-    """They never went home, or lie where the weights were: nobody may zero, sum or hand out what is there."""
+    """They were never written back, or lie where the weights were: nobody may zero, sum or hand out what is there."""
     model = build(MLP)
     enable_vgpu_stack_optimization(
         model, make_stack(LEVEL0), placement="streamed", compute_dtype=torch.bfloat16, update=update
@@ -234,7 +234,7 @@ def test_gradients_are_gone_after_a_final_update(update: str, make_stack: MakeSt
 def test_close_right_after_a_step(undo: bool, make_stack: MakeStack):
     model = build(MLP)
     stack = make_stack(LEVEL0)
-    enable_vgpu_stack_optimization(model, stack, update="level0")
+    enable_vgpu_stack_optimization(model, stack, update="device")
     optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, undo=undo)
     MLP.loss(model, 0).backward()
     optimizer.step()

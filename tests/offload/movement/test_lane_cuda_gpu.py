@@ -42,7 +42,7 @@ def test_a_copy_passes_pieces_that_are_ready(way: str):
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_the_end_of_a_copy_is_behind_its_first_bytes(way: str):
+def test_the_end_of_a_copy_is_after_its_first_bytes(way: str):
     device = torch.device("cuda", 0)
     queues = CudaQueues(device)
     states_in, _, states_out, yield_in, yield_out = lane_streams(device)

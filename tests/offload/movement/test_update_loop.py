@@ -55,9 +55,13 @@ def reference(
 @pytest.mark.parametrize("way", ["compiled", "plain"])
 @given(
     length=st.sampled_from([1, 7, 16, 31, 4096, CHUNK - 1, CHUNK, CHUNK + 17, MIN_PART + CHUNK + 3]),
-    wide=st.booleans(), clipped=st.lists(st.booleans(), min_size=3, max_size=3), in_place=st.booleans(),
-    seed=st.integers(0, 9), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), beside=st.booleans(),
-)  # fmt: skip
+    wide=st.booleans(),
+    clipped=st.lists(st.booleans(), min_size=3, max_size=3),
+    in_place=st.booleans(),
+    seed=st.integers(0, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    elsewhere=st.booleans(),
+)
 @settings(max_examples=25, deadline=None)
 def test_bits_are_torchs(
     way: str,
@@ -67,9 +71,9 @@ def test_bits_are_torchs(
     in_place: bool,
     seed: int,
     dtype: torch.dtype,
-    beside: bool,
+    elsewhere: bool,
 ):
-    """fp32: the weight is its own master. ``beside``: the new states are written next to the old."""
+    """fp32: the weight is its own master. ``elsewhere``: the new states are written to other memory."""
     generator = torch.Generator().manual_seed(seed)
     master = torch.randn(length, generator=generator)
     moments = [torch.zeros(length), torch.zeros(length)]
@@ -88,7 +92,7 @@ def test_bits_are_torchs(
                 gradient = weight
             step.add_(1)
             old: list[torch.Tensor | None] = [None] * 3
-            if beside:
+            if elsewhere:
                 old = [ours, *ours_moments]
                 ours, *ours_moments = (torch.full_like(each, torch.nan) for each in (ours, *ours_moments))
             narrow = None if dtype == torch.float32 else weight
@@ -228,7 +232,7 @@ def test_threads_that_start_together_leave_the_number_of_threads_as_it_was(monke
 
 
 def test_an_interrupt_waits_for_threads_that_are_at_work(monkeypatch: pytest.MonkeyPatch):
-    """Behind it nobody writes to the caller's memory, and what nobody had begun is not begun."""
+    """After it nobody writes to the caller's memory, and what nobody had begun is not begun."""
     begun, over = threading.Event(), []
 
     def update(*_: Any) -> None:

@@ -67,7 +67,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "tight": {"fast": 480 << 10, "placement": "streamed"},
     "roomy": {"fast": 8 << 20, "placement": "streamed"},
     "disk": {"fast": 900 << 10, "placement": "streamed", "host": 1600 << 10},
-    "kept": {"fast": 2 << 20, "placement": "streamed", "resident_bytes": "1MiB", "update": "level0"},
+    "kept": {"fast": 2 << 20, "placement": "streamed", "resident_bytes": "1MiB", "update": "device"},
 }
 
 
@@ -114,7 +114,7 @@ def assert_same_states(mine: dict[str, ParameterState], its: dict[str, Parameter
 
 
 class Vectors(nn.Module):
-    """Groups of parameters of any lengths; the loss pulls each to a point of its own."""
+    """Groups of parameters of any lengths; the loss pulls each to another point."""
 
     def __init__(self, sizes: list[list[int]]) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def placed(
     total = sum(param.numel() for param in model.parameters())
     host = HOST_BYTES[form] - GRADIENT_BYTES[form] * final + sums / 2
     stack = make_stack(2 << 20, int(host * total) if disk else ROOMY_BYTES)
-    given = {"placement": "streamed", "update": "level0", **form.given}
+    given = {"placement": "streamed", "update": "device", **form.given}
     return enable_vgpu_stack_optimization(model, stack, **given), stack
 
 
@@ -114,7 +114,7 @@ def test_states_on_a_disk_change_no_bit(form: Form, recipe: str, late: bool, mak
 
 @pytest.mark.parametrize("case", [DECODER, GPT2], ids=["decoder", "gpt2"])
 def test_checkpointed_layers_and_activations_in_ram(case, make_stack: MakeStack):
-    """The recipe of the largest models: final updates behind the backward, checkpoints,
+    """The recipe of the largest models: final updates after the backward, checkpoints,
     RAM that is full but for the activations.
     """
     found = []
@@ -123,9 +123,14 @@ def test_checkpointed_layers_and_activations_in_ram(case, make_stack: MakeStack)
         total = sum(param.numel() for param in model.parameters())
         stack = make_stack(1 << 20, (11 * total + (1 << 18)) if disk else ROOMY_BYTES)
         enable_vgpu_stack_optimization(
-            model, stack, placement="streamed", update="level0", compute_dtype=BF16, activations="host",
+            model,
+            stack,
+            placement="streamed",
+            update="device",
+            compute_dtype=BF16,
+            activations="host",
             activation_bytes=1 << 18 if disk else 0,
-        )  # fmt: skip
+        )
         optimizer = VGPUAdamW(model.parameters(), lr=1e-2, update_in_backward=True, undo=False)
         losses = []
         for step in range(4):
@@ -321,7 +326,7 @@ def test_no_room_for_states_is_met_before_the_first_step(make: Callable[[int], t
     total = sum(param.numel() for param in model.parameters())
     host, disk = make(total)
     stack = make_stack(2 << 20, host, disk)
-    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0", compute_dtype=BF16)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="device", compute_dtype=BF16)
     before = [level.used_bytes for level in stack.levels[1:]]
     break_disk(stack, "posix_fallocate", 1, errno.ENOSPC)
     for _ in range(2):
@@ -342,12 +347,14 @@ def test_what_passes_through_ram_is_counted_or_refused_with_both_numbers(make_st
     """A host level that holds neither the ranges nor what they are worked on in: nothing is taken outside its cap."""
     model, stack = Odd(), make_stack(2 << 20, 256 << 10)
     with pytest.raises(InsufficientMemory, match=r"pass through RAM.*raise host_memory") as refused:
-        enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed", update="home")
+        enable_vgpu_stack_optimization(model, stack, compute_dtype=torch.bfloat16, placement="streamed", update="host")
         VGPUAdamW(model.parameters())
     assert refused.value.needed_bytes > refused.value.available_bytes > 0
 
 
-def test_weights_leave_the_ram_that_an_update_at_home_works_in(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch):
+def test_weights_leave_the_ram_that_an_update_on_the_host_works_in(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+):
     """Wherever the end of RAM is among the ranges: gradients spill, too, and no update works outside the cap."""
     stage = Storage._stage
 
@@ -359,7 +366,7 @@ def test_weights_leave_the_ram_that_an_update_at_home_works_in(make_stack: MakeS
     for host_kib in range(192, 420, 32):
         model = Decoder(DecoderConfig(300, 32, 64, 3, 2, max_position=64), device="cpu")
         stack = make_stack(128 << 10, host_kib << 10)
-        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="home")
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", update="host")
         optimizer = VGPUAdamW(model.parameters())
         assert on_disk(stack) > 0
         model(torch.arange(24).view(2, 12)).sum().backward()

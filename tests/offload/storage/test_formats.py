@@ -45,7 +45,7 @@ from vblackwell.offload.storage.masters import round_from_fp32
 
 @functools.cache
 def resident_run(form: Form) -> tuple[list[tuple[float, ...]], dict[str, ParameterState]]:
-    """What `train` sees in four steps of a resident model, and the states behind them:
+    """What `train` sees in four steps of a resident model, and the states after them:
     of that form the same for every placement.
     """
     stack = stack_of(8 << 20)
@@ -106,7 +106,7 @@ def test_when_an_update_runs_changes_nothing(form: Form, more: dict[str, Any], m
 
 
 class Plain:
-    """The same training written plainly: a parameter at a time, each in tensors of its own,
+    """The same training written plainly: a parameter at a time, each in separate tensors,
     with the kernel that is tested elsewhere.
     """
 
@@ -134,9 +134,15 @@ class Plain:
         factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
         for name, param in self.model.named_parameters():
             adamw8_piece(
-                param.data.view(-1), self.remainders[name], *self.states[name], grads[name],
-                AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.01, count), factor=factor, seed=self.formats.seed_of(name), offset=0,
-            )  # fmt: skip
+                param.data.view(-1),
+                self.remainders[name],
+                *self.states[name],
+                grads[name],
+                AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.01, count),
+                factor=factor,
+                seed=self.formats.seed_of(name),
+                offset=0,
+            )
             param.grad = None
         return norm.item()
 
@@ -297,7 +303,7 @@ def test_sliced_leaves_are_updated_on_level_0_too(form: Form, make_stack: MakeSt
 
 
 def test_a_sliced_leaf_that_would_fit_without_its_gradient_is_not_loaded_whole(make_stack: MakeStack):
-    """Whoever writes to a sliced leaf writes at home: a copy on level 0 would be what the next update begins with."""
+    """Writes to a sliced leaf reach the storage: a copy on level 0 would be what the next update begins with."""
     model = Embedded(2500)
     enable_vgpu_stack_optimization(model, make_stack(940 << 10), placement="streamed", **PACKED[0].given)
     engine = offload_of(model)
@@ -361,13 +367,16 @@ def test_a_model_in_use_reads_what_is_kept(make_stack: MakeStack):
         ({"states": "4bit"}, ConfigurationError, "'4bit' is none of fp32, 8bit"),
         ({"masters": "none"}, ConfigurationError, "'none' is none of exact, stochastic"),
         ({"masters": "stochastic", "compute_dtype": BF16}, ConfigurationError, "goes with states='8bit' alone"),
-        ({"states": "8bit", "update": "home"}, ConfigurationError, "update='host'.*level 0 alone"),
+        ({"states": "8bit", "update": "host"}, ConfigurationError, "update='host'.*level 0 alone"),
         ({"states": "8bit", "update": 0.5}, ConfigurationError, "update=0.5.*level 0 alone"),
         ({"states": "8bit", "compute_dtype": torch.float16}, Unsupported, "bf16 or fp32.*has float16"),
-        ({"states": "8bit", "masters": "stochastic"}, Unsupported,
-        "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16"),
+        (
+            {"states": "8bit", "masters": "stochastic"},
+            Unsupported,
+            "compute in bf16 alone.*has float32.*compute_dtype=torch.bfloat16",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("placement", ["resident", "streamed"])
 def test_what_cannot_be_kept_is_refused(
     given: dict[str, Any], error: type[Exception], text: str, placement: str, make_stack: MakeStack

@@ -39,11 +39,14 @@ def repeatable() -> Iterator[None]:
 @packed_form
 @pytest.mark.parametrize("undo", [True, False])
 def test_streamed_is_resident_on_a_gpu(form: Form, undo: bool, repeatable: None):
-    """Resident, a tight and a roomy level 0; with clipping where there is a way back."""
+    """Resident, a tight and a roomy level 0; with clipping where there is rollback."""
     found = []
     for placement, fast_mb, more in (
-        ("resident", 64, {}), ("streamed", 2, {}), ("streamed", 64, {}), ("streamed", 8, {"resident_bytes": "1MiB"}),
-    ):  # fmt: skip
+        ("resident", 64, {}),
+        ("streamed", 2, {}),
+        ("streamed", 64, {}),
+        ("streamed", 8, {"resident_bytes": "1MiB"}),
+    ):
         with VGPUStack(
             {"levels": [{"capacity_mb": fast_mb, "device": "cuda:0"}, {"capacity_mb": 256, "device": "cpu"}]}
         ) as stack:

@@ -49,7 +49,7 @@ def open_weights(folder: Path) -> FolderWeights:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_folders_become_fp32_masters_and_compute_in_what_is_asked(written, make_stack, tmp_path, dtype):  # noqa: F811
+def test_narrow_folders_become_fp32_masters(written, make_stack, tmp_path, dtype):  # noqa: F811
     folder = written("llama", dtype)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     placed = {"placement": "streamed", "compute_dtype": torch.bfloat16}
@@ -328,7 +328,10 @@ def test_code_and_pickles_in_a_folder_are_never_run(written, monkeypatch):  # no
     """An architecture that transformers has is its own, whatever the folder brings for it; any other is refused."""
     folder = written("llama")
     canary = folder / "canary"
-    code = f"open({str(canary)!r}, 'w')\nfrom transformers import *\nclass M(LlamaForCausalLM): pass\nclass C(LlamaConfig): pass\n"
+    code = (
+        f"open({str(canary)!r}, 'w')\nfrom transformers import *\n"
+        "class M(LlamaForCausalLM): pass\nclass C(LlamaConfig): pass\n"
+    )
     (folder / "strange.py").write_text(code)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt"):
         (folder / name).write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")

@@ -24,7 +24,9 @@ def memory(key):
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
     return int(line.split()[1]) << 10
 
-stack = vb.VGPUStack({"levels": [{"device": "arena", "capacity_mb": int(sys.argv[2])}, {"device": "cpu", "capacity_mb": int(sys.argv[3])}]})
+fast_mb, host_mb = map(int, sys.argv[2:])
+levels = [{"device": "arena", "capacity_mb": fast_mb}, {"device": "cpu", "capacity_mb": host_mb}]
+stack = vb.VGPUStack({"levels": levels})
 load = vb.load_causal_lm
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

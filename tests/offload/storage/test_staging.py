@@ -125,7 +125,7 @@ class Refusing:
 
 @pytest.mark.parametrize("lane", [Lane, CudaLane])
 def test_an_update_that_fails_in_its_middle_leaves_nothing_under_way(lane, worker, monkeypatch):
-    """Whoever lent it memory may give that away when it raises; and the ring is whole for the next one."""
+    """The caller may give away the memory that it passed when it raises; and the ring is whole for the next one."""
     on_a_cpu(monkeypatch)
     failed = 0
     for seed in range(30):
@@ -220,24 +220,35 @@ def loads_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sabotage", "first"),
     [
-        (deaf("states_in"), 0), (deaf("update"), 0), (deaf("states_out"), 0), (reads_are_not_waited_for, 0),
+        (deaf("states_in"), 0),
+        (deaf("update"), 0),
+        (deaf("states_out"), 0),
+        (reads_are_not_waited_for, 0),
         (writes_do_not_wait, 0),
-        (writes_end_early, 0), (sets_are_free_at_once, 168), (nothing_is_stale, 64), (pieces_are_never_stale, 92),
-        (writes_are_not_awaited, 84), (loads_are_not_ordered, 0),
+        (writes_end_early, 0),
+        (sets_are_free_at_once, 168),
+        (nothing_is_stale, 64),
+        (pieces_are_never_stale, 92),
+        (writes_are_not_awaited, 84),
+        (loads_are_not_ordered, 0),
     ],
     ids=lambda value: value.__qualname__.split(".")[0] if callable(value) else "",
-)  # fmt: skip
+)
 def test_a_missing_rule_shows(sabotage, first, worker, monkeypatch):
     """Each rule that orders the lane and its disk is needed: without it some run of a few comes out wrong.
 
-    ``first``: where to begin to look; a rule that only a run in a hundred needs was found missing soon behind it.
+    ``first``: where to begin to look; a rule that only a run in a hundred needs was found missing soon after it.
     """
     sabotage(monkeypatch)
     for seed in range(first, first + 160):
         setting = Setting(
-            *FORMS[seed % 3], num_groups=2 + seed % 4, in_ram=0.4, buffers=1 + seed % 4,
-            eagerness=[0.0, 0.1, 0.5, 0.9][seed // 4 % 4], host_writes=0.5 if seed % 2 else 0.1,
-        )  # fmt: skip
+            *FORMS[seed % 3],
+            num_groups=2 + seed % 4,
+            in_ram=0.4,
+            buffers=1 + seed % 4,
+            eagerness=[0.0, 0.1, 0.5, 0.9][seed // 4 % 4],
+            host_writes=0.5 if seed % 2 else 0.1,
+        )
         try:
             run_world(seed, setting, worker)
         except (AssertionError, KeyError):  # other bytes, an early piece, or a deadlock

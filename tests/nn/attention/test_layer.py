@@ -66,8 +66,8 @@ def test_a_converted_module_with_masks():
 
 def test_a_converted_causal_module():
     theirs, ours = pair(causal=True)
-    behind = torch.ones(9, 9, dtype=torch.bool).triu(1)
-    compare(theirs, ours, lambda x: theirs(x, x, x, attn_mask=behind, need_weights=False)[0])
+    later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    compare(theirs, ours, lambda x: theirs(x, x, x, attn_mask=later, need_weights=False)[0])
 
 
 @pytest.mark.parametrize("options", [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)

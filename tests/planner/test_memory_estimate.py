@@ -24,15 +24,25 @@ from vblackwell.units import GiB
 
 PARTS = (*CATEGORIES, "fragmentation", "context")
 SMALL = {
-    "llama": {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4},
+    "llama": {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    },
     "gpt2": {"vocab_size": 500, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "mixtral": {
-        "vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     },
-}  # fmt: skip
+}
 
 
 def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torch.dtype | None = None) -> Trace:
@@ -45,15 +55,27 @@ def trace_of(kind: str, batch: int = 2, optimizer: str = "adamw", autocast: torc
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
-        ("llama-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496), ("qwen2.5-7b",
-        7_615_616_512),
-        ("mixtral-8x7b", 46_702_792_704), ("tinyllama-1.1b", 1_100_048_384), ("mistral-7b", 7_241_732_096),
-        ("llama-3.1-405b", 405_853_388_800), ("llama-3.2-1b", 1_235_814_400), ("llama-3.2-3b", 3_212_749_824),
-        ("qwen2.5-1.5b", 1_543_714_304), ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-14b", 14_770_033_664),
-        ("qwen2.5-32b", 32_763_876_352), ("qwen2.5-72b", 72_706_203_648),
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-7b", 6_738_415_616),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("mistral-7b", 7_241_732_096),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
     ],
-)  # fmt: skip
+)
 def test_published_parameter_counts(name, parameters):
     model = build_causal_lm(KNOWN_MODELS[name], name)
     assert sum(p.numel() for p in model.parameters()) == parameters

@@ -84,16 +84,16 @@ def test_a_task_without_a_group_keeps_its_place():
 def test_a_failure_is_raised_once_and_the_rest_still_runs():
     held = Held()
     failing = held.worker.submit([].pop, group=4, postponable=True)
-    behind = held.submit("behind", group=4)
+    later = held.submit("later", group=4)
     with pytest.raises(IndexError):
         held.go()
-    assert behind.done() and isinstance(failing.exception(), IndexError) and held.ran == ["behind"]
+    assert later.done() and isinstance(failing.exception(), IndexError) and held.ran == ["later"]
     held.worker.drain()
     held.worker.close(lambda: None)
 
 
 @pytest.mark.parametrize("first", ["future", "drain"])
-def test_a_failure_is_raised_once_whoever_hears_it_first(first: str):
+def test_a_failure_is_raised_once_wherever_it_is_heard_first(first: str):
     held = Held()
     failing = held.worker.submit([].pop, group=4)
     with pytest.raises(IndexError):
@@ -117,10 +117,10 @@ def test_a_transfer_that_raises_when_asked_is_the_tasks_to_hear_of():
 
     broken = Broken()
     landing = held.worker.submit(broken.wait, group=3, arriving=broken)
-    behind = held.submit("behind", group=3)
+    later = held.submit("later", group=3)
     with pytest.raises(OSError, match="lost"):
         held.go()
-    assert isinstance(landing.exception(1), OSError) and behind.done()
+    assert isinstance(landing.exception(1), OSError) and later.done()
 
 
 def test_after_the_end_nothing_waits_for_what_will_not_run():
@@ -143,14 +143,14 @@ def test_a_close_that_cannot_wait_leaves_the_end_to_the_worker(monkeypatch: pyte
     assert closed.wait(60) and held.ran == ["left", "closed"]
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_an_interrupted_submit_loses_no_other_task(when: str, monkeypatch: pytest.MonkeyPatch):
     held = Held()
     held.submit("first", group=1)
     submit = held.worker._pool.submit
 
     def interrupted(*args: Any) -> None:
-        if when == "behind":
+        if when == "after":
             submit(*args)
         raise KeyboardInterrupt
 

@@ -76,7 +76,7 @@ def test_backward_gives_the_product_again():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_with_the_linear_behind_it(dtype):
+def test_with_the_linear_after_it(dtype):
     inputs = [normal(3, 5, 37, dtype=dtype), normal(3, 5, 37, dtype=dtype, seed=1), normal(8, 37, dtype=dtype, seed=2)]
     plain = lambda gate, up, weight: (functional.silu(gate) * up) @ weight.t()  # noqa: E731
     fused = lambda gate, up, weight: swiglu_linear(gate, up, weight, True)  # noqa: E731

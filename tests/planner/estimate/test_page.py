@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.planner.test_estimate import trace_of
+from tests.planner.test_memory_estimate import trace_of
 from vblackwell.machine.gpus import find_gpu
 from vblackwell.planner.estimate.page import ORDER, page_of, timeline
 from vblackwell.planner.estimate.result import Estimated

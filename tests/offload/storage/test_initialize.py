@@ -45,10 +45,10 @@ def filling(real: nn.Module) -> tuple[Callable[[str, torch.Tensor], None], list[
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"fast": 8 << 20, "placement": "resident"},
     "streamed": {"fast": 160 << 10, "placement": "streamed"},
-    "level0": {"fast": 512 << 10, "placement": "streamed", "update": "level0"},
-    "kept": {"fast": 1 << 20, "placement": "streamed", "update": "level0", "resident_bytes": "256KiB"},
-    "disk": {"fast": 512 << 10, "placement": "streamed", "update": "level0", "host": 0.75},
-    "disk-home": {"fast": 160 << 10, "placement": "streamed", "update": "home", "host": 0.75},
+    "level0": {"fast": 512 << 10, "placement": "streamed", "update": "device"},
+    "kept": {"fast": 1 << 20, "placement": "streamed", "update": "device", "resident_bytes": "256KiB"},
+    "disk": {"fast": 512 << 10, "placement": "streamed", "update": "device", "host": 0.75},
+    "disk-host": {"fast": 160 << 10, "placement": "streamed", "update": "host", "host": 0.75},
 }
 
 
@@ -81,7 +81,7 @@ def placed(model: nn.Module, where: str, make_stack: MakeStack, **more: Any) -> 
         for name in ("decoder", "gpt2")
         for where, dtype in zip(PLACES, [None, BF16] * 3, strict=True)
     ]
-    + [("gpt2", "disk", None), ("decoder", "disk-home", BF16), ("vit", "resident", None), ("vit", "streamed", None)],
+    + [("gpt2", "disk", None), ("decoder", "disk-host", BF16), ("vit", "resident", None), ("vit", "streamed", None)],
     ids=str,
 )
 def test_it_trains_as_one_that_was_built_with_the_values(name, where, dtype, make_stack: MakeStack):
@@ -134,7 +134,7 @@ def test_stated_formats(form: Form, where: str, make_stack: MakeStack):
 
 
 def test_narrow_parameters_are_filled_where_they_live_and_have_no_remainder(make_stack: MakeStack):
-    """bf16 parameters on meta: the callback writes into the home range itself, whatever lay there before."""
+    """bf16 parameters on meta: the callback writes into the stored range itself, whatever lay there before."""
     stack = make_stack(1 << 20)
     used = stack.reserve("before", 2 << 20, 1)
     used.view().fill_(255)  # the slab is used again
@@ -149,7 +149,7 @@ def test_narrow_parameters_are_filled_where_they_live_and_have_no_remainder(make
         places.append(tensor.data_ptr())
         initialize(name, tensor)
 
-    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="level0", initialize=note)
+    enable_vgpu_stack_optimization(model, stack, placement="streamed", update="device", initialize=note)
     engine = offload_of(model)
     for slot in engine.slots():
         assert slot.view(engine.storage.range(slot.group, "weight").view()).data_ptr() in places
@@ -166,7 +166,7 @@ def test_wide_parameters_keep_their_remainder(make_stack: MakeStack):
         model,
         make_stack(1 << 20),
         placement="streamed",
-        update="level0",
+        update="device",
         compute_dtype=BF16,
         initialize=filling(real)[0],
     )
@@ -271,9 +271,9 @@ def test_a_callback_that_fails_leaves_everything_as_it_was(placement: str, make_
             good(name, tensor)
 
     for wrong, error, text in (
-        (fail, OSError, "checkpoint is gone"), (forget, ConfigurationError,
-        r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled")
-    ):  # fmt: skip
+        (fail, OSError, "checkpoint is gone"),
+        (forget, ConfigurationError, r"left 'layers\.3\.0\.bias' of shape \(301,\) unfilled"),
+    ):
         with pytest.raises(error, match=text):
             enable_vgpu_stack_optimization(model, stack, placement=placement, initialize=wrong)
         assert all(param.is_meta and type(param) is nn.Parameter for param in model.parameters())
@@ -311,7 +311,7 @@ def fill(width, count, host_mib):
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     enable_vgpu_stack_optimization(
-        model, stack, placement="streamed", update="level0", compute_dtype=torch.bfloat16,
+        model, stack, placement="streamed", update="device", compute_dtype=torch.bfloat16,
         initialize=lambda name, tensor: tensor.copy_(block),
     )
     return memory("VmHWM") - before, stack
@@ -332,7 +332,7 @@ def test_the_host_never_holds_it_twice(dtype: str, program: Callable[..., str]):
     """The process grows by the ranges (96 MiB), level 0 (RAM too) and one parameter at a time (4 MiB, and twice as much
     while it is split), not by the model once more (96 or 48). 8 MiB are for what the kernel counts late.
 
-    A process of its own: in one that ran other tests, what they had freed decides how much of the heap stays.
+    A separate process: in one that ran other tests, what they had freed decides how much of the heap stays.
     """
     taken, ring, ranges, on_disk = map(int, program(FILL, dtype).split())
     assert (ranges, on_disk) == (96 << 20, 0)
@@ -347,7 +347,7 @@ def test_activations_have_room_where_states_spill(make_stack: MakeStack):
         stack = make_stack(2 << 20, host_bytes=int(11 * total), disk_bytes=64 << 20)
         model = Odd()
         enable_vgpu_stack_optimization(
-            model, stack, placement="streamed", update="level0", activations="host", activation_bytes=aside
+            model, stack, placement="streamed", update="device", activations="host", activation_bytes=aside
         )
         optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, undo=False)
         assert stack.levels[2].used_bytes > 0
@@ -360,6 +360,6 @@ def test_activations_have_room_where_states_spill(make_stack: MakeStack):
             Odd(),
             make_stack(2 << 20, int(4.5 * total), 4096),
             placement="streamed",
-            update="level0",
+            update="device",
             activation_bytes="1MiB",
         )

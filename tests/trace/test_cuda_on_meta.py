@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.planner.test_estimate import trace_of
+from tests.planner.test_memory_estimate import trace_of
 from vblackwell.planner.memory_estimate import OPTIMIZERS, ModelConfig, Run
 from vblackwell.planner.model_spec import of_decoder
 from vblackwell.trace.cuda_on_meta import cuda_on_meta
@@ -48,8 +48,7 @@ def test_it_does_not_ask_whether_there_is_a_gpu(monkeypatch):
 
 ASKS_THE_DRIVER = (
     "_lazy_init", "current_device", "current_stream", "device", "get_device_name", "get_device_properties",
-    "get_rng_state",
-    "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
+    "get_rng_state", "is_current_stream_capturing", "manual_seed", "mem_get_info", "set_rng_state", "synchronize",
 )  # fmt: skip
 
 
@@ -67,9 +66,11 @@ def gpu_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda.random, name, refuse)
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     for owner, name, answer in (
-        (torch.cuda, "is_available", True), (torch.cuda, "device_count", 1), (torch.backends.cuda, "is_built", True),
+        (torch.cuda, "is_available", True),
+        (torch.cuda, "device_count", 1),
+        (torch.backends.cuda, "is_built", True),
         (torch.accelerator, "current_accelerator", torch.device("cuda", 0)),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(owner, name, lambda *args, answer=answer, **kwargs: answer)
     monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -83,9 +84,12 @@ def of_a_stack(optimizer: str, checkpointing: bool, autocast: bool) -> Trace:
         return (checkpoint(model, batch, use_reentrant=False) if checkpointing else model(batch)).float().sum()
 
     return trace_training(
-        model, lambda: torch.zeros(4, 8, device="cuda"), loss, OPTIMIZERS[optimizer],
-        autocast=torch.bfloat16 if autocast else None
-    )  # fmt: skip
+        model,
+        lambda: torch.zeros(4, 8, device="cuda"),
+        loss,
+        OPTIMIZERS[optimizer],
+        autocast=torch.bfloat16 if autocast else None,
+    )
 
 
 @pytest.mark.each_value
@@ -141,10 +145,15 @@ def test_of_two_threads_neither_leaves_its_answers_behind():
 def test_the_same_bytes_with_a_gpu_and_without():
     """This process has used its GPU; another is shown none, as on a laptop."""
     assert torch.zeros(2, device="cuda").sum().item() == 0
-    code = "import torch; from tests.trace.test_trace_anywhere import digests; print(torch.cuda.is_available(), *digests())"
+    code = (
+        "import torch; from tests.trace.test_cuda_on_meta import digests; print(torch.cuda.is_available(), *digests())"
+    )
     found = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     available, *elsewhere = found.stdout.split()
     assert available == "False" and elsewhere == digests()

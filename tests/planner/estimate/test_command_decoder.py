@@ -1,5 +1,5 @@
 """What `vb estimate` advises for a small decoder:
-numbers of real traces, costs beside them, memory first where it is missing.
+numbers of real traces, costs next to them, memory first where it is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_a_stack_that_needs_checkpointing_is_advised_with_it():
     run = Run(of_decoder("decoder", DecoderConfig(512, 256, 704, 4, 4, max_position=256)), 256, capability=(8, 6))
     trace = run.trace(16)
     roomy = estimate_offload(run, trace, 16, GiB << 4, PLENTY, 0)
-    tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte beside activations
+    tight = context_bytes(run.capability) + RUNTIME_BYTES + roomy.step + MiB  # a megabyte in addition to activations
     stack = estimate_offload(run, trace, 16, tight, PLENTY, 0)
     assert stack.refused is not None and "of GPU memory" in stack.refused
     estimated = Estimated(run, 16, trace, estimate_trace(trace, run.capability), None, tight, False, stack=stack)

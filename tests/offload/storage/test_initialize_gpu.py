@@ -67,7 +67,7 @@ def test_filled_on_meta_with_states_anywhere(form: Form, undo: bool, tmp_path: P
             if number:
                 model.to("meta")
                 more = {**more, "initialize": lambda name, tensor: tensor.copy_(values[name].detach())}
-            enable_vgpu_stack_optimization(model, stack, placement=placement, update="level0", **form.given, **more)
+            enable_vgpu_stack_optimization(model, stack, placement=placement, update="device", **form.given, **more)
             optimizer = optimizer_of(model, undo=undo, max_grad_norm=3.5 if undo else None)
             found.append((train(model, optimizer, range(8)), dict(export_state(model, optimizer))))
             rows = offload_of(model).summary()["bytes_by_level"]

@@ -111,7 +111,7 @@ def test_the_state_dict_is_torchs(form: Form, where: str, make_stack: MakeStack)
         assert all(torch.equal(state[key], its[key]) for key in its)
 
 
-def test_a_resident_model_keeps_moments_in_fp32_beside_bf16_weights(make_stack: MakeStack):
+def test_a_resident_model_keeps_moments_in_fp32_next_to_bf16_weights(make_stack: MakeStack):
     """torch would cast what it loads to the parameter's type, and leave level 0."""
     form = Form("fp32", "exact", BF16)
     model = place(Odd(), form, "resident", make_stack)
@@ -189,8 +189,11 @@ def test_moments_from_elsewhere_are_rounded_to_nearest(values: list[float]):
     codes1, scales1 = quantised(m, "exp_avg")
     codes2, scales2 = quantised(v, "exp_avg_sq")
     again = quantised(m, "exp_avg"), quantised(v, "exp_avg_sq")
-    assert all(torch.equal(a, b) for pair, other in zip(again, ((codes1, scales1), (codes2, scales2)), strict=True)
-               for a, b in zip(pair, other, strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for pair, other in zip(again, ((codes1, scales1), (codes2, scales2)), strict=True)
+        for a, b in zip(pair, other, strict=True)
+    )
     read, root = decode_moments(codes1, scales1, codes2, scales2)
     for got, true, mantissa, most in ((read, m, 4, 124.0), (root, v.sqrt(), 5, 126.0)):
         largest = torch.zeros(-(-len(m) // SCALE_BLOCK) * SCALE_BLOCK)

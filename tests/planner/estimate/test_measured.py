@@ -90,8 +90,8 @@ def test_what_is_measured_is_what_a_trace_says_where_there_is_one():
     # parameter tensor.
     assert peak_of(measured.trace, ("optimizer",)) == pytest.approx(8 * COUNT, abs=64)
     assert peak_of(measured.trace, ("gradients",)) == 4 * COUNT
-    # Beside states; a GPU's cuBLAS keeps workspaces that a CPU does not have, and the CPU's loss has a scalar more or
-    # less.
+    # In addition to states; a GPU's cuBLAS keeps workspaces that a CPU does not have, and the CPU's loss has a scalar
+    # more or less.
     without_cublas = replace(traced, sizes=tuple(0 if each in CUBLAS else each for each in traced.sizes))
     of_step = [peak_of(each, NOT_STATE, outside="optimizer") for each in (measured.trace, without_cublas)]
     assert of_step[0] == pytest.approx(of_step[1], rel=0.02)
@@ -177,7 +177,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
 MEASURED_ON_A_GPU = """
 from dataclasses import replace
 import torch
-from tests.planner.test_estimate_measured import run_of_a_large_one
+from tests.planner.estimate.test_measured import run_of_a_large_one
 from vblackwell.planner.estimate.measured import measure_run
 from vblackwell.planner.memory_estimate import estimate_trace
 
@@ -190,7 +190,7 @@ print(*(phase for _, _, phase in measured.trace.marks))
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_allocator_s_own_record_is_replayed(program):
-    """In a process of its own: what other tests left there would be freed meanwhile, and be missing from the peak."""
+    """In a separate process: what other tests left there would be freed meanwhile, and be missing from the peak."""
     numbers, phases = program(MEASURED_ON_A_GPU).splitlines()[-2:]
     replayed, peak = map(int, numbers.split())
     assert replayed == pytest.approx(peak, rel=0.01)

@@ -1,4 +1,4 @@
-"""What packing a layer needs beside the layer, and what the packed layer holds, for every format."""
+"""What packing a layer needs in addition to the layer, and what the packed layer holds, for every format."""
 
 import pytest
 import torch
@@ -32,11 +32,12 @@ def test_quantising_needs_a_third_of_the_layer_in_extra(format, dtype, rows, sea
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [
-        ("nvfp4", torch.float32), pytest.param("mxfp4", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("nvfp4", torch.bfloat16, marks=pytest.mark.slow), pytest.param("mxfp4", torch.float32,
-        marks=pytest.mark.slow),
+        ("nvfp4", torch.float32),
+        pytest.param("mxfp4", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("nvfp4", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("mxfp4", torch.float32, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_a_layer_becomes_tiles_in_the_room_that_its_weight_leaves(format, dtype, monkeypatch):
     """A GPU's way of packing a layer, with its memory counted on the CPU;
     tiles and bands scaled down with the layer.

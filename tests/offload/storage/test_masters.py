@@ -55,10 +55,20 @@ def reference_step(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for name, param in model.named_parameters():
         torch._fused_adamw_(
-            [masters[name]], [grads[name] * factor], [moments[name][0]], [moments[name][1]], [],
+            [masters[name]],
+            [grads[name] * factor],
+            [moments[name][0]],
+            [moments[name][1]],
+            [],
             [torch.tensor(float(count))],
-            lr=3e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            lr=3e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
         round_from_fp32(masters[name].reshape(-1), param.data.view(-1))
         param.grad = None
     return norm.item()
@@ -152,7 +162,7 @@ def test_micro_batches_sum_what_each_of_them_used(
 
     model, plain = build_layers(), build_layers()
     enable_vgpu_stack_optimization(
-        model, make_stack(96 << 10), placement="streamed", compute_dtype=dtype, update="home"
+        model, make_stack(96 << 10), placement="streamed", compute_dtype=dtype, update="host"
     )
     assert len(offload_of(model).groups) == 3
     if dtype is not None:
@@ -179,12 +189,12 @@ def test_micro_batches_sum_what_each_of_them_used(
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3])
-def test_sums_that_a_way_back_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
+def test_sums_that_rollback_needs_are_foreseen(make_stack: MakeStack, micro_batches: int):
     model, (level0, host) = build(DECODER), (512 << 10, 8 << 20)
     wishes = StreamingOptions(torch.bfloat16, update="device")
     told = forecast_step(model, [level0, host], wishes, {}, undo=True, micro_batches=micro_batches).bytes_by_level
     enable_vgpu_stack_optimization(
-        model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="level0"
+        model, make_stack(level0, host), placement="streamed", compute_dtype=torch.bfloat16, update="device"
     )
     optimizer = VGPUAdamW(model.parameters(), update_in_backward=True, accumulation_steps=micro_batches)
     for _ in range(2):
@@ -202,6 +212,6 @@ def test_updates_on_level0_are_refused_where_they_cannot_be(make_stack: MakeStac
     """Asked for by name they are not quietly done elsewhere; 'auto' and a share leave the choice."""
     model, stack = nn.Linear(8, 8), make_stack(1 << 20)
     with pytest.raises(Unsupported, match="bf16 or fp32 alone, and 'Linear' has float16"):
-        enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.float16, update="level0")
+        enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.float16, update="device")
     assert offload_of(model) is None and all(level.used_bytes == 0 for level in stack.levels)
     enable_vgpu_stack_optimization(model, stack, placement="streamed", compute_dtype=torch.float16, update=0.5)

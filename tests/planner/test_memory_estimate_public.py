@@ -91,7 +91,7 @@ def test_levels_for_a_stack():
     step = estimate.activations + estimate.logits_and_loss + estimate.workspace
 
     def gpu_with(free_mb: float) -> float:
-        """MiB of a GPU that has so much beside context, step and P99's margin."""
+        """MiB of a GPU that has so much in addition to context, step and P99's margin."""
         return (estimate.context + P99_BYTES + (step + free_mb * MiB) * (1 + P99_PERCENT / 100)) / MiB + 0.01
 
     whole = estimator.generate_vgpu_config(estimate, gpus=[8 * 1024])
@@ -119,12 +119,13 @@ def test_a_stack_takes_the_levels(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"gpus": []}, "gpus is empty"), ({"gpus": [-1]}, "-1 MiB"), ({"gpus": [8192], "target_hit_rate": 0},
-        "target_hit_rate is 0"),
-        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"), ({"gpus": [8192], "host_memory_mb": 0},
-        "0 MiB"),
+        ({"gpus": []}, "gpus is empty"),
+        ({"gpus": [-1]}, "-1 MiB"),
+        ({"gpus": [8192], "target_hit_rate": 0}, "target_hit_rate is 0"),
+        ({"gpus": [8192], "target_hit_rate": 1.5}, "target_hit_rate is 1.5"),
+        ({"gpus": [8192], "host_memory_mb": 0}, "0 MiB"),
     ],
-)  # fmt: skip
+)
 def test_levels_that_cannot_be(more, words):
     estimate, estimator = small_run()
     with pytest.raises(vb.ConfigurationError, match=words):
@@ -160,7 +161,7 @@ def test_what_a_stack_s_segments_hold_beyond_its_bytes():
     assert 0 <= expandable.fragmentation < default.fragmentation < (default.level0 + default.step) / 4
 
 
-def test_a_disk_level_s_threads_take_ram_beside_the_levels():
+def test_a_disk_level_s_threads_take_ram_in_addition_to_the_levels():
     config = vb.ModelConfig(vocab_size=512, hidden_size=512, num_layers=4, num_heads=8, seq_length=32)
     run = TrainingRun(of_decoder("decoder", config.decoder()), 32)
     trace = run.trace(1)

@@ -118,7 +118,7 @@ def test_parts_with_hooks_are_called(name, wanted):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("where", [{"update": "home", "activations": "host"}, {"update": "level0"}])
+@pytest.mark.parametrize("where", [{"update": "host", "activations": "host"}, {"update": "device"}])
 def test_streamed_as_resident(where, wanted, make_stack):  # noqa: F811
     """Weights that come and go under the lean half: the bits of a model that stays."""
     runs = []
@@ -209,7 +209,7 @@ def test_a_layer_keeps_the_name_of_its_class():
 
 
 class Wrapped:
-    """As FSDP2 makes a layer's class one of its own."""
+    """As FSDP2 makes a layer's class a separate one."""
 
 
 def test_a_class_of_the_layers_class_computes_the_same():

@@ -15,7 +15,8 @@ def said(*others: Way, for_memory: bool = True) -> list[str]:
 def test_savings_and_costs_are_numbers():
     found = said(Way("--gradient-checkpointing", 6 * GiB, 1.3e-4))
     assert found == [
-        "--gradient-checkpointing: saves 4.00 GiB of the GPU (peak 6.00 GiB); costs 30% more time (300 ms in 10,000 tokens)"
+        "--gradient-checkpointing: saves 4.00 GiB of the GPU (peak 6.00 GiB); costs 30% more time "
+        "(300 ms in 10,000 tokens)"
     ]
     found = said(Way("bf16", 9 * GiB, 0.5e-4, also="narrow products"), Way("fused", 11 * GiB, 0.9e-4))
     assert found == [
