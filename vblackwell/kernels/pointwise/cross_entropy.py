@@ -205,14 +205,21 @@ def _scale_by(x: Tensor, factor: Tensor) -> Tensor:
     return (x.float() * factor).to(x.dtype) if x.element_size() < 4 else x * factor
 
 
+@torch.library.custom_op("vblackwell::scale_by_", mutates_args=("x",))  # an op, so that a trace launches nothing
+def _scale_by_(x: Tensor, factor: Tensor) -> None:
+    if runs_triton("cross_entropy", x, 0):
+        kernels().scale(x, factor, out=x)
+    else:
+        x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
+
+
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """``x * factor``, in the memory of ``x``, as large as the head, if nobody will ask for it again."""
     traced = type(x) is not Tensor  # a compiler's stand-in: what is saved there must stay as it was
     if traced or torch.compiler.is_compiling() or _keeps_graph():
         return _scale_by(x, factor)
-    if runs_triton("cross_entropy", x, 0):
-        return kernels().scale(x, factor, out=x)
-    return x.copy_(x.float() * factor if x.element_size() < 4 else x * factor)
+    _scale_by_(x, factor)
+    return x
 
 
 _AUTOGRAD = getattr(torch._C, "_autograd")  # noqa: B009 - untyped
