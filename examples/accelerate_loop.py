@@ -1,7 +1,4 @@
-"""A loop on accelerate over a model that is larger than fast memory, with clipping, a schedule and accumulation.
-
-Two lines are ours.
-"""
+"""Accelerate over a model that is larger than fast memory, clipping and accumulation included: two lines are ours."""
 
 import accelerate
 import torch

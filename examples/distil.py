@@ -1,8 +1,6 @@
 """Distil a model: a frozen teacher and its student stream through one stack, whose level 0 holds neither.
 
-    python examples/distil.py Qwen/Qwen3-4B Qwen/Qwen3-0.6B "text to learn from"
-
-Without arguments they are two small random Llamas.
+python examples/distil.py Qwen/Qwen3-4B Qwen/Qwen3-0.6B "text"    # without arguments: two small random Llamas
 """
 
 import sys

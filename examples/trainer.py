@@ -22,22 +22,10 @@ else:
     rows = torch.arange(96).view(4, 24)
 
 cuda = torch.cuda.is_available()
-arguments = transformers.TrainingArguments(
-    out,
-    max_steps=12,
-    save_steps=12,
-    learning_rate=1e-2,
-    max_grad_norm=1.0,
-    lr_scheduler_type="cosine",
-    warmup_steps=2,
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=2,
-    weight_decay=0.1,
-    logging_steps=1,
-    use_cpu=not cuda,
-    dataloader_pin_memory=cuda,
-    report_to="none",
-)
+how = {"max_steps": 12, "save_steps": 12, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+how |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "weight_decay": 0.1, "logging_steps": 1}
+how |= {"max_grad_norm": 1.0, "use_cpu": not cuda, "dataloader_pin_memory": cuda, "report_to": "none"}
+arguments = transformers.TrainingArguments(out, **how)
 levels = [{"device": "cuda:0", "capacity_mb": 8000}] if cuda else [{"device": "arena", "capacity_mb": 0.5}]
 stack = {"levels": [*levels, {"device": "cpu", "capacity_mb": 48000 if cuda else 64}]}
 trainer = transformers.Trainer(

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from tests.generate.one_text import generate
 from tests.sqnr import sqnr
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.commit import MANIFEST, CommitFolder, verify_folder
@@ -18,6 +17,7 @@ from vblackwell.folders.compressed_tensors import format_of_config, from_entries
 from vblackwell.folders.folder import load_specs, load_state, save_model
 from vblackwell.folders.tensor_file import spec_of
 from vblackwell.generate.command import generate_command
+from vblackwell.generate.generate import generate
 from vblackwell.generate.load import load_model
 from vblackwell.nn.convert.assignment import Assignment
 from vblackwell.nn.decoder.config import DecoderConfig

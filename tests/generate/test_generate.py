@@ -21,7 +21,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.generate.one_text import generate
 from tests.nn.decoder.test_decoder_equality import config, save
 from vblackwell.data.documents import TextFiles
 from vblackwell.data.tokenizer import train_tokenizer
@@ -29,7 +28,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, Unsupported
 from vblackwell.folders.commit import CommitFolder
 from vblackwell.folders.folder import read_tokenizer
 from vblackwell.generate.command import generate_command
-from vblackwell.generate.generate import CONTEXT, Pace, draws
+from vblackwell.generate.generate import CONTEXT, Pace, draws, generate
 from vblackwell.generate.generate import _Text as Text
 from vblackwell.generate.load import load_model, resolve_model
 from vblackwell.generate.sampling import Arrival, Sampling, sample

@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.generate.one_text import generate
 from tests.offload.conftest import make_stack  # noqa: F401 - a fixture
 from tests.offload.test_lora import rounded_
 from tests.offload.test_round_trip_models import CONFIGS
@@ -21,7 +20,7 @@ from vblackwell.cli import main
 from vblackwell.errors import ConfigurationError, CorruptData, FolderMismatch, Unsupported
 from vblackwell.folders.folder import load_state
 from vblackwell.generate import load
-from vblackwell.generate.generate import generate_batch
+from vblackwell.generate.generate import generate, generate_batch
 from vblackwell.generate.load import cache_bytes, load_model, open_streamed
 from vblackwell.generate.sampling import Sampling
 from vblackwell.nn.convert.assignment import Assignment

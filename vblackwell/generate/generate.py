@@ -34,6 +34,25 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 CONTEXT = 32  # tokens by which a decoder tells how the next ones are written
 
 
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    **others: Any,
+) -> str:
+    """What the model, a ``Decoder`` or a causal one of ``transformers``, writes after ``prompt``; ``temperature`` and
+    so on as in ``Sampling``, the ``others`` as in `generate_batch`.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    (text,) = generate_batch(model, tokenizer, [prompt], max_new_tokens, sampling, **others)
+    return text
+
+
 def generate_batch(
     model: nn.Module,
     tokenizer: Tokenizer,
