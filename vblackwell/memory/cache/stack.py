@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, KeyClash, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
@@ -96,7 +96,17 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
     def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
-        self._placement.admit(entry, buffer, self._place_of(buffer))
+        source = self._place_of(buffer)
+        try:
+            self._placement.admit(entry, buffer, source)
+        except InsufficientMemory:
+            if old is None or not self._placement.vacate(old):
+                raise
+            try:
+                self._placement.admit(entry, buffer, source)
+            except BaseException:
+                self._placement.put_back(old)
+                raise
         with self._lock:
             self._entries[entry.key] = entry
         if old is not None:
@@ -193,8 +203,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def update(self, key: str, tensor: Any) -> None:
         """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
-        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, or on a
-        disk, and the new ones do not fit next to them."""
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
+        new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
@@ -248,6 +258,9 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def level_of(self, key: str) -> int:
         return self._lookup(key).level
