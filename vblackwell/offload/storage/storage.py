@@ -16,7 +16,7 @@ from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
 from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
-from vblackwell.units import align_up
+from vblackwell.units import align_up, format_bytes
 
 Ranges = dict[str, Reservation]  # of one group, by kind
 Stamp = tuple[Reservation, int]
@@ -165,9 +165,19 @@ class Storage:
 
     def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int, undone: ExitStack) -> None:
         """Host memory through which ranges of ``kind`` are worked on, where a level in RAM can count it."""
-        if kind not in self._staging and planned.has_host_level:
+        if kind in self._staging or not planned.has_host_level:
+            return
+        try:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
-            undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
+        except InsufficientMemory as error:
+            raise InsufficientMemory(
+                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for "
+                f"{kind}, and {format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the "
+                "'cpu' level)",
+                needed_bytes=error.needed_bytes,
+                available_bytes=error.available_bytes,
+            ) from error
+        undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
 
     def _replace_sets(self, sizes: Sequence[int]) -> None:
         while self.sets:
@@ -255,8 +265,11 @@ class Storage:
     def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
         transfer = self.start(reservation, staged, write=write)
         assert transfer is not None, "bytes are moved before the storage is closed"
-        transfer.wait()
-        self.in_flight.discard(transfer)  # not where it was interrupted: it goes on
+        try:
+            transfer.wait()
+        finally:
+            if transfer.done():  # not where it was interrupted: it goes on
+                self.in_flight.discard(transfer)
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
