@@ -77,6 +77,20 @@ def test_packed_tensors(make_stack, level: int):
     assert torch.equal(stack.access("w").dequantize(), other.dequantize())
 
 
+def test_taking_over_uses_the_tensors_own_memory(make_stack):
+    stack, tensor = make_stack(4, 4), page(3)
+    address = tensor.data_ptr()
+    stack.register("a", tensor, priority=10, take=True)
+    assert stack.access("a").data_ptr() == address and counts(stack, "used_bytes")[0] == PAGE
+    stack.register("b", page(4, 4), priority=10)
+    assert levels(stack) == {"a": 0, "b": 1}
+    stack.access("b")
+    assert levels(stack)["a"] == 0  # its giver still holds it
+    del tensor
+    assert torch.equal(stack.access("b"), page(4, 4)) and levels(stack) == {"a": 1, "b": 0}
+    assert torch.equal(stack.access("a"), page(3))
+
+
 def test_demotion_frees_the_upper_level(make_stack):
     stack = make_stack(4, 4, 4)
     stack.register("a", page(1, 3), priority=9)
@@ -373,10 +387,13 @@ def test_moves_and_updates_on_a_full_stack(make_stack):
     assert sum(level["promotions"] for level in full.get_stats()["levels"]) >= 8
 
 
-def test_keys_and_reservations_share_names(make_stack):
+def test_two_owners_clash(make_stack):
     stack = make_stack(4, 4)
-    stack.register("w", page(1))
-    stack.register("w", page(2))
+    stack.register("w", page(1), owner="model-a")
+    stack.register("w", page(2), owner="model-a")
+    for owner in ("model-b", None):
+        with pytest.raises(KeyClash, match="'w' is taken by 'model-a'"):
+            stack.register("w", page(3), owner=owner)
     reservation = stack.reserve("range", PAGE, 1)
     with pytest.raises(KeyClash, match="taken by a reservation"):
         stack.register("range", page(1))

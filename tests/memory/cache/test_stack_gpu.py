@@ -124,6 +124,17 @@ def test_packed_tensors_come_to_the_gpu(stack: VGPUStack):
     assert value.device.type == "cuda" and torch.equal(value.dequantize().cpu(), packed.dequantize())
 
 
+def test_taking_over_a_gpu_tensor(stack: VGPUStack):
+    tensor = torch.arange(MiB // 4, device="cuda:0")
+    before, address = torch.cuda.memory_allocated(0), tensor.data_ptr()
+    stack.register("a", tensor, priority=9, take=True)
+    assert torch.cuda.memory_allocated(0) == before and stack.access("a").data_ptr() == address
+    del tensor
+    stack.move("a", 1)
+    assert torch.cuda.memory_allocated(0) == before - 2 * MiB
+    assert torch.equal(stack.access("a").cpu(), torch.arange(MiB // 4))
+
+
 def test_reservations_stream(stack: VGPUStack):
     """As the offload engine does: host to a ring on the GPU and back, counted, with events only."""
     ring, host = stack.reserve("ring", 4 * MiB, 0), stack.reserve("host", 4 * MiB, 1)

@@ -64,11 +64,11 @@ class StackMachine(RuleBasedStateMachine):
     def snapshot(self) -> dict[str, int]:
         return {key: self.stack.level_of(key) for key in self.stack}
 
-    @rule(key=keys, size=sizes, priority=priorities, seed=seeds)
-    def register(self, key: str, size: int, priority: int, seed: int) -> None:
+    @rule(key=keys, size=sizes, priority=priorities, seed=seeds, take=st.booleans())
+    def register(self, key: str, size: int, priority: int, seed: int, take: bool) -> None:
         value, before = random_bytes(size, seed), self.snapshot()
         try:
-            self.stack.register(key, value.clone(), priority=priority)
+            self.stack.register(key, value.clone(), priority=priority, take=take)
         except InsufficientMemory:
             assert self.snapshot() == before  # nothing moved
         else:

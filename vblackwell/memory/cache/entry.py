@@ -95,6 +95,7 @@ class Entry:
     priority: int
     layout: Layout
     level: int = 0
+    owner: str | None = None
     extent: Extent | None = None
     stray: torch.Tensor | None = None
     # Tensors over the extent while the key is on level 0 and is not being moved or written.

@@ -18,7 +18,7 @@ import torch
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import LRU
-from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.level import DeviceLevel, Extent, Level
 from vblackwell.memory.pool import LevelPool, Place, does_not_fit
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
@@ -133,15 +133,17 @@ class Placement:
         self._levels, self._policy, self._pool, self._lock = levels, policy, pool, lock
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
-    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
-        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there. Raises
-        InsufficientMemory where no cascade makes it fit; nothing moved."""
+    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, take: bool) -> None:
+        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there, or ``take`` their
+        memory. Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
             self._hide(plan)
         with self._carried_out(plan, level, extent):
-            self._fill(level, extent, bytes_in, source)
+            at = self._levels[level]
+            if not (take and isinstance(at, DeviceLevel) and at.adopt(extent, bytes_in)):
+                self._fill(level, extent, bytes_in, source)
         with self._lock:
             self._seat(entry, level, extent)
 
