@@ -12,11 +12,11 @@ import weakref
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import PAGE, counts, levels, page, random_bytes
 from vblackwell import quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, UnknownKey
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB
 
 # Owning the bytes.

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from tests.memory.test_disk import Calls
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.level import Level
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB
 
 PAGE = 4 * KiB

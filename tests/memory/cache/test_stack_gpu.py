@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from vblackwell import VGPUStack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.level import Level
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import MiB
 
 pytestmark = pytest.mark.gpu

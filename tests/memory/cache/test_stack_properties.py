@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.machine.limits import default_disk_path
@@ -21,7 +22,6 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB
 
 pytest.importorskip("hypothesis")

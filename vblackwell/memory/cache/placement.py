@@ -26,10 +26,9 @@ MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """``entry`` goes from its extent (None: from RAM) to one on level ``target``, or was ``evicted`` to it."""
+    """``entry`` goes from its extent to another on level ``target``, or was ``evicted`` to it."""
 
     entry: Entry
-    source_extent: Extent | None
     target: int
     target_extent: Extent
     evicted: bool
@@ -89,10 +88,9 @@ class Plan:
                 self.refusal = error.with_traceback(None)  # whose frames would keep alive what callers hand out
             return None
 
-    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False, from_ram: bool = False) -> None:
-        """Add the move of ``entry``, whose old extent was displaced. ``from_ram``: its bytes are lifted out before the
-        first move, and rolling the plan back does not restore its place."""
-        self.moves.append(Move(entry, None if from_ram else entry.extent, target, extent, evicted))
+    def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False) -> None:
+        """Add the move of ``entry``, whose old extent, if it has one still, was displaced."""
+        self.moves.append(Move(entry, target, extent, evicted))
         self._moved.add(entry)
 
     def roll_back(self, mark: int = 0) -> None:
@@ -100,8 +98,8 @@ class Plan:
         while len(self.moves) > mark:
             move = self.moves.pop()
             self._levels[move.target].free(move.target_extent)
-            if move.source_extent is not None:
-                self._levels[move.entry.level].restore(move.source_extent)
+            if move.entry.extent is not None:
+                self._levels[move.entry.level].restore(move.entry.extent)
             self._moved.discard(move.entry)
 
     def _may_go(self, entry: Entry) -> bool:
@@ -206,11 +204,13 @@ class Placement:
                     source.restore(old)
                 where = f"on {self._levels[target].name} for {entry.key!r}"
                 raise does_not_fit(self._levels, where, entry.num_bytes, plan.refusal)
-            plan.move(entry, target, extent, from_ram=passes_ram)
+            if passes_ram:
+                entry.extent = None
+            plan.move(entry, target, extent)
             self._hide(plan)
         try:
-            if passes_ram:
-                self._lift(entry, plan)
+            if passes_ram and old is not None:
+                self._lift(entry, old, plan)
             with self._carried_out(plan):
                 pass
         except BaseException:
@@ -218,10 +218,9 @@ class Placement:
                 self.put_back(entry)
             raise
 
-    def _lift(self, entry: Entry, plan: Plan) -> None:
-        """Take the bytes of ``entry``, whose extent was displaced, into RAM before ``plan`` writes there."""
-        level, old = self._levels[entry.level], entry.extent
-        assert old is not None
+    def _lift(self, entry: Entry, old: Extent, plan: Plan) -> None:
+        """Take the bytes of ``entry`` from ``old``, which was displaced, into RAM before ``plan`` writes there."""
+        level = self._levels[entry.level]
         stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
         try:
             level.read(old, stray).finish()
@@ -229,11 +228,12 @@ class Placement:
             with self._lock:
                 self._undo(plan)
                 level.restore(old)
+                entry.extent = old
                 self._show(entry)
             raise
         with self._lock:
             level.release(old)
-            entry.stray, entry.extent = stray, None
+            entry.stray = stray
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
         """Replace the bytes of ``entry`` where it is, all or none, unless somebody holds them; whether it did."""
@@ -264,11 +264,11 @@ class Placement:
     def vacate(self, entry: Entry) -> bool:
         """Take the bytes of ``entry`` into RAM until `put_back`, unless somebody holds them; whether it did."""
         with self._lock:
-            if entry.extent is None or entry.held():
+            if (old := entry.extent) is None or entry.held():
                 return False
-            entry.resident = None
-            self._levels[entry.level].displace(entry.extent)
-        self._lift(entry, Plan(self._levels, self._policy))
+            self._levels[entry.level].displace(old)
+            entry.resident = entry.extent = None
+        self._lift(entry, old, Plan(self._levels, self._policy))
         return True
 
     def put_back(self, entry: Entry) -> None:
