@@ -15,8 +15,8 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
-from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
-from vblackwell.units import align_up, format_bytes
+from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan, staging_does_not_fit
+from vblackwell.units import align_up
 
 Ranges = dict[str, Reservation]  # of one group, by kind
 Stamp = tuple[Reservation, int]
@@ -170,13 +170,7 @@ class Storage:
         try:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
         except InsufficientMemory as error:
-            raise InsufficientMemory(
-                f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it in one piece for "
-                f"{kind}, and {format_bytes(error.available_bytes)} are free: raise host_memory (the capacity of the "
-                "'cpu' level)",
-                needed_bytes=error.needed_bytes,
-                available_bytes=error.available_bytes,
-            ) from error
+            raise staging_does_not_fit(num_bytes, f"in one piece for {kind}", error.available_bytes) from error
         undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
 
     def _replace_sets(self, sizes: Sequence[int]) -> None:
