@@ -81,11 +81,6 @@ class ScratchFile:
         if self.poison:
             raise DiskError(self.poison)
 
-    def can_reserve(self, end: int) -> bool:
-        """Whether `reserve` would succeed, as far as the file system tells."""
-        grow = end - self.reserved_bytes
-        return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
-
     def reserve(self, end: int) -> None:
         """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise."""
         self.check_writable()
@@ -178,7 +173,10 @@ class DiskLevel(Level):
 
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
-        return fit is not None and self._file.can_reserve(fit[1] + held_bytes)
+        if fit is None or self._file.poison is not None:
+            return False
+        grow = fit[1] + held_bytes - self._file.reserved_bytes
+        return grow <= 0 or grow <= disk_facts(self.path).free_bytes
 
     def _take(self, held_bytes: int) -> tuple[int, list[Check | None]] | None:
         offset = self._ranges.allocate(held_bytes)
