@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from vblackwell.machine.limits import default_disk_path
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel, Extent, Level
-from vblackwell.memory.transfer import DoneTransfer, Transfer, flat_bytes, set_transfer_delay
+from vblackwell.memory.transfer import DoneTransfer, Transfer, flat_bytes
 from vblackwell.units import KiB, MiB
 
 KINDS = [

@@ -20,6 +20,7 @@ from vblackwell.errors import ConfigurationError, CorruptData, DiskError, Insuff
 from vblackwell.machine.facts import disk_facts
 from vblackwell.memory import disk as disk_module
 from vblackwell.memory.disk import DiskFull, DiskLevel
+from vblackwell.memory.host import map_slab
 from vblackwell.units import GiB, KiB, MiB
 
 PIECE = 64 * KiB
@@ -332,3 +333,17 @@ def test_a_transfer_waits_for_the_current_stream_and_for_the_one_whose_pool_leve
     extent = disk.allocate(PIECE)
     disk._start(disk._write_piece, extent, OnGpu()).wait()  # type: ignore[arg-type]
     assert copying.waited == ["current", "default"]
+
+
+@pytest.mark.parametrize("num_bytes", [PIECE + 100, 2 * PIECE - 1, 50])
+def test_only_the_last_page_of_aligned_memory_is_copied(
+    disk: DiskLevel, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    carried = list[int]()
+    monkeypatch.setattr(disk, "_carry", lambda dst, src, ready: carried.append(src.nbytes))
+    memory, out = (map_slab(2 * PIECE)[:num_bytes] for _ in range(2))
+    memory.copy_(random_bytes(num_bytes))
+    extent = disk.allocate(num_bytes)
+    disk.write(extent, memory).wait()
+    disk.read(extent, out).wait()
+    assert not carried and torch.equal(out, memory)

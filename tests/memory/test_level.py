@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import CAPACITY, NullLevel, random_bytes
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.level import DeviceLevel, Extent, Level, RangeAllocator
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB, align_up
 
 # One byte, page and piece boundaries of the test disk (256 KiB pieces), and more than one piece with an odd end.

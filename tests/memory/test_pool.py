@@ -135,3 +135,10 @@ def test_a_link_is_busy_once_however_many_use_it():
     assert 0.05 + 0.02 <= link["seconds"] <= time.perf_counter() - began - pause, (
         "three at once count once, the pause does not"
     )
+
+
+def test_views_of_a_range_are_made_once(make_stack):
+    stack = make_stack(4, 4)
+    reservation = stack.reserve("range", PAGE, 1)
+    assert reservation.part(8, 16) is reservation.part(8, 16) and reservation.part(8, 16).numel() == 8
+    stack.unreserve(reservation)

@@ -10,13 +10,13 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from vblackwell.errors import DiskError, Unsupported
 from vblackwell.memory.transfer import (
     DoneTransfer,
     FutureTransfer,
     copy_pool,
     copy_streams,
-    set_transfer_delay,
     start_copy,
 )
 from vblackwell.units import MiB

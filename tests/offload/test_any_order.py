@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.delay import set_transfer_delay
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement import state as module
 from vblackwell.offload.movement.state import Worker, set_worker_delay

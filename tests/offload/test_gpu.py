@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.delay import set_transfer_delay
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.decoder import Decoder, DecoderConfig
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.movement.state import set_worker_delay

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.delay import set_transfer_delay
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, StepAbandoned
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.layout.forecast import forecast_step
 from vblackwell.offload.layout.placement import StreamingOptions

@@ -1,7 +1,7 @@
 """Bytes on an SSD: one unlinked scratch file, a pool of threads, and a checksum for every piece that is written.
 
-Threads move pieces of 8 MiB straight from and into the caller's memory where that, and the size, is 4 KiB aligned,
-through a buffer of the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced:
+Threads move pieces of 8 MiB straight from and into the caller's memory where that is 4 KiB aligned, through a buffer of
+the thread otherwise. A piece that is wanted in part is read and checked whole. Nothing is synced:
 the file dies with the process.
 """
 
@@ -32,7 +32,7 @@ from vblackwell.memory.transfer import (
     transfer_delay,
     working_streams,
 )
-from vblackwell.units import align_up, format_bytes
+from vblackwell.units import format_bytes
 
 PAGE = 4096
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -80,11 +80,6 @@ class ScratchFile:
         """Raises DiskError if the file is poisoned."""
         if self.poison:
             raise DiskError(self.poison)
-
-    def can_reserve(self, end: int) -> bool:
-        """Whether `reserve` would succeed, as far as the file system tells."""
-        grow = end - self.reserved_bytes
-        return self.poison is None and (grow <= 0 or grow <= disk_facts(self.path).free_bytes)
 
     def reserve(self, end: int) -> None:
         """Make the file system reserve ``[0, end)``; raises DiskFull, or DiskError where it failed otherwise."""
@@ -178,7 +173,10 @@ class DiskLevel(Level):
 
     def _fits(self, held_bytes: int) -> bool:
         fit = self._ranges.best_fit(held_bytes)
-        return fit is not None and self._file.can_reserve(fit[1] + held_bytes)
+        if fit is None or self._file.poison is not None:
+            return False
+        grow = fit[1] + held_bytes - self._file.reserved_bytes
+        return grow <= 0 or grow <= disk_facts(self.path).free_bytes
 
     def _take(self, held_bytes: int) -> tuple[int, list[Check | None]] | None:
         offset = self._ranges.allocate(held_bytes)
@@ -216,9 +214,9 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, check = extent.offset + index * self._piece_bytes, extent.handle[index]
         length = max(out.nbytes, check[0] if check else 0)
-        straight = not out.is_cuda and self._moved(length) == out.nbytes and out.data_ptr() % PAGE == 0
+        straight = not out.is_cuda and length == out.nbytes and out.data_ptr() % PAGE == 0
         memory = out if straight else self._scratch()
-        self._fetch(offset, memory, length, check)
+        self._fetch(offset, memory.data_ptr(), length, check)
         if not straight:
             self._carry(out, memory[: out.nbytes], ready)
 
@@ -227,24 +225,36 @@ class DiskLevel(Level):
         transfer_delay("thread")
         offset, old = extent.offset + index * self._piece_bytes, extent.handle[index]
         length, memory = max(src.nbytes, old[0] if old else 0), src
-        if src.is_cuda or src.data_ptr() % PAGE or self._moved(length) > src.nbytes:
+        if src.is_cuda or src.data_ptr() % PAGE or length > src.nbytes:
             memory = self._scratch()
             if length > src.nbytes:  # the front of a piece: its rest stays, and stays checked
-                self._fetch(offset, memory, length, old)
+                self._fetch(offset, memory.data_ptr(), length, old)
             self._carry(memory[: src.nbytes], src, ready)
         digest = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), length))
         self._file.check_writable()  # what a poisoned file refuses changes nothing
         extent.handle[index] = LOST
-        self._file.write(offset, memory_at(memory.data_ptr(), self._moved(length)))
+        for address, size, tail in self._parts(memory.data_ptr(), length):
+            if tail:
+                ctypes.memmove(address, memory.data_ptr() + length - tail, tail)
+            self._file.write(offset, memory_at(address, size))
+            offset += size
         extent.handle[index] = (length, digest)
 
-    def _moved(self, length: int) -> int:
-        """Bytes that the file moves for ``length``: direct I/O wants whole pages."""
-        return align_up(length, PAGE) if self._file.direct else length
+    def _parts(self, address: int, length: int) -> list[tuple[int, int, int]]:
+        """What the file moves of ``length`` bytes at ``address``: (address, size, bytes of the tail). A tail that is no
+        whole page goes through a page of the thread where direct I/O wants whole ones."""
+        tail = length % PAGE if self._file.direct else 0
+        parts = [(address, length - tail, 0)] if length > tail else []
+        return parts + ([(self._scratch().data_ptr() + self._piece_bytes, PAGE, tail)] if tail else [])
 
-    def _fetch(self, start: int, memory: torch.Tensor, length: int, check: Check | None) -> None:
-        """Read a piece to the front of ``memory``, and verify it; raises CorruptData."""
-        self._file.read(start, memory_at(memory.data_ptr(), self._moved(length)))
+    def _fetch(self, start: int, memory: int, length: int, check: Check | None) -> None:
+        """Read a piece to the address ``memory``, and verify it; raises CorruptData."""
+        offset = start
+        for address, size, tail in self._parts(memory, length):
+            self._file.read(offset, memory_at(address, size))
+            if tail:
+                ctypes.memmove(memory + length - tail, address, tail)
+            offset += size
         if check is None:
             return
         if check is LOST:
@@ -253,7 +263,7 @@ class DiskLevel(Level):
                 "failed, and holds neither the old bytes nor the new ones: go back to a checkpoint and give the ssd "
                 "level another path"
             )
-        found = xxhash.xxh3_64_intdigest(memory_at(memory.data_ptr(), check[0]))
+        found = xxhash.xxh3_64_intdigest(memory_at(memory, check[0]))
         if found != check[1]:
             raise CorruptData(
                 f"{format_bytes(check[0])} at offset {start} of the scratch file in {self.path} came back changed: "
@@ -276,8 +286,9 @@ class DiskLevel(Level):
         end.synchronize()
 
     def _scratch(self) -> torch.Tensor:
+        """This thread's own memory: a piece, and a page for the tail after it."""
         if not hasattr(self._local, "memory"):
-            self._local.memory = map_slab(self._piece_bytes, pin=self._pin)
+            self._local.memory = map_slab(self._piece_bytes + PAGE, pin=self._pin)
         return self._local.memory
 
     def close(self) -> None:

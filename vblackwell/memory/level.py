@@ -296,6 +296,14 @@ class DeviceLevel(Level):
             )
             raise InsufficientMemory(message, needed_bytes=extent.num_bytes, available_bytes=0) from error
 
+    def adopt(self, extent: Extent, flat: torch.Tensor) -> bool:
+        """Let the memory of ``flat`` be the placed extent's, if it is here and all of its storage; whether it is."""
+        fits = flat.device == self.device and flat.storage_offset() == 0 and flat.data_ptr() % 64 == 0
+        fits = fits and 0 < flat.untyped_storage().nbytes() <= extent.held_bytes and not flat.is_inference()
+        if fits:
+            extent.handle[0] = flat.detach()
+        return fits
+
     def release(self, extent: Extent) -> None:
         extent.handle[0] = None
 

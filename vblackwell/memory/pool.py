@@ -38,11 +38,12 @@ class Reservation:
     """A range on one level that its owner fills and empties by hand: the pool counts it and never moves it. Made by
     `VGPUStack.reserve`, ended by `LevelPool.unreserve`; ``name`` is unique in its pool."""
 
-    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_address")
+    __slots__ = ("name", "level", "num_bytes", "_extent", "_place", "_parts", "_address")
 
     def __init__(self, name: str, level: int, extent: Extent, place: Level) -> None:
         self.name, self.level, self.num_bytes, self._place = name, level, extent.num_bytes, place
         self._extent: Extent | None = extent
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
         self._address: int | None = None
 
     @property
@@ -75,8 +76,17 @@ class Reservation:
             self._address = self.bytes.data_ptr()
         return self._address
 
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes ``start`` to ``stop`` of `view`. Kept: a range moves in the same pieces at every step, and making views
+        is most of what that costs the host."""
+        found = self._parts.get((start, stop))
+        if found is None:
+            found = self._parts[start, stop] = self.bytes[start:stop]
+        return found
+
     def end(self) -> Extent:
         """Mark it as given back; its extent, for the pool to free."""
+        self._parts.clear()
         extent, self._extent, self._address = self.extent, None, None
         return extent
 

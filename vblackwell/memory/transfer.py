@@ -20,25 +20,20 @@ import torch
 from vblackwell.errors import ConfigurationError, Unsupported
 from vblackwell.units import KiB, MiB
 
-_delay: Callable[[str], None] | None = None
-
-
-def set_transfer_delay(delay: Callable[[str], None] | None) -> None:
-    """Call ``delay(kind)`` before the bytes of every later transfer move; None switches it off. For stress tests.
-    ``kind``: ``'thread'`` in a copying thread (sleep there), ``'stream'`` where a copy stream is the current one."""
-    global _delay
-    _delay = delay
+# Set by tests that hold transfers back, called before bytes move: with 'thread' in a copying thread, 'stream' where a
+# copy stream is the current one.
+hold_back: Callable[[str], None] | None = None
 
 
 def transfer_delay(kind: str) -> None:
     """The point in every copy where a test may hold it back."""
-    if _delay is not None:
-        _delay(kind)
+    if hold_back is not None:
+        hold_back(kind)
 
 
 def delayed() -> bool:
     """Whether a test is holding transfers back: then even tiny copies go through a thread."""
-    return _delay is not None
+    return hold_back is not None
 
 
 # How long a transfer took, None while it is under way: when it began (None where those of a link never overlap), and

@@ -209,3 +209,15 @@ def test_default_priorities():
         "model.layers.0.post_attention_layernorm.weight": 3,
     }  # fmt: skip
     assert {name: default_priority(name) for name in names} == names
+
+
+def test_what_is_stale_in_the_order_by_next_use_stays_few_and_unseen():
+    policy, entries = NextUse(), {key: entry(key) for key in "abc"}
+    for key in "abc":
+        policy.add(entries[key])
+    for _ in range(200):
+        for key in "abc":
+            policy.touch(entries[key])
+    assert len(policy._heaps[entries["a"].seat]) <= 2 * 3 + 64
+    for _ in range(2):
+        assert [e.key for e in policy.victims(0)] == list("cba")

@@ -102,3 +102,10 @@ def test_a_flipped_bit_is_an_error_and_a_full_level_keeps_what_it_has():
     level.remove("a")
     assert "a" not in level and level.used_bytes < used
     level.close()
+
+
+def test_bytes_that_do_not_shrink_take_their_own_size():
+    level, value = CompressedVGPULevel(0, 1, "cpu"), torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    level.put("noise", value)  # which zstd would make larger than the level
+    assert level.used_bytes == level.capacity_bytes and torch.equal(level.get("noise"), value)
+    level.close()

@@ -12,11 +12,11 @@ import weakref
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import PAGE, counts, levels, page, random_bytes
 from vblackwell import quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, StaleTensor, UnknownKey
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB, MiB
 
 # Owning the bytes.
@@ -62,7 +62,7 @@ def test_values_that_no_stack_holds(make_stack):
     for priority in (11, -1, 2.5):
         with pytest.raises(ConfigurationError, match="whole number from 0 to 10"):
             stack.register("a", page(1), priority=priority)
-    assert not stack.keys() and counts(stack, "used_bytes") == [0, 0, 0]
+    assert len(stack) == 0 and counts(stack, "used_bytes") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -75,6 +75,20 @@ def test_packed_tensors(make_stack, level: int):
     other = quantize(torch.randn(48, 64), "nvfp4")
     stack.update("w", other)
     assert torch.equal(stack.access("w").dequantize(), other.dequantize())
+
+
+def test_taking_over_uses_the_tensors_own_memory(make_stack):
+    stack, tensor = make_stack(4, 4), page(3)
+    address = tensor.data_ptr()
+    stack.register("a", tensor, priority=10, take=True)
+    assert stack.access("a").data_ptr() == address and counts(stack, "used_bytes")[0] == PAGE
+    stack.register("b", page(4, 4), priority=10)
+    assert levels(stack) == {"a": 0, "b": 1}
+    stack.access("b")
+    assert levels(stack)["a"] == 0  # its giver still holds it
+    del tensor
+    assert torch.equal(stack.access("b"), page(4, 4)) and levels(stack) == {"a": 1, "b": 0}
+    assert torch.equal(stack.access("a"), page(3))
 
 
 def test_demotion_frees_the_upper_level(make_stack):
@@ -182,8 +196,8 @@ def test_access_never_fails_for_lack_of_room(make_stack):
     assert stack.level_of("other") == 0
 
 
-def test_access_on_a_stack_that_is_full_to_the_last_byte(make_stack):
-    """The key's own place is what its victim needs: it is served where it is, until something is removed."""
+def test_promotion_on_a_stack_that_is_full_to_the_last_byte(make_stack):
+    """The key's own place is what its victim needs: they change places through RAM."""
     for kinds in (("arena", "host"), ("arena", "disk")):
         stack = make_stack(3, 3, kinds=kinds)
         for i in range(6):
@@ -191,9 +205,8 @@ def test_access_on_a_stack_that_is_full_to_the_last_byte(make_stack):
         assert sum(counts(stack, "used_bytes")) == 6 * PAGE
         for i in (3, 4, 5, 0, 1, 2, 5):
             assert torch.equal(stack.access(f"k{i}"), page(i))
-            assert stack.level_of(f"k{i}") == i // 3
-        stack.remove("k3")
-        assert torch.equal(stack.access("k5"), page(5)) and stack.level_of("k5") == 0
+            assert stack.level_of(f"k{i}") == 0
+            assert counts(stack, "used_bytes") == [3 * PAGE, 3 * PAGE]
 
 
 # Promotion and eviction.
@@ -354,16 +367,33 @@ def test_registering_again_replaces(make_stack):
     full = make_stack(2, 2)
     for i in range(4):
         full.register(f"k{i}", page(i), priority=9)
-    with pytest.raises(InsufficientMemory):
-        full.register("k1", page(77), priority=9)  # there is no room for both
-    full.update("k1", page(78))
-    assert [float(full.access(f"k{i}")[0]) for i in range(4)] == [0, 78, 2, 3]
+    full.register("k1", page(77), priority=9)  # there is no room for both
+    assert [float(full.access(f"k{i}")[0]) for i in range(4)] == [0, 77, 2, 3]
 
 
-def test_keys_and_reservations_share_names(make_stack):
+def test_moves_and_updates_on_a_full_stack(make_stack):
+    full = make_stack(2, 2, kinds=("arena", "disk"))
+    for i in range(4):
+        full.register(f"k{i}", page(i), priority=9)
+    full.move("k2", 0)
+    assert full.level_of("k2") == 0
+    down = next(key for key in full if full.level_of(key) == 1)
+    last_use = full._entries[down].last_use
+    full.update(down, page(50))
+    assert full.level_of(down) == 1 and full._entries[down].last_use == last_use
+    for _ in range(2):
+        for i in range(4):
+            assert float(full.access(f"k{i}")[0]) == (50 if f"k{i}" == down else i) and full.level_of(f"k{i}") == 0
+    assert sum(level["promotions"] for level in full.get_stats()["levels"]) >= 8
+
+
+def test_two_owners_clash(make_stack):
     stack = make_stack(4, 4)
-    stack.register("w", page(1))
-    stack.register("w", page(2))
+    stack.register("w", page(1), owner="model-a")
+    stack.register("w", page(2), owner="model-a")
+    for owner in ("model-b", None):
+        with pytest.raises(KeyClash, match="'w' is taken by 'model-a'"):
+            stack.register("w", page(3), owner=owner)
     reservation = stack.reserve("range", PAGE, 1)
     with pytest.raises(KeyClash, match="taken by a reservation"):
         stack.register("range", page(1))

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from tests.memory.test_disk import Calls
 from vblackwell.errors import CorruptData, DiskError, InsufficientMemory
 from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.level import Level
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB
 
 PAGE = 4 * KiB
@@ -82,10 +82,30 @@ def test_a_victim_that_cannot_be_written_stays_where_it_is(stack: VGPUStack, cal
             stack.register(f"later{i}", random_bytes(PAGE), priority=9)
 
 
-def test_promotion_to_a_device_that_gives_no_memory(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
+def test_exchange_of_places_with_a_disk_that_fails(stack: VGPUStack, calls: Calls):
+    """All levels full: k5 is read out to make room for its victim, whose write fails; k5 must still have its bytes."""
+    for i in (6, 7):
+        stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
+    assert all(level.used_bytes == level.capacity_bytes for level in stack.levels)
+    calls.write_error = errno.EIO
+    with pytest.raises(DiskError, match="writing"):
+        stack.access("k5")
+    calls.write_error = None
+    for _ in range(2):
+        for i in range(8):
+            assert torch.equal(stack.access(f"k{i}"), random_bytes(PAGE, seed=i)), f"k{i}"
+    stack.update("k5", random_bytes(PAGE, seed=50))
+    assert torch.equal(stack.access("k5"), random_bytes(PAGE, seed=50))
+    stack.remove("k5")
+    assert "k5" not in stack
+
+
+def test_exchange_of_places_with_a_device_that_gives_no_memory(stack: VGPUStack, monkeypatch: pytest.MonkeyPatch):
     """Something else took the GPU's memory under the cap:
     the key is served in place, and its place is its own again.
     """
+    for i in (6, 7):
+        stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
 
     def refuse(extent: object) -> None:
         raise InsufficientMemory("the device gave nothing", needed_bytes=PAGE, available_bytes=0)
@@ -94,7 +114,8 @@ def test_promotion_to_a_device_that_gives_no_memory(stack: VGPUStack, monkeypatc
         patch.setattr(stack.levels[0], "materialise", refuse)
         assert torch.equal(stack.access("k3"), random_bytes(PAGE, seed=3))
         assert stack.level_of("k3") == 1
-    check(stack)
+    assert all(entry.stray is None for entry in stack._entries.values())
+    check(stack, range(8))
 
 
 def test_an_update_that_fails_leaves_the_old_bytes(stack: VGPUStack, calls: Calls):
@@ -106,11 +127,14 @@ def test_an_update_that_fails_leaves_the_old_bytes(stack: VGPUStack, calls: Call
 
 
 def test_replacing_that_fails_leaves_the_old_bytes(stack: VGPUStack, calls: Calls):
+    for i in (6, 7):
+        stack.register(f"k{i}", random_bytes(PAGE, seed=i), priority=7)
     calls.write_error = errno.EIO
     with pytest.raises(DiskError):
         stack.register("k5", random_bytes(PAGE, seed=99), priority=2)
     calls.write_error = None
-    check(stack)
+    for i in range(8):
+        assert torch.equal(stack.access(f"k{i}"), random_bytes(PAGE, seed=i)), f"k{i}"
 
 
 def test_a_disk_that_is_full_refuses_a_key_before_anything_moved(stack: VGPUStack, calls: Calls):

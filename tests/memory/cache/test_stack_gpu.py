@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from vblackwell import VGPUStack, quantize
 from vblackwell.errors import ConfigurationError, InsufficientMemory
 from vblackwell.memory.level import Level
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import MiB
 
 pytestmark = pytest.mark.gpu
@@ -122,6 +122,17 @@ def test_packed_tensors_come_to_the_gpu(stack: VGPUStack):
     stack.register("w", packed, priority=1)
     value = stack.access("w")
     assert value.device.type == "cuda" and torch.equal(value.dequantize().cpu(), packed.dequantize())
+
+
+def test_taking_over_a_gpu_tensor(stack: VGPUStack):
+    tensor = torch.arange(MiB // 4, device="cuda:0")
+    before, address = torch.cuda.memory_allocated(0), tensor.data_ptr()
+    stack.register("a", tensor, priority=9, take=True)
+    assert torch.cuda.memory_allocated(0) == before and stack.access("a").data_ptr() == address
+    del tensor
+    stack.move("a", 1)
+    assert torch.cuda.memory_allocated(0) == before - 2 * MiB
+    assert torch.equal(stack.access("a").cpu(), torch.arange(MiB // 4))
 
 
 def test_reservations_stream(stack: VGPUStack):

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 
+from tests.delay import set_transfer_delay
 from tests.memory.conftest import random_bytes
 from vblackwell.errors import InsufficientMemory, StaleTensor
 from vblackwell.machine.limits import default_disk_path
@@ -21,7 +22,6 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.disk import DiskLevel
 from vblackwell.memory.host import HostLevel
 from vblackwell.memory.level import DeviceLevel
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.units import KiB
 
 pytest.importorskip("hypothesis")
@@ -64,11 +64,11 @@ class StackMachine(RuleBasedStateMachine):
     def snapshot(self) -> dict[str, int]:
         return {key: self.stack.level_of(key) for key in self.stack}
 
-    @rule(key=keys, size=sizes, priority=priorities, seed=seeds)
-    def register(self, key: str, size: int, priority: int, seed: int) -> None:
+    @rule(key=keys, size=sizes, priority=priorities, seed=seeds, take=st.booleans())
+    def register(self, key: str, size: int, priority: int, seed: int, take: bool) -> None:
         value, before = random_bytes(size, seed), self.snapshot()
         try:
-            self.stack.register(key, value.clone(), priority=priority)
+            self.stack.register(key, value.clone(), priority=priority, take=take)
         except InsufficientMemory:
             assert self.snapshot() == before  # nothing moved
         else:

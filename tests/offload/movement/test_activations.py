@@ -19,12 +19,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 
+from tests.delay import set_transfer_delay
 from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, Case, build
 from tests.waiting import wait_until
 from vblackwell.errors import ConfigurationError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.offload.layout.placement import AHEAD, NEWEST
 from vblackwell.offload.movement.activations import ActivationStore, Ticket

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.delay import set_transfer_delay
 from tests.offload.movement.test_activations import moved
 from vblackwell.memory.cache.stack import VGPUStack
-from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.nn.decoder.checkpoint import checkpoint
 from vblackwell.offload.layout.placement import NEWEST
 from vblackwell.offload.movement.activations import ActivationStore

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,14 @@ from tests.offload.movement.adversary import PAGE, Adversary, LateChain, LateQue
 from tests.offload.movement.lane_world import Setting, World
 from vblackwell.errors import DiskError, InsufficientMemory
 from vblackwell.kernels.optimizer.adamw import adamw_piece
-from vblackwell.memory.transfer import DoneTransfer, Transfer
+from vblackwell.memory.transfer import DoneTransfer, FutureTransfer, Transfer
 from vblackwell.offload.layout.groups import EXACT, Formats
 from vblackwell.offload.movement import lane as lane_module
 from vblackwell.offload.movement.lane import CudaLane, Lane
 from vblackwell.offload.movement.state import Worker
 from vblackwell.offload.storage import staging
 from vblackwell.offload.storage.staging import Stage, Staged
-from vblackwell.offload.storage.storage import Ledger, Ranges
+from vblackwell.offload.storage.storage import Ledger, Ranges, Storage
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +297,44 @@ def test_a_set_is_free_when_nothing_uses_it_although_a_later_range_could_not_sta
         stage._order.expect([1, 0])
         stage.read_ahead()
     assert freed == [True]
+
+
+def test_a_group_that_stops_coming_gives_its_set_up(monkeypatch):
+    monkeypatch.setattr(staging, "on_disk", dict)
+    storage, groups = Refused(), [SimpleNamespace(index=index, name=f"g{index}") for index in range(2)]
+    stage = Stage(storage)
+    stage._ahead[0] = stage._memory_for(groups[0])
+    storage.ranges = {}
+    for _ in range(staging.MAX_SKIPPED):
+        stage._take_ahead(groups[1], {})
+    assert stage._ahead and not stage._free
+    stage._take_ahead(groups[1], {})
+    assert not stage._ahead and len(stage._free) == 1
+
+
+def test_a_set_that_is_nowhere_is_an_error():
+    stage = Stage(Refused())
+    with pytest.raises(AssertionError, match="a set is free"):
+        stage._wait_for_set()
+
+
+def test_a_failed_move_is_in_flight_no_more():
+    storage = SimpleNamespace(in_flight=set[Transfer]())
+
+    def start(*_: object, write: bool) -> Transfer:
+        failed = Future[None]()
+        failed.set_exception(DiskError("no"))
+        storage.in_flight.add(FutureTransfer([failed]))
+        return next(iter(storage.in_flight))
+
+    storage.start = start
+    with pytest.raises(DiskError):
+        Storage._move(storage, None, torch.empty(1), write=False)  # type: ignore[arg-type]
+    assert not storage.in_flight
+
+
+def test_staging_memory_that_is_not_there_says_what_to_raise(make_stack):
+    storage = SimpleNamespace(stack=make_stack(1 << 20, 1 << 20), _name="model", _staging={})
+    planned = SimpleNamespace(has_host_level=True, staging_level=1)
+    with ExitStack() as undone, pytest.raises(InsufficientMemory, match=r"pass through RAM.*raise host_memory"):
+        Storage._reserve_stage(storage, planned, "exp_avg", 1 << 30, undone)  # type: ignore[arg-type]

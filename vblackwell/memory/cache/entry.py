@@ -88,13 +88,16 @@ def packed_bytes(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> torch.Ten
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One key of a stack. Everything but the constants changes under the stack's lock only."""
+    """One key of a stack. Everything but the constants changes under the stack's lock only. No extent means that
+    `stray` has the bytes, in RAM outside all levels."""
 
     key: str
     priority: int
     layout: Layout
     level: int = 0
-    extent: Extent = field(init=False)
+    owner: str | None = None
+    extent: Extent | None = None
+    stray: torch.Tensor | None = None
     # Tensors over the extent while the key is on level 0 and is not being moved or written.
     resident: tuple[torch.Tensor, ...] | None = None
     pins: int = 0  # how many `borrow` blocks hold it

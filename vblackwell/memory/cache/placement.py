@@ -2,7 +2,9 @@
 
 Every operation is called in a turn (`pool.Turn`), plans under the lock, carries the moves out without it, and commits
 them one by one under it. Moves come out bottom-up and each is finished before the next starts, because it may write
-where the one before it read. While an entry moves it is not resident, and no victim.
+where the one before it read. While an entry moves it is not resident, and no victim. One whose own place is needed for
+its victims (the stack is full to the last byte) is lifted into RAM first: its bytes are `stray` until they are written
+again, and stay so, not lost, if a disk fails in between.
 """
 
 import threading
@@ -16,7 +18,7 @@ import torch
 from vblackwell.errors import DiskError, InsufficientMemory, StaleTensor
 from vblackwell.memory.cache.entry import Entry
 from vblackwell.memory.cache.policy import LRU
-from vblackwell.memory.level import Extent, Level
+from vblackwell.memory.level import DeviceLevel, Extent, Level
 from vblackwell.memory.pool import LevelPool, Place, does_not_fit
 
 MAX_REFUSALS = 256  # victims that are tried in vain for an access before it is served in place
@@ -27,7 +29,6 @@ class Move:
     """``entry`` goes from its extent to another on level ``target``, or was ``evicted`` to it."""
 
     entry: Entry
-    source_extent: Extent
     target: int
     target_extent: Extent
     evicted: bool
@@ -88,8 +89,8 @@ class Plan:
             return None
 
     def move(self, entry: Entry, target: int, extent: Extent, *, evicted: bool = False) -> None:
-        """Add the move of ``entry``, whose old extent was displaced."""
-        self.moves.append(Move(entry, entry.extent, target, extent, evicted))
+        """Add the move of ``entry``, whose old extent, if it has one still, was displaced."""
+        self.moves.append(Move(entry, target, extent, evicted))
         self._moved.add(entry)
 
     def roll_back(self, mark: int = 0) -> None:
@@ -97,15 +98,17 @@ class Plan:
         while len(self.moves) > mark:
             move = self.moves.pop()
             self._levels[move.target].free(move.target_extent)
-            self._levels[move.entry.level].restore(move.source_extent)
+            if move.entry.extent is not None:
+                self._levels[move.entry.level].restore(move.entry.extent)
             self._moved.discard(move.entry)
 
     def _may_go(self, entry: Entry) -> bool:
         spared = entry in self._moved or (self._spare_expected and entry.expected)
-        return not (spared or entry.held())
+        return not (entry.extent is None or spared or entry.held())
 
     def _make_go(self, victim: Entry, *, may_rise: bool) -> bool:
         """Plan the victim's move to the first level below, or where it ``may_rise`` above, that takes it."""
+        assert victim.extent is not None
         source, size = self._levels[victim.level], victim.num_bytes
         source.displace(victim.extent)
         above = reversed(range(victim.level)) if may_rise else ()
@@ -128,15 +131,17 @@ class Placement:
         self._levels, self._policy, self._pool, self._lock = levels, policy, pool, lock
         self.dropped: list[Entry] = []  # whose bytes on level 0 somebody still holds
 
-    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> None:
-        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there. Raises
-        InsufficientMemory where no cascade makes it fit; nothing moved."""
+    def admit(self, entry: Entry, bytes_in: torch.Tensor, source: Place, *, take: bool) -> None:
+        """Find a level for a new entry, its own first, and copy ``bytes_in`` (flat uint8) there, or ``take`` their
+        memory. Raises InsufficientMemory where no cascade makes it fit; nothing moved."""
         with self._lock:
             self.sweep()
             plan, level, extent = next((plan, level, extent) for plan, level, extent in self._ways_in(entry) if extent)
             self._hide(plan)
         with self._carried_out(plan, level, extent):
-            self._fill(level, extent, bytes_in, source)
+            at = self._levels[level]
+            if not (take and isinstance(at, DeviceLevel) and at.adopt(extent, bytes_in)):
+                self._fill(level, extent, bytes_in, source)
         with self._lock:
             self._seat(entry, level, extent)
 
@@ -188,32 +193,98 @@ class Placement:
             if entry.level == 0 and entry.held():
                 held = "a tensor of it is still held; delete it first"
                 raise StaleTensor(f"{entry.key!r} cannot leave {self._levels[0].name}: {held}")
+            source, old = self._levels[entry.level], entry.extent
             extent = plan.make_room(target, entry.num_bytes, max_priority, than)
+            passes_ram = extent is None and old is not None
+            if old is not None:
+                source.displace(old)
+                extent = extent or plan.make_room(target, entry.num_bytes, max_priority, than)
             if extent is None:
+                if old is not None:
+                    source.restore(old)
                 where = f"on {self._levels[target].name} for {entry.key!r}"
                 raise does_not_fit(self._levels, where, entry.num_bytes, plan.refusal)
-            self._levels[entry.level].displace(entry.extent)
+            if passes_ram:
+                entry.extent = None
             plan.move(entry, target, extent)
             self._hide(plan)
-        with self._carried_out(plan):
-            pass
+        try:
+            if passes_ram and old is not None:
+                self._lift(entry, old, plan)
+            with self._carried_out(plan):
+                pass
+        except BaseException:
+            if entry.stray is not None:
+                self.put_back(entry)
+            raise
+
+    def _lift(self, entry: Entry, old: Extent, plan: Plan) -> None:
+        """Take the bytes of ``entry`` from ``old``, which was displaced, into RAM before ``plan`` writes there."""
+        level = self._levels[entry.level]
+        stray = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")
+        try:
+            level.read(old, stray).finish()
+        except BaseException:
+            with self._lock:
+                self._undo(plan)
+                level.restore(old)
+                entry.extent = old
+                self._show(entry)
+            raise
+        with self._lock:
+            level.release(old)
+            entry.stray = stray
 
     def overwrite(self, entry: Entry, bytes_in: torch.Tensor, source: Place) -> bool:
-        """Replace the bytes of ``entry`` where it is, unless somebody holds them, or a disk has them, which may fail
-        halfway; whether it did."""
+        """Replace the bytes of ``entry`` where it is, all or none, unless somebody holds them; whether it did."""
         with self._lock:
-            if entry.held() or self._levels[entry.level].device is None:
+            if entry.held():
                 return False
+            if entry.extent is None:
+                entry.stray = bytes_in.to("cpu", copy=True)
+                return True
             entry.resident = None
             for stream in entry.side_streams:  # whose kernels may still read
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             entry.side_streams.clear()
+        level = self._levels[entry.level]
+        extent = spare = old = entry.extent
         try:
-            self._fill(entry.level, entry.extent, bytes_in, source)
+            if level.device is None and level.can_allocate(entry.num_bytes):  # only a disk can fail halfway
+                extent = spare = level.allocate(entry.num_bytes)
+            self._fill(entry.level, extent, bytes_in, source)
+            entry.extent, spare = extent, old
         finally:
             with self._lock:
                 self._show(entry)
+            if extent is not old:
+                level.free(spare)
         return True
+
+    def vacate(self, entry: Entry) -> bool:
+        """Take the bytes of ``entry`` into RAM until `put_back`, unless somebody holds them; whether it did."""
+        with self._lock:
+            if (old := entry.extent) is None or entry.held():
+                return False
+            self._levels[entry.level].displace(old)
+            entry.resident = entry.extent = None
+        self._lift(entry, old, Plan(self._levels, self._policy))
+        return True
+
+    def put_back(self, entry: Entry) -> None:
+        """Give stray bytes their level back, as far as it still works."""
+        assert entry.stray is not None
+        level, extent = self._levels[entry.level], None
+        try:
+            extent = level.allocate(entry.num_bytes)
+            level.write(extent, entry.stray).finish()
+        except (InsufficientMemory, DiskError):
+            if extent is not None:
+                level.free(extent)
+            return
+        with self._lock:
+            entry.extent, entry.stray = extent, None
+            self._show(entry)
 
     def drop(self, entry: Entry) -> None:
         """Forget ``entry``; its bytes go at once, or when the last tensor that somebody holds of them does."""
@@ -226,7 +297,8 @@ class Placement:
         """Free what was dropped and is not held any more. Called under the lock."""
         for entry in [entry for entry in self.dropped if not entry.held()]:
             self.dropped.remove(entry)
-            self._levels[entry.level].free(entry.extent)
+            if entry.extent is not None:
+                self._levels[entry.level].free(entry.extent)
             entry.resident = None
 
     def _hide(self, plan: Plan) -> None:
@@ -248,30 +320,37 @@ class Placement:
             with self._lock:
                 if extent is not None:
                     self._levels[level].free(extent)
-                entries = [move.entry for move in plan.moves]
-                plan.roll_back()
-                for entry in entries:
-                    self._show(entry)
+                self._undo(plan)
             raise
+
+    def _undo(self, plan: Plan) -> None:
+        """Undo what has not happened of a plan. Under the lock."""
+        entries = [move.entry for move in plan.moves]
+        plan.roll_back()
+        for entry in entries:
+            self._show(entry)
 
     def _carry(self, move: Move) -> None:
         entry, target = move.entry, self._levels[move.target]
         source = self._levels[entry.level]
         with self._counted(entry.level, move.target, entry.num_bytes):
             target.materialise(move.target_extent)
-            bytes_in = source.view(move.source_extent)
+            bytes_in = entry.stray if entry.extent is None else source.view(entry.extent)
             if bytes_in is None:
+                assert entry.extent is not None
                 if (straight := target.view(move.target_extent)) is not None:
-                    return source.read(move.source_extent, straight).finish()
+                    return source.read(entry.extent, straight).finish()
                 bytes_in = torch.empty(entry.num_bytes, dtype=torch.uint8, device="cpu")  # between two disks
-                source.read(move.source_extent, bytes_in).finish()
+                source.read(entry.extent, bytes_in).finish()
             target.write(move.target_extent, bytes_in).finish()
 
     def _commit(self, move: Move) -> None:
         """The entry's bytes have arrived. Under the lock."""
         entry = move.entry
         self._policy.discard(entry)
-        self._levels[entry.level].release(move.source_extent)
+        if entry.extent is not None:
+            self._levels[entry.level].release(entry.extent)
+        entry.stray = None
         if move.target > 0:
             entry.expected = False
         self._pool.count_move(entry.level, move.target, evicted=move.evicted)
@@ -285,7 +364,7 @@ class Placement:
 
     def _show(self, entry: Entry) -> None:
         """It has a place again; on level 0 it gets ready-made tensors. Under the lock."""
-        if entry.level == 0:
+        if entry.level == 0 and entry.extent is not None:
             buffer = self._levels[0].view(entry.extent)
             assert buffer is not None, "level 0 is addressable"
             entry.show(buffer)
@@ -293,7 +372,11 @@ class Placement:
     def read(self, entry: Entry, out: torch.Tensor) -> None:
         """Fill ``out`` (flat uint8) with the entry's bytes, and count them as moved to level 0."""
         with self._counted(entry.level, 0, entry.num_bytes):
-            self._levels[entry.level].read(entry.extent, out).finish()
+            if entry.extent is None:
+                assert entry.stray is not None
+                out.copy_(entry.stray)
+            else:
+                self._levels[entry.level].read(entry.extent, out).finish()
 
     def _fill(self, level: int, extent: Extent, bytes_in: torch.Tensor, source: Place) -> None:
         with self._counted(source, level, bytes_in.nbytes):

@@ -1,18 +1,18 @@
 """The order of victims: least recently used, or, on a trace that repeats, needed furthest in the future (Belady).
 
-Entries sit in an order for each (level, priority), from least to most recently used, and of `next_use` in another, by
-their next use, the furthest first. (The last distance between two accesses of a key is no forecast: forward and
-backward give every key two alternating ones.)
+Entries sit in an order for each (level, priority), from least to most recently used, and of `next_use` in a heap, by
+their next use, the furthest first, where stale items stay until they come up: O(log n). (The last distance between two
+accesses of a key is no forecast: forward and backward give every key two alternating ones.)
 """
 
-from bisect import bisect_left, insort
+import heapq
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
 from vblackwell.memory.cache.entry import Entry
 
-_Rank = tuple[float, int, Entry]  # (-next_use, last_use, entry); no two entries have the same last use
+_HeapItem = tuple[float, int, Entry]  # (-next_use, last_use, entry); no two entries have the same last use
 
 
 class LRU:
@@ -120,18 +120,13 @@ class NextUse(LRU):
         self._gaps: list[int] = []  # from each position of the cycle to the next one of the same key
         self._positions: defaultdict[str, list[int]] = defaultdict(list)  # of each key in the cycle
         self._now = 0
-        self._furthest_first: defaultdict[tuple[int, int], list[_Rank]] = defaultdict(list)  # empty without a cycle
+        self._heaps: defaultdict[tuple[int, int], list[_HeapItem]] = defaultdict(list)  # empty without a cycle
 
     def add(self, entry: Entry) -> None:
         super().add(entry)
         self._forecast(entry)
 
-    def discard(self, entry: Entry) -> None:
-        self._unrank(entry)
-        super().discard(entry)
-
     def touch(self, entry: Entry, *, accessed: bool = True) -> None:
-        self._unrank(entry)
         super().touch(entry, accessed=accessed)
         if accessed:
             self._now += 1
@@ -141,12 +136,12 @@ class NextUse(LRU):
                 return
             if self.cycle is not None:
                 entry.next_use = self._now + self._gaps[self._rhythm.position - 1]
-        self._rank(entry)
+        self._push(entry)
 
     def _learn(self, cycle: list[str] | None) -> None:
         self.cycle = cycle
         self._positions.clear()
-        self._furthest_first.clear()
+        self._heaps.clear()
         if cycle is None:
             return
         self._gaps = [0] * len(cycle)
@@ -164,21 +159,34 @@ class NextUse(LRU):
             at, length = self._rhythm.position, len(self.cycle)
             steps = ((position - at) % length for position in self._positions.get(entry.key, ()))
             entry.next_use = self._now + 1 + min(steps, default=float("inf"))
-            self._rank(entry)
+            self._push(entry)
 
-    def _rank(self, entry: Entry) -> None:
-        if self.cycle is not None and entry.seat is not None:
-            insort(self._furthest_first[entry.seat], (-entry.next_use, entry.last_use, entry))
+    def _push(self, entry: Entry) -> None:
+        if self.cycle is None or entry.seat is None:
+            return
+        heap = self._heaps[entry.seat]
+        heapq.heappush(heap, (-entry.next_use, entry.last_use, entry))
+        if len(heap) > 2 * len(self._order[entry.seat]) + 64:
+            heap[:] = sorted({item for item in heap if self._is_true(item, entry.seat)})
 
-    def _unrank(self, entry: Entry) -> None:
-        if self.cycle is not None and entry.seat is not None:
-            ranks = self._furthest_first[entry.seat]
-            del ranks[bisect_left(ranks, (-entry.next_use, entry.last_use))]
+    @staticmethod
+    def _is_true(item: _HeapItem, seat: tuple[int, int]) -> bool:
+        return item == (-item[2].next_use, item[2].last_use, item[2]) and item[2].seat == seat
 
     def _coldest_first(self, seat: tuple[int, int]) -> Iterator[Entry]:
         if self.cycle is None:
-            return super()._coldest_first(seat)
-        return (entry for _, _, entry in self._furthest_first.get(seat, ()))
+            yield from super()._coldest_first(seat)
+            return
+        heap, seen = self._heaps[seat], set[_HeapItem]()
+        try:
+            while heap:
+                item = heapq.heappop(heap)
+                if self._is_true(item, seat) and item not in seen:
+                    seen.add(item)
+                    yield item[2]
+        finally:
+            for item in seen:
+                heapq.heappush(heap, item)
 
     def colder(self, a: Entry, b: Entry) -> bool:
         if self.cycle is None:

@@ -13,6 +13,7 @@ from vblackwell.memory.level import Extent
 from vblackwell.numerics.fp4 import quantize
 
 CODECS = ("lossless", "fp4")
+MIN_SAVING = 1 / 16  # or bytes are held as they are
 
 
 class VGPULevel:
@@ -94,14 +95,16 @@ class _Held(NamedTuple):
     layout: Layout  # of what was compressed: the value, or its packed form
     codec: str
     digest: int
+    is_compressed: bool
 
 
 class CompressedVGPULevel(VGPULevel):
     """A capped place for tensors by name, in fewer bytes; its capacity is of the bytes that are held.
 
     ``lossless`` is for anything: bytes are laid out by their place in the element (signs and exponents of neighbouring
-    weights are much alike) and compressed by zstd. ``fp4`` (nvfp4) is for weights that the caller names. ``codec`` is
-    that of keys that are put without one; other settings, and what is raised, are as for `VGPULevel`.
+    weights are much alike) and compressed by zstd, unless they would hardly shrink. ``fp4`` (nvfp4) is for weights that
+    the caller names. ``codec`` is that of keys that are put without one; other settings, and what is raised, are as for
+    `VGPULevel`.
     """
 
     def __init__(self, level: int = 1, *settings: Any, codec: str = "lossless", **named: Any) -> None:
@@ -120,11 +123,14 @@ class CompressedVGPULevel(VGPULevel):
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigurationError(f"{key!r} is {type(tensor).__name__}: fp4 takes tensors, hold it 'lossless'")
             layout, tensors = layout_of(quantize(tensor, "nvfp4", name=key))
-        buffer = packed_bytes(layout, tensors).cpu()
+        buffer, is_compressed = packed_bytes(layout, tensors).cpu(), False
         if codec == "lossless":
-            planes = buffer.numpy().reshape(-1, _element_bytes(layout)).T
-            buffer = torch.frombuffer(bytearray(_compressor().compress(planes.tobytes())), dtype=torch.uint8)
-        self._store(key, _Held(layout, codec, xxhash.xxh3_64_intdigest(buffer.numpy().data)), buffer)
+            planes = np.ascontiguousarray(buffer.numpy().reshape(-1, _element_bytes(layout)).T)
+            small = _compressor().compress(planes.data if planes.size else b"")
+            if is_compressed := not planes.size or len(small) < (1 - MIN_SAVING) * planes.size:
+                buffer = torch.frombuffer(bytearray(small), dtype=torch.uint8)
+        digest = xxhash.xxh3_64_intdigest(buffer.numpy().data)
+        self._store(key, _Held(layout, codec, digest, is_compressed), buffer)
 
     def get(self, key: str) -> Any:
         """The value on the level's device (in RAM, for a disk): the same bits with 'lossless', else rounded. Raises
@@ -137,11 +143,12 @@ class CompressedVGPULevel(VGPULevel):
                 f"{key!r}: {len(data)} compressed bytes on level {self.level} differ from what was written: "
                 "the memory or disk is failing, or something else wrote there"
             )
-        if held.codec == "lossless":
+        if held.is_compressed:
             raw = require_zstandard().ZstdDecompressor().decompress(data, max_output_size=held.layout.num_bytes)
-            planes = np.frombuffer(raw, dtype=np.uint8).reshape(_element_bytes(held.layout), -1)
+            size = _element_bytes(held.layout)
             flat = torch.empty(held.layout.num_bytes, dtype=torch.uint8)
-            flat.numpy()[:] = planes.T.ravel()
+            for at, plane in enumerate(np.frombuffer(raw, dtype=np.uint8).reshape(size, -1)):
+                flat.numpy()[at::size] = plane
         value = held.layout.value(held.layout.tensors_over(flat.to(self._device)))
         return value.dequantize() if held.codec == "fp4" else value
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vblackwell.errors import ConfigurationError, KeyClash, UnknownKey, nearest
+from vblackwell.errors import ConfigurationError, InsufficientMemory, KeyClash, UnknownKey, nearest
 from vblackwell.machine.device import hold_cap
 from vblackwell.machine.facts import choose_cpu_kernels, memory_facts
 from vblackwell.machine.limits import ARENA_SHARE, HOST_SHARE, default_disk_path, free_disk_bytes
@@ -70,14 +70,18 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
         self._cuda_index = self.level0_device.index if self.level0_device.type == "cuda" else None
         self._at_close: Callable[[], object] = lambda: None
 
-    def register(self, key: str, tensor: Any, priority: int | None = None) -> None:
+    def register(
+        self, key: str, tensor: Any, priority: int | None = None, *, owner: str | None = None, take: bool = False
+    ) -> None:
         """Put a tensor, or a packed tensor, under ``key``; one that is there already is replaced.
 
         ``priority``: 0 to 10; from 7 it starts on level 0, from 4 on level 1, below that above the last level, or
-        further down where full. By default by what the name says (`default_priority`).
+        further down where full. By default by what the name says (`default_priority`). Only the same
+        ``owner``, such as a model's name, may replace the key. ``take``: let the stack use the tensor's own memory
+        where it can; the caller gives the tensor up.
 
         Raises InsufficientMemory where the stack is full (nothing moved, and what was under ``key`` still is), KeyClash
-        where it is a reservation's name.
+        where another owner has the key, or it is a reservation's name.
         """
         priority = default_priority(key) if priority is None else priority
         if not isinstance(priority, int) or not 0 <= priority <= 10:
@@ -87,16 +91,31 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             raise does_not_fit(self.levels, f"for {key!r}", layout.num_bytes)
         with self._turn.take():
             self._check_open()
-            if key in self._reservations:
-                raise KeyClash(f"key {key!r} is taken by a reservation: give the model another name (name='...')")
+            old = self._entries.get(key)
+            if key in self._reservations or (old is not None and old.owner != owner):
+                holder = "a reservation" if old is None else repr(old.owner)
+                raise KeyClash(
+                    f"key {key!r} is taken by {holder}, and {owner!r} wants it too: give the models different names "
+                    "(name='...')"
+                )
             last = len(self.levels) - 1
             level = min(0 if priority >= 7 else 1 if priority >= 4 else max(0, last - 1), last)
-            self._admit(Entry(key, priority, layout, level), tensors, self._entries.get(key))
+            self._admit(Entry(key, priority, layout, level, owner), tensors, old, take=take)
 
-    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None) -> None:
+    def _admit(self, entry: Entry, tensors: tuple[torch.Tensor, ...], old: Entry | None, *, take: bool = False) -> None:
         """Place a new entry and put it in the table in the place of ``old``; in a turn."""
         buffer = packed_bytes(entry.layout, tensors)
-        self._placement.admit(entry, buffer, self._place_of(buffer))
+        source = self._place_of(buffer)
+        try:
+            self._placement.admit(entry, buffer, source, take=take)
+        except InsufficientMemory:
+            if old is None or not self._placement.vacate(old):
+                raise
+            try:
+                self._placement.admit(entry, buffer, source, take=take)
+            except BaseException:
+                self._placement.put_back(old)
+                raise
         with self._lock:
             self._entries[entry.key] = entry
         if old is not None:
@@ -193,8 +212,8 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def update(self, key: str, tensor: Any) -> None:
         """Replace the bytes of ``key`` by those of a value of the same shape and dtype. Raises UnknownKey;
-        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, or on a
-        disk, and the new ones do not fit next to them."""
+        ConfigurationError for another shape or dtype; InsufficientMemory where the old bytes are still held, and the
+        new ones do not fit next to them."""
         layout, tensors = layout_of(tensor)
         with self._turn.take():
             old = self._lookup(key)
@@ -205,7 +224,7 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
             if self._placement.overwrite(old, buffer, self._place_of(buffer)):
                 old.layout, old.error = layout, None
             else:
-                self._admit(Entry(key, old.priority, layout, old.level), tensors, old)
+                self._admit(Entry(key, old.priority, layout, old.level, old.owner), tensors, old)
 
     def remove(self, key: str) -> None:
         """Forget ``key`` and free its bytes (those still held, when they are let go)."""
@@ -248,6 +267,9 @@ class VGPUStack(LevelPool, AbstractContextManager["VGPUStack"]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def level_of(self, key: str) -> int:
         return self._lookup(key).level

@@ -22,6 +22,12 @@ GOLDEN = 0.6180339887498949
 Pair = tuple[Group, str]  # a group and a kind of range
 
 
+def staging_does_not_fit(num_bytes: int, what: str, free_bytes: int) -> InsufficientMemory:
+    said = f"states on a disk pass through RAM, which takes {format_bytes(num_bytes)} of it {what}, and "
+    said += f"{format_bytes(free_bytes)} are free: raise host_memory (the capacity of the 'cpu' level)"
+    return InsufficientMemory(said, needed_bytes=num_bytes, available_bytes=free_bytes)
+
+
 @dataclass(frozen=True)
 class LevelSpace:
     """What is known of a level: its kind is 'gpu', 'ram' or 'disk'; it counts ranges in multiples of ``alignment``."""
@@ -245,9 +251,4 @@ class StoragePlan:
                 if found is not None and (max_sets < 2 or found.num_sets * found.set_bytes * SETS_SHARE <= host_bytes):
                     return found
         more = needed(wanted, [len(free) - 1] * len(wanted), held, 1).num_bytes - held.num_bytes
-        raise InsufficientMemory(
-            f"states on a disk pass through RAM, which takes {format_bytes(more)} of it for this model, and "
-            f"{format_bytes(free[host])} are free: raise host_memory (the capacity of the 'cpu' level)",
-            needed_bytes=more,
-            available_bytes=free[host],
-        )
+        raise staging_does_not_fit(more, "for this model", free[host])

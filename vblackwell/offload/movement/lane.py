@@ -415,7 +415,7 @@ class Lane:
         if self._is_resident(job.group):
             for kind in self._storage.states_of(job.group):
                 start, stop = (bytes_of(job.group, kind, end) for end in (piece.start, piece.stop))
-                parts[kind] = job.sources[kind].bytes[start:stop]
+                parts[kind] = job.sources[kind].part(start, stop)
         self._queues.run(self._queues.update, lambda: update_piece(job, piece, parts))
 
     def _move(

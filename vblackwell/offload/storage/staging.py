@@ -25,6 +25,8 @@ from vblackwell.offload.layout.storage_plan import MAX_SETS, PAGE
 from vblackwell.offload.storage.storage import Ranges, Stamp, Storage, on_disk
 from vblackwell.units import align_up
 
+MAX_SKIPPED = 4 * MAX_SETS  # updates of other groups, after which what was read ahead is given up
+
 
 def failure_of(transfer: Transfer) -> BaseException | None:
     """Wait for ``transfer``; why it failed, if it did."""
@@ -70,6 +72,7 @@ class Staged:
     taken: Reservation | None = None  # of the level in RAM, for this update alone; None: `memory` is a set
     stamps: dict[str, Stamp] = field(default_factory=dict)  # of the ranges that were read, or are being read
     reads: list[Transfer] = field(default_factory=list)
+    skipped: int = 0  # updates of other groups since it was read ahead
 
 
 class Stage:
@@ -175,17 +178,24 @@ class Stage:
             failure_of(transfer)
 
     def _take_ahead(self, group: Group, reads: Ranges) -> Staged | None:
-        """What was read ahead for ``group``, if it is still true."""
+        """What was read ahead for ``group``, if it is still true. What is not asked for is given up."""
         with self._lock:
             if self._states_on_disk(group):
                 self._groups[group.index] = group
                 self._order.use(group.index, once=True)
             self._taken = group
             found = self._ahead.pop(group.index, None)
-            if found is None or self._is_true(found, reads):
-                return found
-        self._give_up(found)
-        return None
+            for other in self._ahead.values():
+                other.skipped += 1
+            useless = [other for other in self._ahead.values() if other.skipped > MAX_SKIPPED]
+            for other in useless:
+                del self._ahead[other.group.index]
+            if found is not None and not self._is_true(found, reads):
+                useless.append(found)
+                found = None
+        for other in useless:
+            self._give_up(other)
+        return found
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +237,8 @@ class Stage:
                 oldest = next((each for each in self._writing if not each.done()), None)
             if farthest is not None:
                 self._give_up(farthest)
-            elif oldest is not None:
+            else:
+                assert oldest is not None, "a set is free, ahead, or on its way to the disk"
                 failure_of(oldest)
 
     def _give_up(self, staged: Staged) -> None:

@@ -15,7 +15,7 @@ from vblackwell.memory.cache.stack import VGPUStack
 from vblackwell.memory.level import Transfer
 from vblackwell.memory.pool import Reservation
 from vblackwell.offload.layout.groups import PARAMETER_KINDS, STATE_KINDS, Group
-from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan
+from vblackwell.offload.layout.storage_plan import PAGE, LevelSpace, StoragePlan, staging_does_not_fit
 from vblackwell.units import align_up
 
 Ranges = dict[str, Reservation]  # of one group, by kind
@@ -165,9 +165,13 @@ class Storage:
 
     def _reserve_stage(self, planned: StoragePlan, kind: str, num_bytes: int, undone: ExitStack) -> None:
         """Host memory through which ranges of ``kind`` are worked on, where a level in RAM can count it."""
-        if kind not in self._staging and planned.has_host_level:
+        if kind in self._staging or not planned.has_host_level:
+            return
+        try:
             self._staging[kind] = self.stack.reserve(f"{self._name}/staging/{kind}", num_bytes, planned.staging_level)
-            undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
+        except InsufficientMemory as error:
+            raise staging_does_not_fit(num_bytes, f"in one piece for {kind}", error.available_bytes) from error
+        undone.callback(lambda: self.stack.unreserve(self._staging.pop(kind)))
 
     def _replace_sets(self, sizes: Sequence[int]) -> None:
         while self.sets:
@@ -255,8 +259,11 @@ class Storage:
     def _move(self, reservation: Reservation, staged: Tensor, *, write: bool) -> None:
         transfer = self.start(reservation, staged, write=write)
         assert transfer is not None, "bytes are moved before the storage is closed"
-        transfer.wait()
-        self.in_flight.discard(transfer)  # not where it was interrupted: it goes on
+        try:
+            transfer.wait()
+        finally:
+            if transfer.done():  # not where it was interrupted: it goes on
+                self.in_flight.discard(transfer)
 
     def zero(self, group: Group, kind: str) -> None:
         """Make a range zero (worker thread)."""
