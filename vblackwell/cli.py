@@ -7,14 +7,15 @@ one line on standard error and exit code 2; ``--debug`` shows where it came from
 import argparse
 import atexit
 import gc
-import importlib
 import inspect
 import os
+import pkgutil
 import re
 import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        if not _nobody_reads():
+        stdout = select.poll()
+        stdout.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in stdout.poll(0)):
             raise
+        _drop_stdout()  # what read it has gone (`vb estimate ... | head`)
         return 141  # as of a program that SIGPIPE ends
     except OSError as error:
         if debug:
@@ -66,13 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"vb: error: {' '.join(where.split())}: {error.strerror}; {advice}", file=sys.stderr)
         return 2
-
-
-def _nobody_reads() -> bool:
-    """Whether what read stdout has gone (`vb estimate ... | head`); what is still to be written is then dropped."""
-    stdout = select.poll()
-    stdout.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in stdout.poll(0)) and _drop_stdout()
 
 
 def _stdout_is_full() -> bool:
@@ -108,9 +105,8 @@ def _dispatch(words: list[str]) -> int:
         print(__version__)
         return 0
     if first not in COMMANDS:
-        raise ConfigurationError(
-            f"{first!r} is no command: choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
-        )
+        choice = f"choose one of {', '.join(COMMANDS)}{nearest(first, COMMANDS)}"
+        raise ConfigurationError(f"{first!r} is no command: {choice}")
     return COMMANDS[first].run(_parse(make_parser(first), words[1:]))
 
 
@@ -143,34 +139,24 @@ def _parse(parser: Any, words: list[str]) -> dict[str, Any]:
     known = {flag for action in parser._actions for flag in action.option_strings}
     for flag in (word.partition("=")[0] for word in words):
         if flag.startswith("--") and flag not in ("--", *known):
-            raise ConfigurationError(
-                f"{parser.prog} has no flag {flag}: see {parser.prog} --help{nearest(flag, known)}"
-            )
+            advice = f"see {parser.prog} --help{nearest(flag, known)}"
+            raise ConfigurationError(f"{parser.prog} has no flag {flag}: {advice}")
+    joined = list(words)
+    for index in reversed(range(1, len(words))):  # `--flag -8GiB` as one word: a size is refused as a size, no flag
+        if re.match(r"-\d", joined[index]) and re.fullmatch(r"--[^=]*", joined[index - 1]):
+            joined[index - 1] += f"={joined.pop(index)}"
     try:
-        given = parser.parse_args(_joined(words), defaults=False).as_dict()
+        given = parser.parse_args(joined, defaults=False).as_dict()
     except (argparse.ArgumentError, RecursionError) as error:
         nested = isinstance(error, RecursionError)
-        said = "a value is nested too deep to be read" if nested else _said_plainly(error)
+        said = "a value is nested too deep to be read" if nested else " ".join(str(error).split())
+        # For a value of the wrong kind the parser names Python's type and its own key.
+        wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(int|float)'>\. Got value: (.*)", said)
+        if wrong is not None:
+            number = "whole number" if wrong[2] == "int" else "number"
+            said = f"--{wrong[1].replace('_', '-')} {wrong[3]}: a {number} is needed"
         raise ConfigurationError(f"{parser.prog}: {said}; see {parser.prog} --help") from error
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _said_plainly(error: Exception) -> str:
-    """The parser's words, but for a value of the wrong kind, where it names Python's type and its own key."""
-    text = " ".join(str(error).split())
-    wrong = re.search(r"Parser key \"(\w+)\": Expected an? <class '(int|float)'>\. Got value: (.*)", text)
-    if wrong is None:
-        return text
-    return f"--{wrong[1].replace('_', '-')} {wrong[3]}: a {'whole ' if wrong[2] == 'int' else ''}number is needed"
-
-
-def _joined(words: list[str]) -> list[str]:
-    """``--flag -8GiB`` as one word, so that a size is refused as a size: argparse takes it for a flag."""
-    found = list(words)
-    for index in reversed(range(1, len(words))):
-        if re.match(r"-\d", found[index]) and re.fullmatch(r"--[^=]*", found[index - 1]):
-            found[index - 1] += f"={found.pop(index)}"
-    return found
 
 
 def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> None:
@@ -179,21 +165,16 @@ def _add_switch(parser: Any, flag: str, text: str, default: bool = False) -> Non
     parser.add_argument(flag, action=ActionYesNo(yes_prefix="", no_prefix="no-"), default=default, help=text)
 
 
-def _note(text: str) -> None:
-    """A line for people; stdout is for what other programs read."""
-    print(f"vb: {text}", file=sys.stderr)
-
-
 def _calling(where: str) -> Callable[[dict[str, Any]], int]:
     """What calls ``where``, a module and a function, with what was given and the device that is meant."""
 
     def run(given: dict[str, Any]) -> int:
         from vblackwell.machine.device import choose_device
 
-        module, name = where.split(":")
-        command = getattr(importlib.import_module(module), name)
+        command = pkgutil.resolve_name(where)
         if "device" in inspect.signature(command).parameters:
-            given["device"] = choose_device(given.get("device", "auto"), _note)
+            say = partial(print, "vb:", file=sys.stderr)  # stdout is for what other programs read
+            given["device"] = choose_device(given.get("device", "auto"), say)
         return command(**given)
 
     return run
@@ -300,7 +281,14 @@ def _estimate_flags(parser: Any) -> None:
 
 def _estimate(given: dict[str, Any]) -> int:
     if "model" not in given:
-        return _what_fits(given)
+        known = ("gpu", "host_memory", "disk_memory", "json")
+        if unknown := [name for name in given if name not in known]:
+            advice = "vb estimate MODEL ..., or only --gpu, --ram and --disk"
+            raise ConfigurationError(f"--{unknown[0].replace('_', '-')} belongs to a MODEL: {advice}")
+        from vblackwell.tools.what_fits import what_fits_command
+
+        *values, as_json = map(given.get, known)
+        return what_fits_command(*values, as_json=bool(as_json))
     given["as_json"] = given.pop("json", False)
     # What is imported stays: looking for garbage among it takes a tenth of the time, and a second when Python ends.
     gc.disable()
@@ -311,17 +299,6 @@ def _estimate(given: dict[str, Any]) -> int:
         return estimate_command(**given)
     finally:
         gc.enable()
-
-
-def _what_fits(given: dict[str, Any]) -> int:
-    known = ("gpu", "host_memory", "disk_memory", "json")
-    if unknown := [name for name in given if name not in known]:
-        flag = f"--{unknown[0].replace('_', '-')}"
-        raise ConfigurationError(f"{flag} belongs to a MODEL: vb estimate MODEL ..., or only --gpu, --ram and --disk")
-    from vblackwell.tools.what_fits import what_fits_command
-
-    *values, as_json = map(given.get, known)
-    return what_fits_command(*values, as_json=bool(as_json))
 
 
 def _bench_flags(parser: Any) -> None:
