@@ -227,12 +227,12 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path, cache, content)
     assert not list((cache / "tokens").iterdir()) and not list(cache.rglob("*.tmp"))
 
 
-def test_text_that_becomes_no_tokens_is_refused(tmp_path, cache, monkeypatch):
-    path = tmp_path / "blank.txt"
+def test_text_that_becomes_no_tokens_is_refused(tmp_path, cache):
+    path, tokens = tmp_path / "blank.txt", tmp_path / "tokenizer.json"
     path.write_text("some text " * 100)
-    monkeypatch.setattr(data, "_numbers", lambda tokenizer, batch, end: ([], []))
+    Tokenizer(models.BPE({"q": 0}, [])).save(str(tokens))
     with pytest.raises(ConfigurationError, match="becomes no tokens"):
-        prepare_data(path, None, 300)
+        prepare_data(path, tokens)
     assert not list((cache / "tokens").iterdir()) and not list(cache.rglob("*.tmp"))
 
 
@@ -252,8 +252,8 @@ def test_a_stop_is_met_while_data_is_read(phase, folder, cache, monkeypatch):
     for number in range(30):
         (folder / f"more{number}.py").write_text(text)
     monkeypatch.setattr(data, "BATCH_BYTES", len(text))
-    encoded, encode = [], data._numbers
-    monkeypatch.setattr(data, "_numbers", lambda *given: encoded.append(1) or encode(*given))
+    begun, batches = [], data._batches
+    monkeypatch.setattr(data, "_batches", lambda source: (begun.append(1) or batch for batch in batches(source)))
 
     def report(message, share):
         if message.startswith(phase):
@@ -261,7 +261,7 @@ def test_a_stop_is_met_while_data_is_read(phase, folder, cache, monkeypatch):
 
     with StopRequest() as stop, pytest.raises(Stopped), stop.interrupting():
         prepare_data(folder, vocab_size=300, progress=report)
-    assert stop.exit_code == 143 and len(encoded) == (phase == "packing tokens")
+    assert stop.exit_code == 143 and len(begun) == (phase == "packing tokens")
     kinds = {path.name for path in cache.iterdir()} if cache.exists() else set()
     assert not [
         path for kind in kinds for path in (cache / kind).iterdir() if kind == "tokens" or path.suffix == ".tmp"

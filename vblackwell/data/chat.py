@@ -38,8 +38,6 @@ KINDS = {"messages": "messages", "conversations": "sharegpt", "instruction": "al
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 ANSWER = "assistant"
-_UNREAD = ("tools", "functions", "history")  # what other trainers put into the prompt
-_WEIGHTS = ("weight", "train", "training")  # by which others leave answers out
 
 Message = dict[str, str]
 
@@ -79,12 +77,21 @@ def _messages(record: Any, kind: str, place: str) -> list[Message]:
     if found != kind:
         what = f"is of kind {found}" if found else f"has none of the keys {', '.join(KINDS)}"
         raise ConfigurationError(f"{place} {what}, the first line is of kind {kind}: give lines of one kind")
-    if unread := [name for name in _UNREAD if record.get(name)]:
+    # What other trainers put into the prompt.
+    if unread := [name for name in ("tools", "functions", "history") if record.get(name)]:
         raise ConfigurationError(f"{place} has {unread[0]!r}, which is not read: write it into messages or remove it")
     if kind == "messages":
         return _listed(record, "messages", "role", "content", place)
-    keys = ("conversations", "from", "value")
-    messages = _of_alpaca(record, place) if kind == "alpaca" else _listed(record, *keys, place)
+    if kind == "alpaca":
+        asked, more, answer = record["instruction"], record.get("input") or "", record.get("output")
+        for key, value in (("instruction", asked), ("output", answer), ("input", more)):
+            if not isinstance(value, str):
+                remedy = "write instruction, output and perhaps input"
+                raise ConfigurationError(f"{place} has no text under {key!r}: {remedy}")
+        question = {"role": "user", "content": f"{asked}\n\n{more}" if more else asked}
+        messages = [question, {"role": ANSWER, "content": answer}]
+    else:
+        messages = _listed(record, "conversations", "from", "value", place)
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
@@ -95,37 +102,25 @@ def _listed(record: dict[str, Any], key: str, role_key: str, text_key: str, plac
     listed = record[key]
     if not isinstance(listed, list) or not listed:
         raise ConfigurationError(f"{place}: {key!r} is no list of messages; write [{{{role_key!r}: ...}}, ...]")
-    messages = [_message(item, role_key, text_key, f"{place}, message {index}") for index, item in enumerate(listed, 1)]
+    messages = list[Message]()
+    for index, item in enumerate(listed, 1):
+        at = f"{place}, message {index}"
+        if not isinstance(item, dict) or not isinstance(item.get(role_key), str):
+            raise ConfigurationError(f"{at} has no {role_key!r}: say who speaks ({', '.join(_ROLES)})")
+        role = _NAMES.get(item[role_key], item[role_key])
+        if role not in _ROLES:
+            known = f"{', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
+            raise ConfigurationError(f"{at} has the {role_key} {item[role_key]!r}, which is none of {known}")
+        # By a weight others leave answers out; null is what writers of tables put where other lines have one.
+        off = [name for name in ("weight", "train", "training") if item.get(name) is not None and not item[name]]
+        if off and role == ANSWER:
+            raise ConfigurationError(f"{at} has {off[0]} {item[off[0]]!r}, and every answer is learnt: leave it out")
+        if not isinstance(item.get(text_key), str):
+            raise ConfigurationError(f"{at} has no text under {text_key!r}: images, tools and lists are not read")
+        messages.append({"role": role, "content": item[text_key]})
     if not any(message["role"] == ANSWER for message in messages):
         raise ConfigurationError(f"{place} has no message of the {ANSWER}: there is nothing to learn; remove it")
     return messages
-
-
-def _message(item: Any, role_key: str, text_key: str, place: str) -> Message:
-    if not isinstance(item, dict) or not isinstance(item.get(role_key), str):
-        raise ConfigurationError(f"{place} has no {role_key!r}: say who speaks ({', '.join(_ROLES)})")
-    role = _NAMES.get(item[role_key], item[role_key])
-    if role not in _ROLES:
-        raise ConfigurationError(
-            f"{place} has the {role_key} {item[role_key]!r}, which is none of "
-            f"{', '.join((*_ROLES, *_NAMES))}{nearest(str(role), _ROLES)}"
-        )
-    # null is what writers of tables put where other lines have a weight.
-    off = [name for name in _WEIGHTS if item.get(name) is not None and not item[name]]
-    if off and role == ANSWER:
-        raise ConfigurationError(f"{place} has {off[0]} {item[off[0]]!r}, and every answer is learnt: leave it out")
-    if not isinstance(item.get(text_key), str):
-        raise ConfigurationError(f"{place} has no text under {text_key!r}: images, tools and lists are not read")
-    return {"role": role, "content": item[text_key]}
-
-
-def _of_alpaca(record: dict[str, Any], place: str) -> list[Message]:
-    more = record.get("input") or ""
-    for key, value in (("instruction", record["instruction"]), ("output", record.get("output")), ("input", more)):
-        if not isinstance(value, str):
-            raise ConfigurationError(f"{place} has no text under {key!r}: write instruction, output and perhaps input")
-    question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
-    return [{"role": "user", "content": question}, {"role": ANSWER, "content": record["output"]}]
 
 
 DEFAULT = """{{ bos_token }}{% for message in messages %}\
@@ -263,7 +258,7 @@ class ChatDataset:
         self, corpus: ChatCorpus, seq_length: int, split: str = "train", seed: int = 0, *, packing: bool = True
     ) -> None:
         self.seq_length, self.seed, self.packing, self.shuffled = seq_length, seed, packing, split == "train"
-        self._tokens = corpus.tokens
+        self._tokens = np.asarray(corpus.tokens)  # of the map, without its class
         count = len(corpus.lengths)
         if count < 2:
             raise ConfigurationError(f"{corpus.name} holds {count} conversations: give at least two, one is held out")
@@ -273,7 +268,8 @@ class ChatDataset:
         is_held_out[permute(np.arange(held_out), count, seed=0, epoch=0)] = True
         part = np.flatnonzero(is_held_out != self.shuffled)
         starts, lengths = starts[part], np.minimum(corpus.lengths[part], seq_length + 1)
-        learnt = np.asarray([self._learnt(*pair) for pair in zip(starts, lengths, strict=True)])
+        targets = (self._tokens[at + 1 : at + length] for at, length in zip(starts, lengths, strict=True))
+        learnt = np.asarray([np.count_nonzero(each & LEARNT) for each in targets])
         kept = learnt > 0
         self.cut, self.left_out = int((corpus.lengths[part] > seq_length + 1).sum()), int((~kept).sum())
         if not kept.any():
@@ -298,7 +294,7 @@ class ChatDataset:
             chosen = int(permute(np.asarray([index]), len(self), self.seed, int(epoch))[0]) if self.shuffled else index
             at = 0
             for one in self._rows[chosen]:
-                numbers = self._marked(self._starts[one], self._lengths[one])
+                numbers = self._tokens[self._starts[one] : self._starts[one] + self._lengths[one]]
                 plain, stop = (numbers & ~LEARNT).astype(np.int64), at + len(numbers) - 1
                 inputs[row, at:stop] = plain[:-1]
                 targets[row, at:stop] = np.where(numbers[1:] & LEARNT, plain[1:], IGNORED_TARGET)
@@ -308,17 +304,10 @@ class ChatDataset:
         made = (inputs, targets, places) if self.packing else (inputs, targets)
         return tuple(torch.from_numpy(array) for array in made)
 
-    def _marked(self, start: int, length: int) -> np.ndarray:
-        return np.asarray(self._tokens[start : start + length])
-
     def example(self) -> tuple[list[int], list[int]]:
         """The first conversation's tokens up to its first answer, and those of that answer."""
-        numbers = self._marked(self._starts[0], self._lengths[0])
+        numbers = self._tokens[self._starts[0] : self._starts[0] + self._lengths[0]]
         learnt, plain = (numbers & LEARNT) != 0, (numbers & ~LEARNT).tolist()
         begin = max(1, int(learnt.argmax()))
         rest = np.flatnonzero(~learnt[begin:])
         return plain[:begin], plain[begin : begin + int(rest[0]) if len(rest) else None]
-
-    def _learnt(self, start: int, length: int) -> int:
-        """Targets among the first ``length`` tokens of a conversation."""
-        return int(np.count_nonzero(self._marked(start, length)[1:] & LEARNT))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -147,12 +147,7 @@ def _trained_tokenizer(source: TextFiles, content: str, vocab_size: int, report:
 
 
 def _pack(
-    source: TextFiles,
-    tokenizer: Tokenizer,
-    end: int | None,
-    kind: np.dtype[Any],
-    report: Progress,
-    folder: CommitFolder,
+    source: TextFiles, tokenizer: Tokenizer, end: int | None, kind: np.dtype, report: Progress, folder: CommitFolder
 ) -> None:
     plain = Tokenizer.from_str(tokenizer.to_str())
     plain.encode_special_tokens = True  # the words '<|endoftext|>' in a document are text, not the end of it
@@ -160,9 +155,14 @@ def _pack(
     read_order = folder.path / "read_order.bin"
     with read_order.open("wb") as file:
         for batch, batch_bytes in _batches(source):
-            numbers, ends_here = _numbers(plain, batch, end)
+            numbers = list[int]()
+            encodings = plain.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                numbers += encoding.ids
+                if piece.ends_document:
+                    numbers += [] if end is None else [end]
+                    ends.append(count + len(numbers))
             file.write(np.asarray(numbers, dtype=kind).tobytes())
-            ends.extend(count + at for at in ends_here)
             count += len(numbers)
             text_bytes += batch_bytes
             report(f"packing tokens of {source.name}", min(1.0, text_bytes / max(1, source.size_bytes)))
@@ -213,18 +213,6 @@ def _batches(source: TextFiles) -> Iterator[tuple[list[Piece], int]]:
             batch, held = [], 0
     if batch:
         yield batch, held
-
-
-def _numbers(tokenizer: Tokenizer, batch: list[Piece], end: int | None) -> tuple[list[int], list[int]]:
-    """The tokens of ``batch``, and where in them documents end."""
-    numbers, ends = list[int](), list[int]()
-    encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-    for piece, encoding in zip(batch, encodings, strict=True):
-        numbers += encoding.ids
-        if piece.ends_document:
-            numbers += [] if end is None else [end]
-            ends.append(len(numbers))
-    return numbers, ends
 
 
 class PackedDataset:

@@ -24,7 +24,6 @@ TEXT = frozenset(TEXT_SUFFIXES.split())
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLE = frozenset((".parquet",))
 LEGAL = frozenset(("license", "licence", "copying", "notice", "authors", "patents"))  # without an extension
-LIBRARY_SKIPPED = frozenset(("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"))
 
 
 class Piece(NamedTuple):
@@ -54,14 +53,23 @@ class TextFiles:
 
 def find_text(path: Path | None) -> TextFiles:
     """``path``, or all in that folder but LICENSE and such, and ``.`` or ``_`` names; None: the standard library's."""
-    if path is None:
-        return _standard_library()
+    files, left_out = list[Path](), list[Path]()
+    if path is None:  # the running Python's, about 28 MB, without generated tables, which teach hexadecimal numbers
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skipped = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+        for parts, found in _below(root, "*.py"):
+            with suppress(UnicodeDecodeError):
+                if not skipped.intersection(parts):
+                    found.read_bytes().decode("utf-8")
+                    files.append(found)
+        if not files:
+            raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
+        return TextFiles(root, tuple(files), "the Python standard library")
     if not path.exists():
         raise ConfigurationError(f"{path}: no such file or folder of text; check the path")
     if path.is_file():
         _check_kind(path)
         return TextFiles(path.parent, (path,), str(path))
-    files, left_out = list[Path](), list[Path]()
     for parts, found in _below(path, "*"):
         if found.is_file() and not any(part.startswith((".", "_")) for part in parts):
             (left_out if found.name.lower() in LEGAL else files).append(found)
@@ -116,9 +124,8 @@ def _read_lines(path: Path) -> Iterator[Piece]:
     for place, record in json_lines(path):
         value = record.get("text") if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise ConfigurationError(
-                f'{place} has no string under \'text\'; write {{"text": "..."}}, or conversations (docs/models.md)'
-            )
+            remedy = 'write {"text": "..."}, or conversations (docs/models.md)'
+            raise ConfigurationError(f"{place} has no string under 'text'; {remedy}")
         yield Piece(value, ends_document=True)
 
 
@@ -174,17 +181,3 @@ def _check_kind(path: Path) -> None:
         kind = f"the extension {path.suffix!r}" if path.suffix else "a name without extension"
         known = "give text (.txt, .md, .py, ...), .jsonl or .parquet; rename or remove it"
         raise ConfigurationError(f"{path} has {kind}, which is not known: {known}")
-
-
-def _standard_library() -> TextFiles:
-    """The running Python's own sources, about 28 MB, without generated tables, which teach hexadecimal numbers."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    readable = list[Path]()
-    for parts, path in _below(root, "*.py"):
-        with suppress(UnicodeDecodeError):
-            if not LIBRARY_SKIPPED.intersection(parts):
-                path.read_bytes().decode("utf-8")
-                readable.append(path)
-    if not readable:
-        raise ConfigurationError(f"this Python has no sources under {root}: give --data PATH")
-    return TextFiles(root, tuple(readable), "the Python standard library")

@@ -22,7 +22,6 @@ from vblackwell.errors import ConfigurationError, VBError
 from vblackwell.units import MiB
 
 END_OF_TEXT = "<|endoftext|>"
-KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of a document
 HEARD_S = 0.5  # after which a signal is heard that came just before a wait
 SAMPLE_BYTES = 64 * MiB  # more hardly changes the merges of a small vocabulary, but costs time and memory
@@ -88,7 +87,7 @@ def _sample(source: TextFiles) -> Iterator[str]:
 
 def end_of_text_id(tokenizer: Tokenizer, path: Path | None) -> int | None:
     """The token that ends a document, by the ``tokenizer_config.json`` next to ``path`` or a known name; None: none."""
-    names = list(KNOWN_ENDS)
+    names = [END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]"]
     if path is not None:
         config = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
         if config.is_file():
