@@ -22,7 +22,6 @@ from vblackwell.units import GiB, MiB, align_up, format_bytes
 MIN_BLOCK, SMALL_SIZE, MIN_LARGE = 512, MiB, 10 * MiB
 SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MiB, 20 * MiB, 2 * MiB
 _SPAN = 5 << 58  # addresses of an expandable segment: more than any GPU has, and whole pages of both sizes
-_POOL_GAP = 16 * GiB
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +120,10 @@ class CachingAllocator:
 
     def _cut(self, block: Block, size: int) -> Block:
         """Shorten ``block`` to ``size``; the rest of it."""
-        rest = Block(block.address + size, block.size - size, block.small, block.mapped)
-        rest.previous, rest.next, block.next = block, block.next, rest
+        rest = Block(block.address + size, block.size - size, block.small, block.mapped, False, block, block.next)
         if rest.next:
             rest.next.previous = rest
-        block.size = size
+        block.size, block.next = size, rest
         return rest
 
     def _join(self, block: Block) -> Block:
@@ -159,7 +157,7 @@ class CachingAllocator:
         wanted = segment_size(size)
         if not self._reserve(wanted):
             return None
-        self._address -= wanted + _POOL_GAP  # the driver hands out addresses from the top down
+        self._address -= wanted + 16 * GiB  # the driver hands out addresses from the top down; a gap between pools
         return Block(self._address, wanted, small)
 
     def _map(self, size: int, small: bool) -> Block | None:

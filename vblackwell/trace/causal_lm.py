@@ -21,7 +21,6 @@ _REQUIRED = (
     ("vocab_size",), ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers"),
     ("num_attention_heads", "n_head", "num_heads"),
 )  # fmt: skip
-_NOT_SHAPE = ("model_type", "dtype", "torch_dtype", "architectures")
 MAX_SIZE = 1 << 31
 
 
@@ -35,7 +34,8 @@ def build_causal_lm(fields: dict[str, Any], source: str, dtype: torch.dtype = to
         unknown = f"model_type {kind!r} is unknown to transformers{nearest(str(kind), CONFIG_MAPPING)}"
         raise ConfigurationError(f"{source}: {unknown}")
     check_fields(fields, source)
-    rest = {name: value for name, value in fields.items() if name not in _NOT_SHAPE}
+    no_shapes = ("model_type", "dtype", "torch_dtype", "architectures")
+    rest = {name: value for name, value in fields.items() if name not in no_shapes}
     for name, value in rest.items():
         is_size = name.rsplit("_", 1)[-1] in _SIZES and isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_size and not 0 < value < MAX_SIZE:

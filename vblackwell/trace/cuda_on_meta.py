@@ -26,13 +26,11 @@ from vblackwell.errors import Unsupported
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
-MAX_FLASH_HEAD = 256
 _SDPA = functional.scaled_dot_product_attention
 _SOFTMAX = {
     functional.softmax: False, torch.softmax: False, Tensor.softmax: False,
     functional.log_softmax: True, torch.log_softmax: True, Tensor.log_softmax: True,
 }  # fmt: skip
-_PLAIN = (Tensor, torch.nn.Parameter)
 _DROPOUT = (functional.dropout, torch.dropout)
 # Patches are seen by every thread: of two that leave in another order than they came, one's would stay for good.
 _ONE_AT_A_TIME = threading.RLock()
@@ -91,7 +89,7 @@ class CudaOnMeta(TorchFunctionMode):
             args = tuple(META if _names_cuda(value) else value for value in args)
             kwargs = {name: META if _names_cuda(value) else value for name, value in kwargs.items()}
         for kind in types:
-            if kind not in _PLAIN:  # a subclass's own rule, which may look at devices again
+            if kind not in (Tensor, torch.nn.Parameter):  # a subclass's own rule, which may look at devices again
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
@@ -245,7 +243,7 @@ def attention(
     """
     head = query.shape[-1]
     saves = any(each.requires_grad for each in (query, key, value)) and torch.is_grad_enabled()
-    is_usual = query.dim() == 4 and head <= MAX_FLASH_HEAD and value.shape[-1] == head and head % 4 == 0
+    is_usual = query.dim() == 4 and head <= 256 and value.shape[-1] == head and head % 4 == 0
     if is_usual and _is_half(query) and attn_mask is None:
         if pad := -head % 8:
             query, key, value = (functional.pad(each, (0, pad)) for each in (query, key, value))
@@ -270,7 +268,6 @@ def _saved(tensor: Tensor) -> dict[str, Any]:
 
 
 # Private names of torch that a trace stands on; there and with the same meaning in the versions that were tried.
-TRIED_VERSIONS = "2.11 to 2.13"
 PRIVATE_NAMES = (
     (torch._C, "DisableTorchFunction"), (torch._C, "_storage_Use_Count"), (Tensor, "_use_count"),
     (graph, "_engine_run_backward"), (torch.UntypedStorage, "_cdata"), (checkpoint, "get_device_states"),
@@ -280,23 +277,18 @@ PRIVATE_NAMES = (
 _CAPTURE_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
 
-def check_torch() -> None:
-    """Raises Unsupported where this torch lacks something that a trace needs, instead of bytes that are wrong."""
-    missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
-    if missing:
-        lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
-        raise Unsupported(f"{lacks}: they were tried with torch {TRIED_VERSIONS}")
-
-
 @contextmanager
 def cuda_on_meta(autocast: torch.dtype | None = None, capability: tuple[int, int] = (8, 0)) -> Iterator[CudaOnMeta]:
     """Enter `CudaOnMeta`, on a GPU of that compute capability.
 
     One thread at a time; others get these answers as well, so let none use a GPU meanwhile. What torch asks of a GPU by
     itself (optimizers, whether a CUDA graph is being captured; checkpointing, for the states of random numbers) is
-    answered here: asking a GPU that is there would start CUDA, half a second, and take memory of it.
+    answered here: asking a GPU that is there would start CUDA, half a second, and take memory of it. Raises Unsupported
+    where this torch lacks something that a trace needs, instead of bytes that are wrong.
     """
-    check_torch()
+    if missing := [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]:
+        lacks = f"traces need {', '.join(missing)} of torch, which {torch.__version__} lacks"
+        raise Unsupported(f"{lacks}: they were tried with torch 2.11 to 2.13")
     with _ONE_AT_A_TIME, ExitStack() as stack:
         mode, has_bf16, optimizer = CudaOnMeta(autocast), capability >= (8, 0), torch.optim.Optimizer
         run_backward = graph._engine_run_backward

@@ -72,7 +72,14 @@ class Recorder(TorchDispatchMode):
                 if number < len(after_outputs) and after_outputs[number]:
                     self.log.free(self._birth(after_outputs[number]))
             if name in CUBLAS and found:
-                self._cublas_workspace(func.__name__)
+                # What cuBLAS keeps from the first product on: one handle a thread; autograd's backward is another.
+                thread = "backward" if "backward" in self.phase else "forward"
+                if thread not in self._cublas:
+                    self._cublas.add(thread)
+                    self._birth(CUBLAS_BYTES[self.capability[0] >= 9])
+                if func.__name__ == "addmm.default" and thread == "forward" and "lt" not in self._cublas:
+                    self._cublas.add("lt")
+                    self._birth(CUBLASLT_BYTES)
             if taken is not None:  # a kernel holds it at the same time as its outputs
                 self.log.free(taken)
             return out
@@ -93,11 +100,8 @@ class Recorder(TorchDispatchMode):
             self.work.append(Work(self.phase, kind="host", issues=VIEW))
             return
         has_tf32 = self.capability >= (8, 0)
-        work = self._noted(
-            self.phase,
-            lambda: work_of(self.phase, func, args, kwargs, out, has_tf32, self.num_sms),
-            lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))),
-        )
+        make = partial(work_of, self.phase, func, args, kwargs, out, has_tf32, self.num_sms)
+        work = self._noted(self.phase, make, lambda: not any(map(_repeats, tree_leaves((args, kwargs, out)))))
         self.work.append(work)
 
     def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -135,20 +139,9 @@ class Recorder(TorchDispatchMode):
             self.category[index] = category
 
     def _birth(self, num_bytes: int) -> int:
-        """Of a workspace."""
         index = self.log.add(num_bytes)
         self.category[index] = "workspace"
         return index
-
-    def _cublas_workspace(self, name: str) -> None:
-        """What cuBLAS keeps from the first product on: one handle a thread; autograd's backward is another."""
-        thread = "backward" if "backward" in self.phase else "forward"
-        if thread not in self._cublas:
-            self._cublas.add(thread)
-            self._birth(CUBLAS_BYTES[self.capability[0] >= 9])
-        if name == "addmm.default" and thread == "forward" and "lt" not in self._cublas:
-            self._cublas.add("lt")
-            self._birth(CUBLASLT_BYTES)
 
 
 def summed_in_place(args: Any) -> Tensor | None:

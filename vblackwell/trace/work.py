@@ -20,8 +20,7 @@ from vblackwell.machine.rates import Rates
 
 SMALL_KERNEL_SECONDS = 3e-6
 # Of the rates of a matrix product of 8192 cubed and of a large copy: what a model's own sizes reach.
-MATMUL_SHARE, ATTENTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.85
-CONVOLUTION_SHARE = 0.5
+MATMUL_SHARE, ATTENTION_SHARE, CONVOLUTION_SHARE, MEMORY_SHARE = 0.82, 0.5, 0.5, 0.85
 # The host's time, in what `vb doctor` calls the issue of an operator: a sixth of a small linear layer with its ReLU,
 # forward and backward. From transformers' models with 2 and 8 layers of width 64 on one CPU core.
 KERNEL, VIEW, OWN_KERNEL = 0.6, 0.3, 5.0  # our own go through torch.library and Triton's launcher, in Python
@@ -76,7 +75,7 @@ def work_of(
     name = func.__name__.partition(".")[0]
     if not read and not made:
         return Work(phase, kind="host", issues=ON_HOST)
-    if name in _LOOK_UP:
+    if name in ("embedding", "index_select", "gather", "index"):  # a few rows of a table
         return Work(phase, num_bytes=2 * sum(map(_size, made)))
     written = [each for index in _written(func) if index < len(args) for each in tree_leaves(args[index])]
     inside = {id(each) for each in written}
@@ -86,7 +85,11 @@ def work_of(
     width = next((each.element_size() for each in read if each.is_floating_point()), 4)
     is_tf32 = name.startswith("convolution") and width == 4 and has_tf32
     kind = "attention" if name.startswith("_scaled_dot_product") else "tf32" if is_tf32 else ""
-    share = _share(name, args, out, num_sms) if width == 4 else 0.0
+    share, place = 0.0, _PRODUCTS.get(name)
+    # Of fp32, for a product; narrow ones, below the smallest tile, have other kernels.
+    if width == 4 and place is not None and out.numel() and min(out.shape[-2:]) >= 64:
+        inner, count = max(1, args[place].shape[-1]), out.shape[0] if out.dim() == 3 else 1
+        share = tiled_share(out.shape[-2], out.shape[-1], inner, count, num_sms)
     issues = OWN_KERNEL if name in _OWN else KERNEL
     if name.startswith(("_foreach", "_fused")) and isinstance(args[0], (list, tuple)):  # some fused ones take a tensor
         issues = MANY + ONE_OF_MANY * len(args[0])
@@ -114,19 +117,7 @@ def tiled_share(rows: int, columns: int, inner: int, count: int = 1, num_sms: in
     return best
 
 
-NARROWEST = 64  # rows and columns of the smallest tile
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # by the place of their first factor
-
-
-def _share(name: str, args: Any, out: Any, num_sms: int) -> float:
-    """Of the full rate of fp32, for a product; 0 for anything else, and for narrow ones, which have other kernels."""
-    if name not in _PRODUCTS or not out.numel() or min(out.shape[-2:]) < NARROWEST:
-        return 0.0
-    inner = args[_PRODUCTS[name]].shape[-1]
-    return tiled_share(out.shape[-2], out.shape[-1], max(1, inner), out.shape[0] if out.dim() == 3 else 1, num_sms)
-
-
-_LOOK_UP = {"embedding", "index_select", "gather", "index"}  # a few rows of a table
 
 
 def _size(tensor: Tensor) -> int:

@@ -60,9 +60,6 @@ def _convolution(
     return (_channels_last(x, weight, num_out),)
 
 
-PARTS = 1 << 20  # values
-
-
 def _convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, transposed: bool, groups: int, wanted: Any
 ) -> tuple[int, ...]:
@@ -72,8 +69,8 @@ def _convolution_backward(
     copied = _channels_last(x, weight, dy.numel())
     area, plain = x.shape[2:].numel(), _is_plain_product(weight, stride, padding)
     of_input = 0 if plain and area % 4 == 0 else copied
-    # Sums of parts in fp32 where a small gradient is split among blocks: 1 to 7 MB were seen.
-    parts = 0 if plain else 4 * weight.numel() * (PARTS // max(1, weight.numel()))
+    # Sums of parts in fp32, of 2^20 values, where a small gradient is split among blocks: 1 to 7 MB were seen.
+    parts = 0 if plain else 4 * weight.numel() * ((1 << 20) // max(1, weight.numel()))
     aligned = area * x.element_size() % 16 == 0
     of_weight = 4 * x.shape[0] * weight.numel() if plain and aligned else copied + parts
     return tuple(each for each, is_wanted in zip((of_input, of_weight), wanted, strict=False) if is_wanted)
@@ -147,19 +144,10 @@ def _feed_forward(x: Tensor, gate: Tensor, inner: int) -> int:
     return chunk * ((x.shape[-1] + inner * len(gate)) * x.element_size() + 4)
 
 
-def _head_and_loss(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore: int, chunk: int, *wanted: bool
-) -> int:
-    """Logits of a chunk, rows padded to 64 words; a loss a token."""
-    return min(chunk, hidden.shape[0]) * -(-weight.shape[0] // 64) * 64 * hidden.element_size() + 4 * hidden.shape[0]
-
-
-FUSED_FP4_ROWS = 128  # beyond them a packed weight may be written out once for cuBLAS, as it is for every gradient
-
-
 _FORMULAS: dict[str, Callable[..., int]] = {
+    # Beyond 128 rows a packed weight may be written out once for cuBLAS, as it is for every gradient.
     "fp4_linear": lambda x, codes, scales, tensor_scale, bias, layout, activation, n, k: (
-        n * k * x.element_size() if rows_of(x) > FUSED_FP4_ROWS else 0
+        n * k * x.element_size() if rows_of(x) > 128 else 0
     ),
     "fp4_linear_dx": lambda dy, codes, scales, tensor_scale, layout, n, k: n * k * dy.element_size(),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
@@ -175,5 +163,8 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "feed_forward_block": lambda x, norm, eps, gate, up, down, wanted: _feed_forward(x, gate, 2) if wanted else 0,
     "feed_forward_block_backward": lambda dy, x, norm, eps, gate, *rest: _feed_forward(x, gate, 3),
     "swiglu_linear": lambda gate, up, weight, wanted: gate.numel() * gate.element_size() if wanted else 0,
-    "linear_cross_entropy": _head_and_loss,
+    # Logits of a chunk, rows padded to 64 words; a loss a token.
+    "linear_cross_entropy": lambda hidden, weight, bias, targets, ignore, chunk, *wanted: (
+        min(chunk, hidden.shape[0]) * align_up(weight.shape[0], 64) * hidden.element_size() + 4 * hidden.shape[0]
+    ),
 }
