@@ -48,7 +48,6 @@ LONGEST_DEFAULT = 512
 WARM_UP = 2  # steps, and tokens, that are not timed
 NEW_TOKENS = 8  # decoded one by one; their median counts
 _SPARE = 2 * NEW_TOKENS  # positions for decoding
-_ZIPF = 1.1  # exponent of the tokens' frequencies, about that of words
 
 
 def bench_command(
@@ -155,7 +154,7 @@ def _length(model: nn.Module, seq_length: int | None) -> int:
 def zipf_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> Tensor:
     """Tokens (int64, CPU) whose frequencies fall as words' do (Zipf), so that a few steps have something to learn."""
     generator = torch.Generator().manual_seed(seed)
-    weights_V = torch.arange(1, vocab_size + 1, dtype=torch.float64).pow(-_ZIPF)
+    weights_V = torch.arange(1, vocab_size + 1, dtype=torch.float64).pow(-1.1)  # about the exponent of words
     drawn = torch.rand(shape, dtype=torch.float64, generator=generator) * weights_V.sum()
     return torch.searchsorted(weights_V.cumsum(0), drawn).clamp(max=vocab_size - 1)
 

@@ -31,7 +31,6 @@ _KINDS = {
     "autograd": r"^autograd::|backward\d+$",  # walking the graph; what its nodes call counts as itself
     "copies": r"memcpy|memset|::(copy_|_to_copy|to|clone|contiguous)$",
 }
-_LONGEST_NAME = 60
 _MEMORY = "[memory]"  # what torch calls an allocation among its events
 
 
@@ -189,4 +188,4 @@ def bottleneck_of(spent: dict[str, float]) -> Bottleneck:
     if first == WAITING:
         return Bottleneck(shares, "", 0.0)
     name = max((name for name in spent if kind_of(name) == first), key=lambda each: spent[each])
-    return Bottleneck(shares, name[:_LONGEST_NAME], spent[name] / total)
+    return Bottleneck(shares, name[:60], spent[name] / total)

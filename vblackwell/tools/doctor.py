@@ -19,9 +19,6 @@ from vblackwell.machine.rates import keep_disk, keep_rates
 from vblackwell.offload.measure import adamw_gparams, as_rates, cpu_matmul_gflops, disk_gbps, gpu_rates, host_copy_gbps
 from vblackwell.units import GiB, format_bytes
 
-SLOW_FILE_SYSTEMS = ("9p", "nfs", "cifs", "fuse")
-WINDOWS_MOUNT = "/mnt/"
-
 
 def doctor(json: bool = False, disk_path: str = ".") -> int:
     """Run ``vb doctor``, in about ten seconds; progress goes to standard error. Raises ConfigurationError:
@@ -84,7 +81,7 @@ def advice(
         found.append(
             f"disk level: {disk.path} is {disk.file_system}, which is RAM: give --disk-path a folder on a disk."
         )
-    elif disk.file_system.startswith(SLOW_FILE_SYSTEMS):
+    elif disk.file_system.startswith(("9p", "nfs", "cifs", "fuse")):
         found.append(f"disk level: {disk.path} is {disk.file_system}, which is slow: give --disk-path a local disk.")
     if disk.free_bytes < GiB:
         found.append(
@@ -96,7 +93,7 @@ def advice(
             "means a larger cpu level.",
             "WSL2: pinned memory is limited; where CUDA refuses it, copies are slower, and a warning says so.",
         ]
-    if wsl and str(disk.path.resolve()).startswith(WINDOWS_MOUNT):
+    if wsl and str(disk.path.resolve()).startswith("/mnt/"):
         found.append(
             f"WSL2: {disk.path} is on a Windows drive, which is slow from Linux: keep data and runs under your home."
         )

@@ -30,17 +30,12 @@ from vblackwell.numerics.formats import Format, check_search, format_named
 from vblackwell.numerics.fp4 import joint_tensor_scale, quantize
 from vblackwell.numerics.separation import refine
 from vblackwell.numerics.sqnr import decibels, noise_and_signal
-from vblackwell.units import format_bytes
+from vblackwell.units import MiB, format_bytes
 
 # Projections that runtimes fuse into one matrix, and that therefore share a tensor scale.
 _FUSED = (re.compile(r"^(.*\.)?(q|k|v)_proj$"), re.compile(r"^(.*\.)?(gate|up)_proj$"), re.compile(r"^(.*\.)?w[13]$"))
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
-_ASSIGNED = "the assignment keeps it as it is"
-_FP32_ALONE = ("CTRLLMHeadModel", "XLNetLMHeadModel")
-_COPY_BYTES = 16 << 20
 _SEQUENCES, _SEQ_LENGTH = 16, 256  # of a calibration: its windows
 _BATCH = 4  # windows of a calibration in one forward
-_WORKSPACE_BYTES = 512 << 20  # nothing else is on the device
 
 
 @dataclass(frozen=True)
@@ -126,11 +121,12 @@ def quantize_folder(
         with CommitFolder(resolved.parent, resolved.name, report.bytes_after) as folder:
             written = compressed_tensors.quantization_config(form, report.kept, report.two_parts)
             folder.add_json("config.json", _in_type(config, report.dtype) | {"quantization_config": written})
+            weight_files = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json", ".bin.index.json")
             for path in sorted(source.iterdir()):  # tokenizer, generation settings and whatever else is there
-                left = path.name in ("config.json", MANIFEST) or path.name.endswith(_WEIGHT_FILES)
+                left = path.name in ("config.json", MANIFEST) or path.name.endswith(weight_files)
                 if path.is_file() and not left:
                     with path.open("rb") as file, folder.open(path.name) as copy:
-                        shutil.copyfileobj(file, copy, _COPY_BYTES)
+                        shutil.copyfileobj(file, copy, 16 * MiB)
             with SafetensorsShards(folder, "model", report.specs) as shards:
                 for name in shards.names:
                     shards.write(name, packer.tensor(name))
@@ -175,18 +171,16 @@ def quantize_command(
         if chosen is not None:
             raise ConfigurationError("--assignment is the choice that --budget and --max-bits would make: give one")
         if format != "nvfp4":
-            raise ConfigurationError(
-                f"--budget and --max-bits choose between nvfp4 and no packing: drop --format {format}"
-            )
+            said = "--budget and --max-bits choose between nvfp4 and no packing"
+            raise ConfigurationError(f"{said}: drop --format {format}")
         _check_target(source, Path(out))  # as packing will
         text = None if calibration is None else Path(calibration)
         chosen = calibrate(source, text, budget, max_bits=max_bits, **how)
         rise = 100 * (chosen.measured["loss_after"] / chosen.measured["loss"] - 1)
         coarse, both = len(chosen.names("nvfp4")), len(chosen.names("two-part"))
         if not coarse and not both:
-            raise ConfigurationError(
-                "no linear may be packed within the budget: allow more, or give other --calibration"
-            )
+            remedy = "allow more, or give other --calibration"
+            raise ConfigurationError(f"no linear may be packed within the budget: {remedy}")
         path = f"{out.rstrip('/')}.assignment.json"
         print(
             f"{coarse} of {len(chosen.shapes)} linears in nvfp4, {both} in two parts, {chosen.bits:.2f} bits a weight: "
@@ -256,7 +250,8 @@ def _planned(
     if assignment is not None:
         assignment.check({name: (shape[0], shape[1]) for name, shape in shapes.items()}, "that of the folder")
         left = {name for name in why if assignment.precisions.get(name, "bf16") == "bf16"}
-        why = {name: reason or (_ASSIGNED if name in left else None) for name, reason in why.items()}
+        assigned = "the assignment keeps it as it is"
+        why = {name: reason or (assigned if name in left else None) for name, reason in why.items()}
         two_parts = set(assignment.names("two-part"))
     if form.name in compressed_tensors.KINDS:  # transformers opens such folders
         _refuse_what_transformers_cannot_run(module, form, before)
@@ -310,7 +305,7 @@ def _refuse_what_transformers_cannot_run(model: Any, form: Format, dtype: torch.
     ]
     if any(type(module).__name__ == "Llama4TextExperts" for module in model.modules()):
         reasons.append("it makes modules of the experts")
-    if dtype != torch.float32 and kind in _FP32_ALONE:
+    if dtype != torch.float32 and kind in ("CTRLLMHeadModel", "XLNetLMHeadModel"):
         reasons.append(f"it runs the model in float32 alone, and {form.name} in {dtype}")
     if form.name in ("int4", "int8") and stays_fp32(model, "weight_scale", dtype):
         reasons.append(f"it keeps the scales of {form.name}, and so the weights, in float32")
@@ -365,8 +360,8 @@ class _Packer:
 
     def _pack(self, linear: str) -> None:
         weight, report = self._weight(linear), self.report
-        where: dict[str, Any] = {"workspace_bytes": _WORKSPACE_BYTES, "name": f"{linear}.weight"}
-        how = {"tensor_scale": self._scales.get(linear), "block_size": self.form.block_size, **where}
+        how: dict[str, Any] = {"tensor_scale": self._scales.get(linear), "block_size": self.form.block_size}
+        how |= {"workspace_bytes": 512 * MiB, "name": f"{linear}.weight"}  # nothing else is on the device
         packed = quantize(weight, self.form.name, self.scale_search, **how)
         if linear in report.two_parts:
             packed = refine(packed, weight)
