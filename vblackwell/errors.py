@@ -33,8 +33,7 @@ class InsufficientMemory(VBError):
 
     def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0) -> None:
         super().__init__(message)
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
 
 
 class DiskError(VBError, OSError):

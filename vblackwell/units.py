@@ -14,9 +14,6 @@ MiB = 1 << 20
 GiB = 1 << 30
 TiB = 1 << 40
 
-_FACTORS = {"": 1, "b": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}
-_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", re.IGNORECASE)
-
 
 def parse_bytes(text: str | int | float, name: str = "size") -> int:
     """Bytes meant by ``text``: a number of bytes, or a number with a unit such as ``'16MiB'`` or ``'1.5GiB'``. Raises
@@ -25,10 +22,10 @@ def parse_bytes(text: str | int | float, name: str = "size") -> int:
         if not math.isfinite(text) or text < 0:
             raise ConfigurationError(f"{name} {text!r} is not a size: give a number of bytes >= 0, or e.g. '8GiB'")
         return int(text)
-    match = _PATTERN.fullmatch(str(text))
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", str(text), re.IGNORECASE)
     if not match:
         raise ConfigurationError(f"{name} {text!r} is not a size: write a number and a unit, e.g. '512MiB' or '8GiB'")
-    return int(float(match[1]) * _FACTORS[match[2].lower()])
+    return int(float(match[1]) * {"": 1, "k": KiB, "m": MiB, "g": GiB, "t": TiB}[match[2].lower()])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -250,9 +250,8 @@ def _checked(name: str, value: Any) -> Any:
     if wanted is float:
         low, high, example = _RANGES[name]
         if not low <= found <= high:
-            raise ConfigurationError(
-                f"{flag} {found!r} is outside {low:g} to {high:g}, or not finite: try {flag} {example}"
-            )
+            wrong = f"{flag} {found!r} is outside {low:g} to {high:g}, or not finite"
+            raise ConfigurationError(f"{wrong}: try {flag} {example}")
     return found
 
 
@@ -333,7 +332,14 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
     """The settings that ``flags`` (field to value as given; ``config`` for ``--config``) ask for; ConfigurationError
     for an unknown preset, file or key, or a value out of range.
     """
-    file_values = _named(flags.get("config"))
+    file_values, named = dict[str, Any](), flags.get("config")
+    if named in RECIPES:
+        file_values = {"preset": named}
+    elif named is not None:
+        if Path(named).suffix not in (".yaml", ".yml") and not Path(named).is_file():
+            known = f"neither a preset ({', '.join(RECIPES)}) nor a YAML file{nearest(named, RECIPES)}"
+            raise ConfigurationError(f"--config {named!r} is {known}")
+        file_values = read_yaml(Path(named))
     flags = {name: value for name, value in flags.items() if name != "config"}
     explicit, stored = file_values | flags, dict[str, Any]()
     if explicit.get("out") and _checked("resume", explicit.get("resume", False)):
@@ -354,19 +360,6 @@ def resolve(flags: dict[str, Any]) -> TrainConfig:
             values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
         values |= layer
     return TrainConfig(**values)
-
-
-def _named(config: str | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if config in RECIPES:
-        return {"preset": config}
-    path = Path(config)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        return read_yaml(path)
-    raise ConfigurationError(
-        f"--config {config!r} is neither a preset ({', '.join(RECIPES)}) nor a YAML file{nearest(config, RECIPES)}"
-    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

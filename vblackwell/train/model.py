@@ -86,9 +86,8 @@ def find_model(config: TrainConfig, cleanup: ExitStack) -> TrainableModel | None
     found = trainable(model_on_meta(folder, torch.float32))
     limit = found.config.get("max_position_embeddings")
     if limit is not None and config.seq_length > limit:
-        raise ConfigurationError(
-            f"--seq-length {config.seq_length} is beyond the {limit} positions of {folder / 'config.json'}: shorten it"
-        )
+        most = f"the {limit} positions of {folder / 'config.json'}"
+        raise ConfigurationError(f"--seq-length {config.seq_length} is beyond {most}: shorten it")
     weights = cleanup.enter_context(FolderWeights(found.model, folder))
     weights.load_buffers()
     path = folder if config.tokenizer is None else Path(config.tokenizer)

@@ -61,7 +61,6 @@ def tracing(
         say(f"--profile: the run was shorter than the {needed} steps that a trace needs; none was written")
 
 
-AUTOGRAD = "pt_autograd"  # how torch calls the threads of its backward; the lane's next name, the program's, hides it
 Lane = tuple[Any, Any]  # a trace's pid and tid; for a GPU: device and stream
 COPY_ROLES = {"HtoD": "host to GPU", "DtoH": "GPU to host", "DtoD": "copies on the GPU", "PtoP": "GPU to GPU"}
 
@@ -82,7 +81,8 @@ def name_lanes(trace: dict[str, Any], threads: Mapping[int, str]) -> None:
     """Put names of streams and ``threads`` into a trace in Chrome's format."""
     events: list[dict[str, Any]] = trace["traceEvents"]
     names = {lane: f"{role} (stream {lane[1]})" for lane, role in stream_roles(events).items()}
-    backward = {e["tid"] for e in events if e.get("name") == "thread_name" and AUTOGRAD in e["args"]["name"]}
+    # How torch calls the threads of its backward; the lane's next name, the program's, hides it.
+    backward = {e["tid"] for e in events if e.get("name") == "thread_name" and "pt_autograd" in e["args"]["name"]}
     threads = {**dict.fromkeys(backward, "backward"), **threads}
     for event in events:
         lane, thread = (event.get("pid"), event.get("tid")), threads.get(event.get("tid", -1))

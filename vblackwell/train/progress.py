@@ -14,9 +14,7 @@ from vblackwell.units import format_bytes, format_seconds
 
 PLAIN_SECONDS = 5.0  # between lines that stay
 LIVE_SECONDS = 0.25  # between those that are redrawn in place
-PHASE_SECONDS = 1.0  # what is shorter needs no line
 SMOOTHING = 0.9  # of the step time that the time left is computed from
-ERASE = "\r\x1b[2K"  # of a terminal's line
 
 
 class Progress:
@@ -48,7 +46,7 @@ class Progress:
             self.say(line)
         else:
             print(self._erase + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
-            self._erase = ERASE
+            self._erase = "\r\x1b[2K"  # of a terminal's line
 
     def close(self) -> None:
         """The loop is over. Idempotent."""
@@ -60,7 +58,7 @@ class Progress:
         now = time.monotonic()
         if text != self._phase:
             self._phase, self._phase_began, self._phase_said = text, now, False
-        if not self._phase_said and (share is None or now - self._phase_began > PHASE_SECONDS):
+        if not self._phase_said and (share is None or now - self._phase_began > 1.0):  # seconds
             self._phase_said = True
             self.say(text)
 

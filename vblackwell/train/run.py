@@ -195,15 +195,12 @@ def make_report(stats: dict[str, Any], summary: dict[str, Any], run: dict[str, A
     }
 
 
-SLOW_STEPS = 2  # at the start of a run, slower than the others
-
-
 def compare(plan: Plan, report: dict[str, Any], speeds: list[float]) -> dict[str, Any]:
     """The plan's choice, and what it predicted next to what ``report`` and the steps' ``speeds`` (tokens/s) have: of
     the GPU what torch reserved, or of the arena; of the stack's RAM level what it held.
     """
     said, peak = plan.prediction, report["gpu_peak_bytes"]
-    steady = speeds[SLOW_STEPS:] or speeds
+    steady = speeds[2:] or speeds  # a run's first steps are slower than the others
     level0, *below = report["levels"]
     measured = {
         "gpu_bytes": level0["peak_bytes"] if peak is None else peak["reserved"],
@@ -244,14 +241,13 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         allocated, reserved = format_bytes(peak["allocated"]), format_bytes(peak["reserved"])
         lines.append(f"GPU at the peak, activations included: {allocated} allocated, {reserved} reserved")
     lines.append(f"process memory (RAM): {format_bytes(report['process_peak_bytes'])} at the peak")
-    return [*lines, "", *_plan_lines(report["plan"])] if "plan" in report else lines
-
-
-def _plan_lines(found: dict[str, Any]) -> list[str]:
-    rows = [("plan", "predicted", "measured", "off by")]
+    if "plan" not in report:
+        return lines
+    found, rows = report["plan"], [("plan", "predicted", "measured", "off by")]
     for name, text in (("gpu_bytes", "GPU or arena"), ("host_bytes", "RAM level"), ("tokens_per_second", "tokens/s")):
         said, was = found[name]["predicted"], found[name]["measured"]
         show = format_bytes if name.endswith("bytes") else "{:,.0f}".format
         rows.append((text, show(said), "-" if was is None else show(was), f"{said / was - 1:+.1%}" if was else "-"))
-    lines, clipped = columns(rows, right=(1, 2, 3)), found["clipped_tokens_per_second"]
+    lines += ["", *columns(rows, right=(1, 2, 3))]
+    clipped = found["clipped_tokens_per_second"]
     return lines if clipped is None else [*lines, f"predicted while steps clip: {clipped:,.0f} tokens/s"]

@@ -39,7 +39,13 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigurationError(f"--out {path} is a file: choose another --out")
         if path.is_dir():
-            _refuse_misplaced(path)
+            for names, is_wrong, kind in (
+                ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda it: it.exists() and not it.is_dir(), "a folder"),
+                ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK), Path.is_dir, "a file"),
+            ):
+                for misplaced in (path / name for name in names if is_wrong(path / name)):
+                    advice = "as a run has there: move it away, or choose another --out"
+                    raise ConfigurationError(f"--out {path}: {misplaced} is not {kind}, {advice}")
             self._lock = self._locked()
             if not resume and self.has_run:
                 self.release()
@@ -100,17 +106,6 @@ class RunFolder:
         except OSError as error:
             advice = "make room if its disk is full, or choose another --out"
             raise DiskError(f"cannot lock the run folder: {path}: {error.strerror}; {advice}") from error
-
-
-def _refuse_misplaced(folder: Path) -> None:
-    for names, is_wrong, kind in (
-        ((FINAL, ADAPTER, CHECKPOINTS, TENSORBOARD), lambda path: path.exists() and not path.is_dir(), "a folder"),
-        ((METRICS_NAME, SETTINGS, REPORT, TRACE, LOCK), Path.is_dir, "a file"),
-    ):
-        for name in names:
-            if is_wrong(folder / name):
-                advice = "as a run has there: move it away, or choose another --out"
-                raise ConfigurationError(f"--out {folder}: {folder / name} is not {kind}, {advice}")
 
 
 def _fresh(path: Path) -> Path:
