@@ -178,14 +178,14 @@ class PackableLinear(PackedLinear):
         return layer.train(linear.training)
 
     @classmethod
-    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, **options: Any) -> Self:
+    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, *how: Any, **options: Any) -> Self:
         """A packed layer of a packed (N, K) matrix, moved into its device's layout; a bias that is no parameter becomes
-        a frozen one. ``options`` as for the constructor.
+        a frozen one. ``how`` and ``options`` as for the constructor, after its ``bias``.
         """
         if len(packed.shape) != 2:
             raise ConfigurationError(f"a packed tensor of shape {packed.shape} is no weight of a linear: give (N, K)")
         make, options = cast(Any, cls), options | {cls.packed_by: packed.precision, "dtype": packed.dtype}
-        layer = make(packed.k, packed.n, bias is not None, device="meta", **options)
+        layer = make(packed.k, packed.n, bias is not None, *how, device="meta", **options)
         layer.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
         layer._adopt(packed)
         return layer

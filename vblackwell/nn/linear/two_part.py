@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackableLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linears
 from vblackwell.numerics.formats import format_named
+from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
@@ -265,6 +266,11 @@ class VBOptimizedLinear(PackableLinear):
         self.settings = settings
         self._forget()
 
+    @classmethod
+    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, *how: Any, **options: Any) -> Self:
+        """As `PackableLinear.from_packed`; of mode 'inference' by default."""
+        return super().from_packed(packed, bias, *(how or [options.pop("mode", "inference")]), **options)
+
     @property
     def packs_to(self) -> str:
         return self.settings.precision
@@ -273,7 +279,7 @@ class VBOptimizedLinear(PackableLinear):
     def has_fine(self) -> bool:
         return self.weight_fine is not None
 
-    def quantize(self) -> "VBOptimizedLinear":
+    def quantize(self) -> Self:
         """Packs the weight and lets go of the original, if it is finite; a packed layer stays. Returns the layer."""
         weight = self.weight  # another thread may be at it as well
         if weight is not None:
