@@ -169,6 +169,18 @@ class StoredTensor(TensorSpec):
             part.copy_(piece)
             begin += piece.nbytes
 
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether type, shape and every byte are the same."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        for start in range(0, self.size_bytes, CONVERSION_BYTES):
+            one, two = (bytearray(min(CONVERSION_BYTES, self.size_bytes - start)) for _ in range(2))
+            self.file.read(memoryview(one), self.begin + start)
+            other.file.read(memoryview(two), other.begin + start)
+            if one != two:
+                return False
+        return True
+
     def load(self) -> Tensor:
         out = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(out)
