@@ -125,7 +125,6 @@ class SafetensorsShards(AbstractContextManager["SafetensorsShards"]):
             file.write(bytes_of(flat[start : start + step].cpu().contiguous()))
 
     def _files(self) -> Generator[tuple[TensorSpec, HashedFile], None, None]:
-        """Each declared tensor with the file it goes to, opened for its first tensor and closed after its last."""
         for number, specs in enumerate(self._shards, 1):
             with self._folder.open(self._file_name(number)) as file:
                 head = header(specs, self._metadata)
@@ -211,7 +210,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _open_table(path: Path) -> Any:
-    """``path`` as the library opens it, its table checked; raises CorruptData."""
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

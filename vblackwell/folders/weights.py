@@ -300,7 +300,6 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         return self._files
 
     def _wants(self, name: str) -> bool:
-        """Whether the files must fill the model's tensor ``name``."""
         return True
 
     def _check(self, extra: list[StoredTensor], misshapen: list[str]) -> None:
@@ -326,7 +325,6 @@ class FolderWeights(AbstractContextManager["FolderWeights"]):
         )
 
     def _check_tied(self) -> None:
-        """Where the files hold a tied parameter under several names, the values must be one."""
         held: dict[int, list[str]] = {}
         for name, target in self._targets.items():
             if name in self._recipes:

@@ -109,7 +109,6 @@ class StreamedStep(CapturedStep):
         cache.at_close.callback(self._close)
 
     def _cut(self, twin: Decoder) -> list[Stretch]:
-        """The model's stages, in one stretch as far as nothing passes."""
         trunk, steady = twin.model, self._steady
         stages: list[tuple[str, Callable[[Any], Any]]] = [
             ("model.embed_tokens", lambda ids_B1: (None, trunk.embed_tokens(ids_B1)))
@@ -128,7 +127,6 @@ class StreamedStep(CapturedStep):
         return cut
 
     def _before(self, stretch: Stretch) -> None:
-        """Let the computing stream, or without one the host, wait for the stretch's groups."""
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         for number, group in enumerate(stretch.passing):
             loaded, transfer = self._loaded[number]
@@ -176,7 +174,6 @@ def _owner(group: Group) -> str:
 
 
 def _in_order(groups: list[Group]) -> list[Group]:
-    """Groups in the order in which a step needs them."""
     ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
     return sorted(groups, key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
 
@@ -191,7 +188,6 @@ def _places(cycle: list[Group]) -> dict[int, int]:
 
 
 def _fill(twin: Decoder, model: nn.Module, group: Group, buffer: Tensor) -> None:
-    """Let the twin's parameters of ``group`` be views of ``buffer``."""
     parts: dict[str, Tensor] = {}
     for slot in group.slots:
         stored = stored_part(model, slot.name)

@@ -56,7 +56,6 @@ def max_tensor_scale(amax: Tensor, form: Format) -> Tensor:
 
 
 def _round_blocks(w_BE: Tensor, tensor_scale: Tensor, form: Format) -> Tensor:
-    """fp32 blocks rounded to the format and back."""
     # The bits of magnitudes are in order as integers, NaN last, and torch's integer maximum is several times faster.
     amax_B = w_BE.abs().view(torch.int32).amax(1).view(torch.float32).to(torch.float64)
     if form.name == "nvfp4":

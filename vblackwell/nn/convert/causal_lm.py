@@ -289,7 +289,6 @@ class _Output(tuple):  # of a trunk: hidden states, and None for every other att
 
 
 def _why_not_loss(model: Any) -> str | None:
-    """Why the loss of ``model`` cannot be computed in its head; None if it can."""
     for name in ("get_output_embeddings", "loss_function", "base_model_prefix"):
         if not hasattr(model, name):
             return f"{type(model).__name__} has no {name}: it is no causal model of transformers"

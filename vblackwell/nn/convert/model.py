@@ -117,7 +117,6 @@ def _linears(
 
 
 def _following_activations(model: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """For linears in an ``nn.Sequential``: the activation right after and its name, if it is an epilogue's formula."""
     counts = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[str, tuple[str, nn.Module]] = {}
     for prefix, sequence in model.named_modules():

@@ -109,7 +109,6 @@ class _Cache:
         return rounded_linears(x, (found,), bias)[0]
 
     def rounding(self, weight: Tensor, dtype: torch.dtype) -> Rounded:
-        """``weight`` rounded for a forward in training, for a caller that multiplies by it."""
         # Of the two ops that of formats has a gradient.
         source = weight if self.settings.precision == "two-part" else weight.detach()
         return Rounded(weight, self._rounded(source, dtype, rounded), self.count_step)
