@@ -88,7 +88,9 @@ class StreamedStep(CapturedStep):
         self._loaded: deque[tuple[Group, Transfer]] = deque()  # from a load's begin until what reads it is queued
         self._held = held = engine.weights.hold()
         try:
-            self._cycle = _in_order([group for group in engine.groups if group not in held])
+            ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
+            self._cycle = [group for group in engine.groups if group not in held]
+            self._cycle.sort(key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
             self._slot_of = _places(self._cycle)
             largest = max((group.num_bytes for group in self._cycle), default=0)
             for number in range(min(WEIGHT_PLACES, len(self._cycle))):
@@ -171,11 +173,6 @@ def _owner(group: Group) -> str:
     if name.startswith(LAYER):
         return LAYER + name.removeprefix(LAYER).partition(".")[0]
     return name.rpartition(".")[0]
-
-
-def _in_order(groups: list[Group]) -> list[Group]:
-    ends = {"model.embed_tokens": -1, "model.norm": 1 << 40, "lm_head": 1 << 41}
-    return sorted(groups, key=lambda group: ends.get(_owner(group)) or int(_owner(group).removeprefix(LAYER)))
 
 
 def _places(cycle: list[Group]) -> dict[int, int]:

@@ -71,7 +71,6 @@ def test_a_layer_of_packed_parts_is_for_inference():
     packed = VBOptimizedLinear(32, 8).quantize().packed
     assert VBOptimizedLinear.from_packed(packed).settings.mode == "inference"
     assert VBOptimizedLinear.from_packed(packed, None, "auto").settings.mode == "auto"
-    assert VBOptimizedLinear.from_packed(packed, mode="training").settings.mode == "training"
 
 
 def test_start_costs_no_work():

@@ -111,8 +111,8 @@ def fused_backend(request: dispatcher.AttentionRequest) -> str:
 def chosen_backend(request: dispatcher.AttentionRequest) -> str:
     """What torch takes in this context: 'flash', 'cudnn', 'efficient' or 'math'; Unsupported where it takes none."""
     shapes = ((1, heads, request.queries, request.head) for heads in (request.heads, request.kv_heads))
-    how: dict[str, Any] = {"dtype": request.dtype, "device": _device(request), "requires_grad": True}
-    query, key = (torch.empty(shape, **how) for shape in shapes)
+    device = torch.device(request.device, request.gpu)  # type: ignore[arg-type]  # None: the current one
+    query, key = (torch.empty(shape, dtype=request.dtype, device=device, requires_grad=True) for shape in shapes)
     given, grouped = (query, key, key, None, 0.0, True), request.heads != request.kv_heads
     try:
         choice = torch._fused_sdp_choice(*given, enable_gqa=grouped)  # pyright: ignore[reportPrivateImportUsage]
@@ -124,11 +124,8 @@ def chosen_backend(request: dispatcher.AttentionRequest) -> str:
     raise _refused(request)
 
 
-def _device(request: dispatcher.AttentionRequest) -> torch.device:
-    return torch.device(request.device, request.gpu)  # type: ignore[arg-type]  # None: the current one
-
-
 def _refused(request: dispatcher.AttentionRequest) -> Unsupported:
-    what = f"{request.heads} heads of {request.head} in {request.dtype} on {_device(request)}"
+    device = torch.device(request.device, request.gpu)  # type: ignore[arg-type]
+    what = f"{request.heads} heads of {request.head} in {request.dtype} on {device}"
     remedy = "leave the flag out, or add --mixed-precision"
     return Unsupported(f"--use-flash-attn: no fused attention takes {what}: {remedy}")

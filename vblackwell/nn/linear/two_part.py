@@ -23,7 +23,6 @@ from vblackwell.kernels.runtime.registry import computes_at_once
 from vblackwell.nn.linear.packed_linear import FINE, STATE_NAMES, PackableLinear, PlacedWeight, pack, place
 from vblackwell.nn.linear.rounded import Rounded, fp4_round_trip, rounded_linears
 from vblackwell.numerics.formats import format_named
-from vblackwell.numerics.packed import PackedTensor
 from vblackwell.numerics.separation import Scales
 
 MODES = ("auto", "training", "inference")
@@ -245,7 +244,7 @@ class VBOptimizedLinear(PackableLinear):
     """
 
     state_names = (*STATE_NAMES, FINE)
-    packed_by = "precision"
+    packed_by, packed_as = "precision", ("inference",)
 
     def __init__(
         self,
@@ -264,11 +263,6 @@ class VBOptimizedLinear(PackableLinear):
         super().__init__(in_features, out_features, bias, form, device=device, dtype=dtype)
         self.settings = settings
         self._forget()
-
-    @classmethod
-    def from_packed(cls, packed: PackedTensor, bias: Tensor | None = None, *how: Any, **options: Any) -> Self:
-        """As `PackableLinear.from_packed`; of mode 'inference' by default."""
-        return super().from_packed(packed, bias, *(how or [options.pop("mode", "inference")]), **options)
 
     @property
     def packs_to(self) -> str:
