@@ -17,6 +17,7 @@ for cells without a boundary, fp64 for the others.
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -107,15 +108,11 @@ def _round_halves(t_BE: Tensor, v_BE: Tensor, step_BE: Tensor, w_BE: Tensor, sca
 
 
 def _positions_of_halves(distance_BE: Tensor) -> Tensor:
-    """Positions of 1/2, the most there is, in chunks narrowed down by their largest: a search would cost too much."""
-    pieces, size = distance_BE.view(torch.int32).view(1, -1), distance_BE.numel()
-    start = torch.zeros(1, dtype=torch.int64)
-    for width in (512, 16, 1):
-        if size % width == 0:
-            start = (start[:, None] + torch.arange(0, size, width)).view(-1)
-            hot = (pieces.view(-1, width).amax(1) == _HALF).nonzero()[:, 0]
-            pieces, start, size = pieces.view(-1, width)[hot], start[hot], width
-    return start
+    """Positions of 1/2, the most there is, in pieces that hold one: a search of all would cost too much."""
+    pieces = distance_BE.view(torch.int32).view(-1, math.gcd(distance_BE.numel(), 64))
+    hot = (pieces.amax(1) == _HALF).nonzero()[:, 0]
+    piece, place = (pieces[hot] == _HALF).nonzero(as_tuple=True)
+    return hot[piece] * pieces.shape[1] + place
 
 
 def _round_halves_exactly(t: Tensor, v: Tensor, step: Tensor, w: Tensor, scale: Tensor, unit: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ def _round_nf4(u_BE: Tensor, w_BE: Tensor, scale_B1: Tensor, form: Format) -> Te
     if not _may_look(w_BE):
         return _nf4_exactly(w_BE, scale_B1[:, 0], form)
     cell = u_BE.add_(1.0).mul_(_NF4_CELLS).to(torch.int32).clamp_(0, 2 * _NF4_CELLS)
-    v_BE = _nf4_cells()[cell]
+    v_BE = _nf4_cells().index_select(0, cell.view(-1)).view_as(w_BE)
     at = v_BE.isnan().nonzero(as_tuple=True)
     v_BE[at] = _nf4_exactly(w_BE[at].unsqueeze(-1), scale_B1.expand_as(w_BE)[at], form).squeeze(-1)
     return v_BE
