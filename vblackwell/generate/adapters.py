@@ -137,7 +137,6 @@ def _fitting(model: nn.Module, folder: Path, base: Path) -> dict[str, Tensor]:
 def _filling(
     model: nn.Module, weights: FolderWeights, seed: int, device: torch.device, values: dict[str, Tensor] | None
 ) -> Initialize:
-    """Fills adapters with their first values, packed linears with their packed weights, the rest from the folder."""
     ready: dict[str, Tensor] = {}
 
     def fill(name: str, out: Tensor) -> None:

@@ -74,18 +74,22 @@ def load_model(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, packing: Packing | None = None
 ) -> nn.Module:
     """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
-    the weights, None as config.json says; linears that are packed there, or that ``packing`` selects, compute from
-    packed weights. Raises as `model_on_meta` and `open_folder`.
+    the weights, None as config.json says, for a ``Decoder`` as stored; linears that are packed there, or that
+    ``packing`` selects, compute from packed weights. Raises as `model_on_meta` and `open_folder`.
     """
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
+        as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
         chosen = {} if packing is None else select_linears(model, packing.layers, head_and(packing.keep))
         made: dict[Tensor, Tensor] = {}  # one that has several names stays one
         for name, target in weights.targets().items():
             owner, _, leaf = name.rpartition(".")
             if target not in made:
                 in_fp32 = target.is_floating_point() and stays_fp32(model, name, target.dtype)
-                value = weights.read(name, torch.float32 if in_fp32 else target.dtype, device)
+                wanted = torch.float32 if in_fp32 else target.dtype
+                if as_stored:
+                    wanted = weights.dtype_of("lm_head.weight" if packing is None else name)
+                value = weights.read(name, wanted, device)
                 if packing is not None and leaf == "weight" and owner in chosen:
                     install_packed(model, owner, pack(value, packing.format, name))
                     continue

@@ -63,7 +63,6 @@ class PackedWeights(FolderWeights):
         return plain
 
     def _kinds(self, linear: str) -> set[str]:
-        """Local names of the entries of a packed linear."""
         return set(compressed_tensors.entry_specs(self.form, 1, 1, fine=linear in self._fine))
 
     def _wants(self, name: str) -> bool:

@@ -158,7 +158,6 @@ class _Passing:
             self._loads[place].wait()
 
     def append(self, order: int, held_TPBKH: Tensor, begin: int, end: int) -> None:
-        """Write new positions back."""
         reservation, stored_TPBKH = self._storage[order]
         source, target = held_TPBKH[begin:end], stored_TPBKH[begin:end]
         self._stack.count_link(0, reservation.level, source.nbytes, None if self._cuda else 0.0)

@@ -276,7 +276,6 @@ class Forecast:
         return sum(count * 2 > max(counts) for count in counts)
 
     def _input_bytes(self, choice: Choice) -> int:
-        """Of a block's input: tokens by hidden size, in the compute type."""
         model: nn.Module = self.model(choice.checkpointing)
         config = getattr(model, "config", None)
         hidden = getattr(getattr(config, "get_text_config", lambda: config)(), "hidden_size", None)

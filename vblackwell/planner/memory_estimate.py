@@ -195,7 +195,6 @@ class Batches:
         return low
 
     def _guess(self, is_ok: Callable[[int, Trace], bool], low: int, high: int) -> int:
-        """Strictly between the two, by expected traces."""
         start, step = low, 1
         while low + step < high and is_ok(low + step, self.at(low + step)):
             low, step = low + step, step * 2

@@ -228,7 +228,6 @@ def make_plan(
 
 
 def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:
-    """One of each kind of choice, what lacks least first."""
     kept: dict[Any, tuple[Choice, Lacking]] = {}
     for choice, lacking in sorted(rejected, key=lambda each: each[1].num_bytes or float("inf")):
         kind = (choice.placement, choice.batch_size, choice.checkpointing, choice.states)

@@ -5,6 +5,7 @@ ignores a key computes something else than the file says.
 """
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from vblackwell.errors import ConfigurationError, Unsupported, check_known
@@ -41,7 +42,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in (*_SIZES, "max_position"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or value < 1:
+            if not isinstance(value, Real) or value < 1:
                 raise ConfigurationError(f"{name} is {value!r}: give at least 1")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
