@@ -234,6 +234,7 @@ class StepControl(Mover):
     def unpack(self, packed: PackedView) -> Tensor:
         """The tensor that `WeightStreamer.pack` was given; StaleTensor if its group was changed since."""
         self.order_loads(packed.group)
+        self.weights.check(packed)  # before anything is loaded for it
         self._use(packed.group)
         tensor = self.weights.unpack(packed)
         self._prefetch_upcoming()
@@ -245,10 +246,9 @@ class StepControl(Mover):
         if weights.is_loaded(group):
             return True
         # Where an update is on its way, a load would wait for it, or undo it.
-        if state.phase is Phase.EARLY or self._places[group].is_busy(group) or not weights.free_for(group):
+        if state.phase is Phase.EARLY or self._places[group].is_busy(group):
             return False
-        self.order_loads(group)
-        return weights.is_loaded(group) or weights.load_ahead(group)  # by an update that was due, or here
+        return weights.load_ahead(group, self.order_loads)
 
     def _use(self, group: Group) -> None:
         """Have ``group`` on level 0, arrived."""
