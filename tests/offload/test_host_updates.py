@@ -197,3 +197,29 @@ def test_a_failure_at_a_commit_leaves_a_group_that_is_said_to_be_a_step_behind(t
     names = {name for name, param in model.named_parameters() if any(slot.param is param for slot in group.slots)}
     release(model)
     assert names and all(torch.equal(model.state_dict()[name], before[name]) for name in names)
+
+
+def test_gradients_are_made_zero_after_updates_on_the_host_without_a_wait(twins: Callable[..., Twins]):
+    pair = twins()
+    go, apply = threading.Event(), pair.engine.host_updates.apply
+
+    def late(update) -> None:
+        go.wait(60)
+        apply(update)
+
+    pair.engine.host_updates.apply = late
+    timer = threading.Timer(30, go.set)
+    timer.start()
+    MLP.loss(pair.model, 0).backward()
+    pair.ours.step()
+    pair.ours.zero_grad(set_to_none=False)
+    assert not go.is_set(), "it waited for an update"
+    timer.cancel()
+    go.set()
+    MLP.loss(pair.plain, 0).backward()
+    pair.theirs.step()
+    pair.theirs.zero_grad(set_to_none=False)
+    for module, optimizer in pair.both():
+        MLP.loss(module, 1).backward()
+        optimizer.step()
+    assert equal(pair.model, pair.plain)

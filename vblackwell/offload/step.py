@@ -308,7 +308,8 @@ class StepControl(Mover):
         for slot in slots:
             by_group[slot.group].append(slot)
         for group, held in by_group.items():
-            self._places[group].wait(group)  # an update whose step came may still read what is about to change
+            if factor is not None or self._places[group] is self.level0:  # else the worker's order is enough
+                self._places[group].wait(group)  # an update whose step came may still read what is about to change
             self.gradients.scale_later(group, held, factor)
 
     def scale_stored(self, *groups: Group) -> None:
