@@ -223,3 +223,19 @@ def test_gradients_are_made_zero_after_updates_on_the_host_without_a_wait(twins:
         MLP.loss(module, 1).backward()
         optimizer.step()
     assert equal(pair.model, pair.plain)
+
+
+def test_an_early_update_that_the_worker_refuses_keeps_no_shadows(
+    twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+):
+    pair = twins()
+    updates, group, stack = pair.engine.host_updates, pair.engine.groups[0], pair.engine.stack
+    before = stack.levels[1].used_bytes
+
+    def refuse(*args: object, **more: object) -> None:
+        raise RuntimeError("another task failed")
+
+    monkeypatch.setattr(pair.engine.worker, "submit", refuse)
+    with pytest.raises(RuntimeError, match="another task failed"):
+        pair.engine.step_control._start_early(group, None)
+    assert stack.levels[1].used_bytes == before and not any(updates.shadows.spare.values())

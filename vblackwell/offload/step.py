@@ -159,7 +159,7 @@ class StepControl(Mover):
             try:
                 early.reads_until = place.queue(group, jobs, gradient, None, shadows)
             except BaseException:
-                place.shadows.give_back(shadows or {})
+                (place.shadows.give_up if place is self.host_updates else place.shadows.give_back)(shadows or {})
                 raise
             state.early = early
             state.to(Phase.EARLY)
