@@ -17,6 +17,7 @@ from tests.offload.conftest import MakeStack
 from tests.offload.models import CASES, build, equal
 from tests.waiting import wait_until
 from vblackwell.errors import StaleTensor, StepAbandoned
+from vblackwell.memory.transfer import set_transfer_delay
 from vblackwell.offload.api import enable_vgpu_stack_optimization, offload_of, release
 from vblackwell.offload.engine import Offload
 from vblackwell.offload.movement.state import set_worker_delay
@@ -239,3 +240,27 @@ def test_an_early_update_that_the_worker_refuses_keeps_no_shadows(
     with pytest.raises(RuntimeError, match="another task failed"):
         pair.engine.step_control._start_early(group, None)
     assert stack.levels[1].used_bytes == before and not any(updates.shadows.spare.values())
+
+
+def test_a_gradient_waits_for_the_copy_of_one_that_was_given_up(twins: Callable[..., Twins]):
+    """Both go to the same range: without a step between them, nothing else is in the way of the second."""
+    torch.manual_seed(0)
+    pair = twins(nn.Sequential(nn.Linear(48, 48)))
+    late = [0.3]
+
+    def first_is_late(kind: str) -> None:
+        if late:
+            time.sleep(late.pop())
+
+    try:
+        for module, optimizer in pair.both():
+            for seed in range(2):
+                loss = module(torch.randn(8, 48, generator=torch.Generator().manual_seed(seed))).square().mean()
+                set_transfer_delay(first_is_late)  # its weights are there
+                loss.backward()
+                if seed == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+    finally:
+        set_transfer_delay(None)
+    assert not late and equal(pair.model, pair.plain)

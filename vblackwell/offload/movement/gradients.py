@@ -18,6 +18,7 @@ from vblackwell.errors import Unsupported
 from vblackwell.kernels.optimizer.adamw import BLOCK, norm_of, square_sums
 from vblackwell.memory.cache.stack import Reservation
 from vblackwell.memory.level import Transfer
+from vblackwell.memory.transfer import EventTransfer
 from vblackwell.offload.layout.groups import Group, Slot
 from vblackwell.offload.movement.state import (
     EarlyUpdate,
@@ -153,7 +154,9 @@ class GradientCollector(Mover):
                 self.wait_idle(group)
                 transfer = self._stack.write(self._storage.range(group, buffer.landing), buffer.bytes)
                 under_way.append(transfer)
-                self._later(self._land, group, transfer, arriving=transfer)
+                landing = self._later(self._land, group, transfer, arriving=transfer)
+                if not isinstance(transfer, EventTransfer):  # the next copy may overtake it, as none does on a stream
+                    state.task = landing
                 state.kind = buffer.landing
                 self._free_after((transfer, *readers), buffer.reservation)
         except Exception:
