@@ -62,9 +62,12 @@ def _adamw(
             gradient[0] = gradients.narrow(0, start, count)
             if scaled or gradients.dtype != torch.float32:
                 gradient[0] = wide.narrow(0, 0, count)
+            if scaled and gradients.dtype == torch.float32:
+                torch.mul(gradients.narrow(0, start, count), factor, out=gradient[0])
+            elif scaled or gradients.dtype != torch.float32:
                 gradient[0].copy_(gradients.narrow(0, start, count))
-            if scaled:
-                gradient[0].mul_(factor)
+                if scaled:
+                    gradient[0].mul_(factor)
             exp_avg[0] = exp_avgs.narrow(0, start, count)
             exp_avg_sq[0] = exp_avg_sqs.narrow(0, start, count)
             if old_masters.numel() > 0:  # the copy is in cache when AdamW changes it: old bytes are read once
@@ -415,7 +418,6 @@ class HostUpdates(Mover):
         self.shadows.give_up(old)
 
     def apply(self, update: _Update) -> None:
-        """One AdamW step."""
         storage, shadows = self._storage, update.shadows
         opened, old = {kind: storage.open_at(each, kind) for kind, each in update.own.items()}, dict[str, Tensor]()
         if shadows is not None:
