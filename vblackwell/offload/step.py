@@ -82,7 +82,6 @@ class StepControl(Mover):
             self.level0.expect_backward()
 
     def take_gradient(self, slot: Slot) -> None:
-        """Autograd has made ``slot``'s gradient."""
         self.before_gradient(slot.group)
         whole = self.gradients.take(slot)
         if whole is not None:
@@ -251,7 +250,6 @@ class StepControl(Mover):
         return weights.load_ahead(group, self.order_loads)
 
     def _use(self, group: Group) -> None:
-        """Have ``group`` on level 0, arrived."""
         self.weights.use(group)
         state = self._states[group]
         if state.loaded is None or state.phase in (Phase.EARLY, Phase.DUE):  # not the last step's, or not for long
@@ -286,13 +284,11 @@ class StepControl(Mover):
         self.scale_stored()
 
     def gradient_norm(self, slot: Slot) -> Tensor:
-        """The 2-norm of a gradient, an fp32 scalar."""
         self._arrive()
         self.gradients.measure([slot.group])
         return self.gradients.norm(slot)
 
     def read_gradient(self, slot: Slot) -> Tensor:
-        """A copy of a gradient on the CPU."""
         self._arrive()
         return self._worker.submit(self.gradients.read, slot, group=slot.group.index).result()
 
@@ -322,7 +318,6 @@ class StepControl(Mover):
                 self._scale(filter(self.gradients.has, held), factor)
 
     def clear_gradients(self, slots: list[Slot], *, to_zero: bool = False) -> None:
-        """Forget gradients, or make them zero."""
         self.roll_back()
         self.finish_backward()
         if to_zero:

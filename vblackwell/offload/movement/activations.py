@@ -388,7 +388,6 @@ class ActivationStore:
         return tensor
 
     def _prefetch(self, asked: Ticket) -> None:
-        """Start to load what the checkpoints before this one saved."""
         wanted = asked.before(AHEAD)
         coming = []
         for boundary in _alive(self._coming):
@@ -417,7 +416,6 @@ class ActivationStore:
             boundary.load = None
 
     def _collect(self) -> None:
-        """Take the buffers of graphs that have died."""
         while self._dropped:
             buffer, load = self._dropped.popleft()
             self._in_flight += self._buffers.pending.get(buffer, [])  # none where the store was closed

@@ -321,7 +321,6 @@ class GradientCollector(Mover):
     # -- in the worker's thread ---------------------------------------------------------------------------------------
 
     def _land(self, group: Group, transfer: Transfer) -> None:
-        """A group's first gradient arrives in its range."""
         transfer.wait()
         self._state(group).norms.clear()
 
@@ -342,7 +341,6 @@ class GradientCollector(Mover):
         self._sum(group, held, {slot: slot.flat(fresh) for slot in slots})
 
     def _take_rows(self, slot: Slot, start: int, adding: bool, fresh: Tensor) -> None:
-        """Copy or add rows of ``slot``, the only one of its group."""
         kind = sum_kind(slot.group) if adding else "gradient"
         rows = fresh.view(slot.dtype).view(-1, slot.shape[1])
         total = self._storage.open(slot.group, kind)
@@ -388,7 +386,6 @@ class GradientCollector(Mover):
         return torch.linalg.vector_norm(values, dtype=torch.float32)
 
     def _scale(self, group: Group, held: GradientState, slots: list[Slot], factor: Tensor | None) -> None:
-        """Multiply gradients by the fp32 scalar ``factor``, or make them zero if it is None."""
         kind = held.kind
         if factor is not None and kind != sum_kind(group):  # zero is zero in any type
             self._sum(group, held, {})

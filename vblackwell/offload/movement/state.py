@@ -284,8 +284,6 @@ _NEXT = {
 
 @dataclass(frozen=True)
 class Hyper:
-    """AdamW's numbers for one parameter at one step."""
-
     lr: float
     beta1: float
     beta2: float
@@ -304,8 +302,6 @@ class Job:
 
 @dataclass(eq=False)
 class EarlyUpdate:
-    """An update that was queued before its step."""
-
     jobs: list[Job]
     steps: list[Tensor]  # the jobs' before it
     shadows: Ranges | None  # what it writes; None: the group's own ranges, which is final
@@ -356,7 +352,6 @@ class GradientState:
 
 
 def flat_of(slot: Slot, gradient: Tensor, kind: str) -> Tensor:
-    """The flat gradient of ``slot`` in the group's range of ``kind``."""
     return slot.flat_fp32(gradient) if kind == "accumulated" else slot.flat(gradient)
 
 
@@ -559,8 +554,6 @@ class Level0Budget:
 
 
 class Shared(NamedTuple):
-    """What all that moves bytes of one model shares."""
-
     name: str
     stack: VGPUStack
     groups: list[Group]

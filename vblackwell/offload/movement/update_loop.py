@@ -316,8 +316,6 @@ def update_master(
 
 
 class _Update(NamedTuple):
-    """An update as it was queued."""
-
     group: Group
     jobs: list[Job]
     own: Ranges  # the group's then, which a commit may have replaced
@@ -339,7 +337,6 @@ class HostUpdates(Mover):
         self._ends: dict[Group, Task] = {}  # of committed updates: the ranges are those to read from then on
 
     def commit(self, group: Group, shadows: Ranges) -> None:
-        """The step of an early update has come."""
         old = self.shadows.swap(group, shadows)
         try:
             update = self._states[group].update_end
@@ -363,7 +360,6 @@ class HostUpdates(Mover):
         self._states[group].update_is_queued()
 
     def wait(self, group: Group) -> None:
-        """Return when the group's last update is in storage."""
         state = self._states[group]
         task = state.update_end
         if task is not None:
@@ -379,7 +375,6 @@ class HostUpdates(Mover):
     order_loads = wait  # a load reads what the host has written
 
     def is_busy(self, group: Group) -> bool:
-        """Whether a load would wait for an update."""
         task = self._states[group].update_end
         return task is not None and (not task.done() or task.exception() is not None)
 

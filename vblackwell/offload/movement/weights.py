@@ -51,8 +51,6 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedView:
-    """What autograd keeps instead of a view into a buffer."""
-
     group: Group
     version: tuple[int, int]
     dtype: torch.dtype
@@ -89,7 +87,6 @@ class WeightStreamer(Mover):
     # -- what a caller needs now, and will need ------------------------------------------------------------------------
 
     def use(self, group: Group) -> None:
-        """``group`` is needed now."""
         self.trace.use(group.index)
         again, self._latest = self._latest is group, group
         if not self.is_loaded(group):
@@ -316,12 +313,10 @@ class WeightStreamer(Mover):
         loaded.locked = False
 
     def remember_load(self, group: Group, transfer: Transfer) -> None:
-        """A copy out of the group's stored weights was started."""
         self._states[group].last_load = transfer
         self._storage.in_flight.add(transfer)
 
     def has_arrived(self, transfer: Transfer) -> None:
-        """What was remembered has been waited for."""
         transfer.let_go()
         self._storage.in_flight.discard(transfer)
 
