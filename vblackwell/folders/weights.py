@@ -348,8 +348,7 @@ def _open_tables(folder: Path, opened: ExitStack) -> dict[str, StoredTensor]:
     """Every tensor of the folder by name, its file open; raises CorruptData for one in two files, or in another."""
     stored: dict[str, StoredTensor] = {}
     for path in tensor_files(folder):
-        file = opened.enter_context(TensorFile(path))
-        for name, tensor in file.tensors.items():
+        for name, tensor in opened.enter_context(TensorFile(path)).tensors.items():
             if stored.setdefault(name, tensor) is not tensor:
                 place = stored[name].file.path
                 raise CorruptData(f"{name} is in {place} and in {path.name}: fetch or write the folder again")

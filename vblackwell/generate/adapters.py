@@ -260,8 +260,7 @@ def fingerprint(folder: Path) -> str:
             for start in (0, max(0, count - _NUMBERS)):
                 held = torch.empty(min(_NUMBERS, count - start), dtype=tensor.dtype)
                 tensor.file.read(bytes_of(held), tensor.begin + start * itemsize)
-                rounded = held.bfloat16() if held.is_floating_point() else held
-                digest.update(bytes_of(rounded))
+                digest.update(bytes_of(held.bfloat16() if held.is_floating_point() else held))
     return digest.hexdigest()
 
 

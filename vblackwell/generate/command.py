@@ -47,7 +47,6 @@ class Places:
 
     @property
     def streams(self) -> bool:
-        """Whether a stack is asked for."""
         sizes = (self.fast_memory, self.host_memory, self.disk_memory, self.disk_path, self.adapter)
         return self.use_fp4 or any(size is not None for size in sizes)
 
@@ -67,8 +66,7 @@ class Places:
             assignment = None if self.assignment is None else Assignment.load(self.assignment)
             packing = Packing(layers=self.fp4_layers, keep=self.keep) if self.use_fp4 else None
             return open_resident(folder, device, packing=packing, assignment=assignment)
-        wants_disk = self.disk_memory is not None or self.disk_path is not None
-        disk = self.disk_memory if wants_disk else 0
+        disk = 0 if self.disk_memory is None and self.disk_path is None else self.disk_memory
         stack = create_vgpu_stack(
             self.fast_memory, self.host_memory, disk, self.disk_path, device=device, cap_process=False
         )

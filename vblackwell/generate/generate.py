@@ -238,7 +238,6 @@ def stepper(
         )
 
     def read(input_ids_BS: Tensor, end: int) -> Tensor:
-        """The logits after more positions, up to ``end``."""
         nonlocal known
         options: dict[str, Any] = {}
         if mask_BS is not None:

@@ -241,8 +241,7 @@ def level0_for(model: nn.Module, rows: int, positions: int) -> Iterator[tuple[An
             packed = [each for each in model.modules() if isinstance(each, StoredFP4Linear)]
             # The largest packed linear's weight while many rows are multiplied by it.
             unpacked = max((each.in_features * each.out_features * each.dtype.itemsize for each in packed), default=0)
-            a_token = token_bytes(model.config, dtype.itemsize)
-            budget = divide_level0(free, sizes, shape, a_token, workspace, unpacked)
+            budget = divide_level0(free, sizes, shape, token_bytes(model.config, dtype.itemsize), workspace, unpacked)
             engine.weights.rebudget(budget.weight_bytes)
             cache, chunk = StackedCache(engine.stack, shape, budget.cached_layers), budget.chunk
     try:

@@ -77,8 +77,7 @@ def _fault_in(address: int, size: int, numa_node: int | None) -> None:
 
 
 def _touch(address: int, size: int) -> None:
-    libc = ctypes.CDLL(None)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
         ctypes.memset(address, 0, size)  # an older kernel; fresh pages are zero anyway
 
 

@@ -181,8 +181,7 @@ def start_copy(dst: torch.Tensor, src: torch.Tensor, pool: ThreadPoolExecutor) -
         return DoneTransfer(time.perf_counter() - start)
     step = max(PIECE_BYTES, -(-src.nbytes // COPY_THREADS // 4096) * 4096)
     pieces = ([dst[at : at + step], src[at : at + step]] for at in range(0, src.nbytes, step))
-    futures = [pool.submit(_move, piece) for piece in pieces]
-    return FutureTransfer(futures, keep=(dst, src))
+    return FutureTransfer([pool.submit(_move, piece) for piece in pieces], keep=(dst, src))
 
 
 def _move(pair: list[torch.Tensor]) -> None:

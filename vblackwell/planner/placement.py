@@ -219,12 +219,10 @@ def make_plan(
 
     def taken(each: tuple[Choice, Prediction]) -> tuple[float, ...]:
         choice, prediction = each
-        streamed = choice.placement != "resident"
-        return streamed, choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
+        return choice.placement != "resident", choice.checkpointing, prediction.disk, prediction.host, prediction.gpu
 
     chosen = min((each for each in found if each[1].token_seconds <= best * ALIKE), key=taken)
-    others = tuple(each for each in found if each is not chosen)
-    return Plan(*chosen, others, tuple(rejected), pruned, bounds, rates)
+    return Plan(*chosen, tuple(each for each in found if each is not chosen), tuple(rejected), pruned, bounds, rates)
 
 
 def _nearest(rejected: Iterable[tuple[Choice, Lacking]]) -> list[tuple[Choice, Lacking]]:

@@ -81,6 +81,5 @@ def fp4_norm_linear(
         raise ConfigurationError(
             f"the norm's weight is {tuple(gain_K.shape)} {gain_K.dtype}, the input takes ({k},) {x_MK.dtype}"
         )
-    weight = (codes, block_scales, tensor_scale)
-    args = (gain_K, eps, weight, bias, format, activation, n, k)
+    args = (gain_K, eps, (codes, block_scales, tensor_scale), bias, format, activation, n, k)
     return run_rows("fp4_norm_linear", NORM_LINEAR, x_MK, format, n, k, *args)

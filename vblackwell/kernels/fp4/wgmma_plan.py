@@ -156,8 +156,7 @@ def predicted_us(plan: WgmmaPlan, m: int, n: int, k: int) -> float:
     def block_cycles(at_once: int) -> float:
         warpgroups = plan.consumers * at_once
         step = warpgroups * (max(tensor, _ISSUE) + _ADDED * min(tensor, _ISSUE))
-        window = max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups)
-        return window * ceil_div(windows, plan.k_groups)
+        return max(_LATENCY + tensor, step) * (1 + _ALONE / warpgroups) * ceil_div(windows, plan.k_groups)
 
     cycles = rounds * block_cycles(plan.min_blocks)
     if rest:

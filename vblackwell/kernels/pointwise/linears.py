@@ -149,8 +149,7 @@ def _normed_linears_backward(
 def chunks(rows: int, row_bytes: int) -> list[slice]:
     """Chunks of ``rows``, about equal, of at most about `MAX_BYTES`."""
     count = max(1, -(-rows * row_bytes // MAX_BYTES))
-    step = -(-rows // count)
-    step = max(1, -(-step // ROW_STEP) * ROW_STEP)
+    step = max(1, -(-rows // (count * ROW_STEP)) * ROW_STEP)
     return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]
 
 

@@ -43,8 +43,7 @@ def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, i
     with _lock:
         pair = _pairs.pop(key, None)
         if pair is None or pair.capture != capture or pair.sets.shape[1] < count:
-            length = max(MIN_COUNTERS, 1 << (count - 1).bit_length())
-            pair = _Pair(_zeros(length, device), capture)
+            pair = _Pair(_zeros(max(MIN_COUNTERS, 1 << (count - 1).bit_length()), device), capture)
         yield pair.sets[pair.turn], pair.sets[1 - pair.turn], pair.used
         pair.turn, pair.used = 1 - pair.turn, count
         _pairs[key] = pair

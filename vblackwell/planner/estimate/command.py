@@ -184,8 +184,7 @@ def advice_of(estimated: Estimated, below: tuple[int, int] = (PLENTY, 0)) -> tup
     """What would save memory or time; ``below``: bytes of RAM and of disk that an offload stack may take."""
     ways = _Ways(estimated, below)
     (now,) = ways.plain("", estimated.run, estimated.trace)
-    found = advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)
-    return tuple(found[:MAX_SHOWN])
+    return tuple(advise(now, ways.others(), ways.tokens, for_memory=estimated.fits is False)[:MAX_SHOWN])
 
 
 class _Ways:
