@@ -32,8 +32,7 @@ from vblackwell.units import parse_bytes
 class Places:
     """Where the weights may be (nothing said: on the device), and as what: sizes of levels, e.g. '8GiB', folder of the
     disk level; ``use_fp4`` packs linears while loading; folder of an ``adapter``; file of an ``assignment`` of
-    precisions.
-    """
+    precisions."""
 
     fast_memory: str | None = None
     host_memory: str | None = None
@@ -100,8 +99,7 @@ def generate_command(
     """Prints what follows ``prompt``, or for the lines of a file ``prompts`` a line of JSON each, ``batch_size`` at a
     time; 0. Checkpoints passed over are named on standard error. ``model``: as for `resolve_model`;
     ``chat``: a prompt is a user's message, and the answer alone is printed; ``places``: of `Places`; the others as in
-    ``generate_batch``. Raises VBError.
-    """
+    ``generate_batch``. Raises VBError."""
     if (prompt is None) == (prompts is None):
         raise ConfigurationError("vb generate needs --prompt TEXT or --prompts FILE, and not both")
     if batch_size < 1:

@@ -54,8 +54,7 @@ def resolve_model(model: str | Path) -> tuple[Path, list[CorruptData]]:
 
 def model_on_meta(folder: Path, dtype: torch.dtype | None = None, *, quantized: bool = False) -> nn.Module:
     """The model that ``folder``/config.json describes, on the meta device in training mode: a ``Decoder`` where that
-    computes it, else what ``transformers`` makes of it. Arguments and errors as for `build_on_meta`.
-    """
+    computes it, else what ``transformers`` makes of it. Arguments and errors as for `build_on_meta`."""
     config = read_config(folder)
     if quantized:
         config.pop("quantization_config", None)
@@ -75,8 +74,7 @@ def load_model(
 ) -> nn.Module:
     """The model in a Hugging Face folder on ``device``, in eval mode; read one tensor after the other. ``dtype``: of
     the weights, None as config.json says, for a ``Decoder`` as stored; linears that are packed there, or that
-    ``packing`` selects, compute from packed weights. Raises as `model_on_meta` and `open_folder`.
-    """
+    ``packing`` selects, compute from packed weights. Raises as `model_on_meta` and `open_folder`."""
     model = model_on_meta(folder, dtype or stored_dtype(folder), quantized=packing is None)
     with open_folder(model, folder) as weights:
         as_stored = dtype is None and isinstance(model, Decoder) and not isinstance(weights, PackedWeights)
@@ -111,8 +109,7 @@ def open_resident(
 ) -> nn.Module:
     """A model for writing alone, all of it on ``device``, in eval mode, with packed linears or an ``assignment``'s;
     raises as `load_model`. On a GPU a ``Decoder`` computes projections of one input as one product, and other
-    architectures run on fused operators where these compute the same.
-    """
+    architectures run on fused operators where these compute the same."""
     model = load_model(folder, device, packing=packing)
     if assignment is not None:
         for name in apply_assignment(model, assignment, "inference"):
@@ -129,8 +126,7 @@ def open_resident(
 
 def open_streamed(folder: Path, stack: VGPUStack, *, rows: int = 1, tokens: int = 0, **options: Any) -> nn.Module:
     """The model in ``folder``, in eval mode, its weights in ``stack``; packed linears stay packed. On a GPU bytes are
-    kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`.
-    """
+    kept free for keys and values of ``rows`` sequences of ``tokens``; the ``options`` as for `load_causal_lm`."""
     level, dtype = stack.levels[0], stored_dtype(folder)
     if stack.level0_device.type == "cuda":
         reserved = workspace_bytes(level.capacity_bytes) + cache_bytes(read_config(folder), rows, tokens, dtype)

@@ -44,8 +44,7 @@ Clock = Callable[[], tuple[float | None, float] | None]
 class Transfer:
     """An asynchronous copy that has been started, and keeps what it copies alive until it has been waited for on the
     host. It raises its error on every wait, when none of its parts is being copied any more. ``clock`` tells how long
-    it took, None where that is not measured.
-    """
+    it took, None where that is not measured."""
 
     clock: Clock | None = None
     _keep: Sequence[Any] = ()  # what is copied

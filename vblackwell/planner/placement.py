@@ -194,8 +194,7 @@ def make_plan(
 ) -> Plan:
     """Predict ``choices`` (each with its sizes filled in, or what it lacks), those first that could be the fastest by
     the token, and leave out those that cannot be: no prediction may be below ``least_seconds``, by arithmetic, a token.
-    Raises InsufficientMemory, with what the nearest lacks, where none fits.
-    """
+    Raises InsufficientMemory, with what the nearest lacks, where none fits."""
     found: list[tuple[Choice, Prediction]] = []
     rejected: list[tuple[Choice, Lacking]] = []
     pruned, best = 0, float("inf")

@@ -74,8 +74,7 @@ def fp4_norm_linear(
     k: int,
 ) -> Tensor:
     """``activation(rms_norm(x) W^T + bias)`` with a packed ``W``; not differentiable. ``gain_K`` is the norm's weight
-    in the type of ``x_MK``; the rest as in ``fp4_linear``.
-    """
+    in the type of ``x_MK``; the rest as in ``fp4_linear``."""
     check_arguments(x_MK, codes, block_scales, tensor_scale, format, activation, n, k)
     if gain_K.shape != (k,) or gain_K.dtype != x_MK.dtype:
         raise ConfigurationError(

@@ -87,8 +87,7 @@ def _backward_shared(ctx, dys: list[Tensor | None]):  # type: ignore[no-untyped-
 @register_op(_fake_linears, save=_save_shared, backward=_backward_shared)
 def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
     """``[x @ w.T for w in weights_NK]``: (..., K) in, (..., N) each out. Differentiable in ``x`` and every weight.
-    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``.
-    """
+    Raises ConfigurationError where a weight is not (N, K), or of another type than ``x``."""
     _check_weights(x, weights_NK)
     refuse_forward_mode("shared_input_linears")
     return _products(x.reshape(-1, x.shape[-1]), weights_NK, x)
@@ -117,8 +116,7 @@ def _backward_normed(ctx, dys: list[Tensor]):  # type: ignore[no-untyped-def]
 @register_op(_fake_linears, save=_save_normed, backward=_backward_normed)
 def normed_linears(x: Tensor, norm_K: Tensor, eps: float, weights_NK: list[Tensor]) -> list[Tensor]:
     """`shared_input_linears` of ``rms_norm(x)``; differentiable in all tensors, and saves these alone. Triton only.
-    Raises ConfigurationError as that does, also for a norm's weight that is not (K,).
-    """
+    Raises ConfigurationError as that does, also for a norm's weight that is not (K,)."""
     _check_weights(x, weights_NK, norm_K)
     refuse_forward_mode("normed_linears")
     n_MK, _, _ = kernels().rms_norm(x.reshape(-1, x.shape[-1]), None, norm_K, eps)

@@ -35,8 +35,7 @@ def kernels() -> Any:
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x`` (..., D) normalised over its last dimension and scaled by ``weight_D``, in the type that both promote to.
-    Differentiable in both. Raises ConfigurationError where the weight is not one value for each feature.
-    """
+    Differentiable in both. Raises ConfigurationError where the weight is not one value for each feature."""
     _check_rms_norm(x, weight_D, None)
     if runs_triton("rms_norm", x, x.shape[-1]):
         return _rms_norm(x, None, weight_D, eps)[0]

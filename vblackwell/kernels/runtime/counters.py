@@ -36,8 +36,7 @@ _lock = threading.Lock()
 @contextmanager
 def zeroed(count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, int]]:
     """(At least ``count`` counters that are zero, those that the launch has to clear, how many these are) on the
-    current stream, for launches within the context, one thread at a time. If one fails, they are not used again.
-    """
+    current stream, for launches within the context, one thread at a time. If one fails, they are not used again."""
     stream, capture = _place(device)
     key = (device, stream, capture != 0)
     with _lock:

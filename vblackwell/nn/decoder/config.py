@@ -92,8 +92,7 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "DecoderConfig":
         """The shape described by a Llama ``config.json``. Raises Unsupported for what ``Decoder`` does not compute,
-        ConfigurationError for a missing key or a shape that does not fit together.
-        """
+        ConfigurationError for a missing key or a shape that does not fit together."""
         if reasons := "; ".join(not_supported_reasons(config)):
             raise Unsupported(f"Decoder cannot compute this config.json: {reasons}. Open it with transformers")
         for key in _SIZES.values():

@@ -51,8 +51,7 @@ def estimate_command(
     """Print the estimate, and write it to ``html`` as a page; 0. A factory's model that cannot be traced is trained for
     two steps here. ``advice``: say what would save memory or time, where it does not fit or the card is known. Objects
     that are there when it begins to trace are never looked through for garbage again. Raises ConfigurationError for bad
-    input, or a GPU below what the model needs at any batch size.
-    """
+    input, or a GPU below what the model needs at any batch size."""
     check_batch(batch_size, seq_length)
     card = find_gpu(gpu) if gpu else None
     gpu_bytes = card.total_bytes if card else None

@@ -38,8 +38,7 @@ class Measured:
 
 def measure_run(run: Run, batch_size: int, device: torch.device | None = None) -> Measured:
     """Train ``run`` for two steps with ``batch_size`` sequences, on the first GPU that can be used, else on the CPU.
-    Raises Untraceable where it cannot be made with bytes, or fails with them too; InsufficientMemory.
-    """
+    Raises Untraceable where it cannot be made with bytes, or fails with them too; InsufficientMemory."""
     name = run.spec.name
     if run.spec.make is None:
         raise Untraceable(f"{name} has no factory, so that it cannot be made with its bytes and measured")
