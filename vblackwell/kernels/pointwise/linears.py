@@ -62,9 +62,6 @@ def _found(gradients, needed):  # type: ignore[no-untyped-def]
     return [gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)]
 
 
-# -- of one input ------------------------------------------------------------------------------------------------------
-
-
 def _save_shared(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weights_NK = inputs
     ctx.save_for_backward(x, *weights_NK)
@@ -96,9 +93,6 @@ def shared_input_linears(x: Tensor, weights_NK: list[Tensor]) -> list[Tensor]:
 @register_op(lambda dys, weights_NK: dys[0].new_empty(*dys[0].shape[:-1], weights_NK[0].shape[1]))
 def _shared_input_linears_dx(dys: list[Tensor], weights_NK: list[Tensor]) -> Tensor:
     return linears_dx(dys, weights_NK)
-
-
-# -- of one normalised input -------------------------------------------------------------------------------------------
 
 
 def _save_normed(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -139,9 +133,6 @@ def _normed_linears_backward(
     dn_MK = linears_dx(rows, weights_NK)
     dx_MK, dnorm_K = kernels().rms_norm_backward(dn_MK, None, x_MK, norm_K, scale_M, needed[1])
     return [dx_MK.view(x.shape), dnorm_K, *dweights]
-
-
-# -- the feed-forward half of a block ----------------------------------------------------------------------------------
 
 
 def chunks(rows: int, row_bytes: int) -> list[slice]:

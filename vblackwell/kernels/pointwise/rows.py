@@ -30,9 +30,6 @@ def kernels() -> Any:
     return rows_triton
 
 
-# -- RMSNorm -----------------------------------------------------------------------------------------------------------
-
-
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x`` (..., D) normalised over its last dimension and scaled by ``weight_D``, in the type that both promote to.
     Differentiable in both. Raises ConfigurationError where the weight is not one value for each feature."""
@@ -101,9 +98,6 @@ def _rms_norm_backward(
     return kernels().rms_norm_backward(dy, dtotal, x, weight_D, scale_R, with_weight)
 
 
-# -- SwiGLU ------------------------------------------------------------------------------------------------------------
-
-
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, all (..., I) of one type, or ConfigurationError. Differentiable in both."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
@@ -168,9 +162,6 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight_DI: Tensor, wanted: bool) -> 
         return gate.new_empty(*gate.shape[:-1], weight_DI.shape[0])
     product = kernels().swiglu(gate, up)
     return torch.mm(product.view(-1, product.shape[-1]), weight_DI.t()).view(*gate.shape[:-1], weight_DI.shape[0])
-
-
-# -- rotary embedding --------------------------------------------------------------------------------------------------
 
 
 def rotary(q_BNSH: Tensor, k_BKSH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
