@@ -1,6 +1,6 @@
 """Launches of the attention kernels. Import it only where they run: triton takes half a second."""
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportCallIssue=false
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,7 @@
 """Triton kernels of rows.py and cross_entropy.py, and their launches."""
 # What @triton.jit makes of a function has no type.
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import functools
 from collections.abc import Sequence
