@@ -91,8 +91,7 @@ def load_model(
                 if packing is not None and leaf == "weight" and owner in chosen:
                     install_packed(model, owner, pack(value, packing.format, name))
                     continue
-                parameter = isinstance(target, nn.Parameter)
-                made[target] = nn.Parameter(value, target.requires_grad) if parameter else value
+                made[target] = nn.Parameter(value, target.requires_grad) if isinstance(target, nn.Parameter) else value
             setattr(model.get_submodule(owner), leaf, made[target])
         if isinstance(weights, PackedWeights):
             for name in weights.linears:

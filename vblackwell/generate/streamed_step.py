@@ -176,8 +176,7 @@ def _owner(group: Group) -> str:
 
 
 def _places(cycle: list[Group]) -> dict[int, int]:
-    """The place of each group, by index: taken in turn, so that neighbours, the last and the first among them, have
-    different ones."""
+    """Each group's place, by index: in turn, so that neighbours (the last and the first too) have different ones."""
     slots = {group.index: number % WEIGHT_PLACES for number, group in enumerate(cycle)}
     if len(cycle) > WEIGHT_PLACES and len(cycle) % WEIGHT_PLACES == 1:
         slots[cycle[-1].index] = 1

@@ -102,7 +102,6 @@ class Forecast:
         return self.traces[key]
 
     def _phase_seconds(self, choice: tuple[bool, int], streaming: float, updates: float) -> Mapping[str, float]:
-        """Of a micro-batch's phases, while the CPU updates for ``updates`` seconds."""
         work = (*self.trace(*choice).work, *streaming_work(streaming))
         return phase_seconds(work, self.machine.rates, waits=not self.machine.has_gpu, updates=updates)
 

@@ -146,9 +146,8 @@ def macros(weight: int, gradient: torch.dtype, previous: torch.dtype | None) -> 
 @functools.cache
 def _kernel(weight: int, gradient: torch.dtype, previous: torch.dtype | None, device: torch.device) -> Kernel:
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise Unsupported(
-            f"{device} is older than sm_80, which AdamW with 8-bit moments needs: update on the CPU instead"
-        )
+        needed = "which AdamW with 8-bit moments needs"
+        raise Unsupported(f"{device} is older than sm_80, {needed}: update on the CPU instead")
     return kernel(FILES, "adamw8", macros(weight, gradient, previous), device)
 
 

@@ -189,7 +189,6 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
-# -- registering ops ---------------------------------------------------------------------------------------------------
 # Under autocast an op's input is cast to its dtype, nothing else is, and inside there is no autocast. torch's own
 # `register_autocast` casts every floating tensor, scales and biases too. Without any rule autocast would reach through
 # an op into its implementation.
